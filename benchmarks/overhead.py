@@ -37,7 +37,7 @@ from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
 from trainapp.training import loop
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 GLOBAL, MICRO = 64, 32
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0
@@ -202,15 +202,15 @@ def names(only_trainapp: bool) -> list[str]:
 
 def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
     """Loops over `total` steps that all start from the same weights."""
-    run = trainapp_run(case, total, folder, log_every)
-    return [contender(name, case, run, total, log_every) for name in names(only_trainapp)]
+    session = trainapp_run(case, total, folder, log_every)
+    return [contender(name, case, session, total, log_every) for name in names(only_trainapp)]
 
 
-def contender(name: str, case: Case, run: Run, total: int, log_every: int) -> Contender:
+def contender(name: str, case: Case, session: Session, total: int, log_every: int) -> Contender:
     """A loop that starts from the weights of `run`, which is still untrained."""
     if name == "trainapp":
-        return Contender(name, lambda steps: advance_trainapp(run, steps), lambda: trainapp_losses(run))
-    data, model = run.batches.dataset, copy.deepcopy(run.state.model)
+        return Contender(name, lambda steps: advance_trainapp(session, steps), lambda: trainapp_losses(session))
+    data, model = session.batches.dataset, copy.deepcopy(session.state.model)
     fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
     if case.device == "cuda":
         fetch = on_cuda(fetch)
@@ -221,7 +221,7 @@ def contender(name: str, case: Case, run: Run, total: int, log_every: int) -> Co
     return Contender(name, lambda count: consume(steps, count), lambda: losses)
 
 
-def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Run:
+def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Session:
     """The run that `python -m trainapp` builds from these settings; its tracker writes to `folder`."""
     overrides = [
         *case.settings,
@@ -245,20 +245,20 @@ def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Run:
     settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # so that log lines cost as in a run
-    run = build.build(settings, StopRequest(), SingleRank())
-    build.start_tracking(run)
-    return run
+    session = build.build(settings, StopRequest(), SingleRank())
+    build.start_tracking(session)
+    return session
 
 
-def advance_trainapp(run: Run, steps: int) -> None:
+def advance_trainapp(session: Session, steps: int) -> None:
     """`loop.train` for so many steps."""
-    run.config.train.max_steps = run.state.progress.step + steps
-    loop.train(run)
+    session.config.train.max_steps = session.state.progress.step + steps
+    loop.train(session)
 
 
-def trainapp_losses(run: Run) -> dict[int, float]:
+def trainapp_losses(session: Session) -> dict[int, float]:
     """Loss by step, from metrics.jsonl."""
-    lines = map(json.loads, (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (session.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
 
 

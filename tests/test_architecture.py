@@ -23,7 +23,7 @@ def types_of(function: ast.FunctionDef) -> set[str]:
 
 
 def takes_config_and_run(path: Path) -> list[str]:
-    return [f"{path.name}:{f.lineno} {f.name}" for f in functions(path) if {"Config", "Run"} <= types_of(f)]
+    return [f"{path.name}:{f.lineno} {f.name}" for f in functions(path) if {"Config", "Session"} <= types_of(f)]
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_no_function_takes_both_a_config_and_a_run():
 
 def test_a_function_that_takes_both_is_found(tmp_path):
     path = tmp_path / "wrong.py"
-    path.write_text("def f(config: Config, *, run: Run | None = None): ...\ndef g(config: Config): ...\n")
+    path.write_text("def f(config: Config, *, session: Session | None = None): ...\ndef g(config: Config): ...\n")
     assert [line.split()[-1] for line in takes_config_and_run(path)] == ["f"]
 
 

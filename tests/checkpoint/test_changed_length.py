@@ -4,7 +4,7 @@ import pytest
 import runs
 from helpers import metrics
 
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 EPOCHS = 4
 DATA = (
@@ -26,12 +26,12 @@ SAVED_AT = 8  # two steps of the second of 4 epochs, 6 steps each
 def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     runs.run_until(tmp_path, SAVED_AT, *DATA, "data.size=96", "every.save=50 percent")
     total = SAVED_AT + 2 * (size // 16)  # epochs 2 and 3
-    run = runs.prepare(tmp_path, *DATA, f"data.size={size}", "every.save=50 percent")
-    run.tracker.close()
-    assert (run.length.total_steps, run.tracker.progress.total) == (total, total)
-    assert run.cadences.save == total // 2
-    assert run.state.update.schedule(total) == 0.0
-    assert run.state.update.schedule(total - 1) == pytest.approx(1 / total)
+    session = runs.prepare(tmp_path, *DATA, f"data.size={size}", "every.save=50 percent")
+    session.tracker.close()
+    assert (session.length.total_steps, session.tracker.progress.total) == (total, total)
+    assert session.cadences.save == total // 2
+    assert session.state.update.schedule(total) == 0.0
+    assert session.state.update.schedule(total - 1) == pytest.approx(1 / total)
     result = runs.run(tmp_path, *DATA, f"data.size={size}")
     assert result.steps == total
     lines = metrics(tmp_path)
@@ -47,9 +47,9 @@ def test_a_second_resume_keeps_the_length(tmp_path):
     """The data is by then what the checkpoint has: nothing tells that it had changed before."""
     runs.run_until(tmp_path, SAVED_AT, *DATA, "data.size=96")
     runs.run_until(tmp_path, SAVED_AT + 1, *DATA, "data.size=32")
-    run = runs.prepare(tmp_path, *DATA, "data.size=32")
-    run.tracker.close()
-    assert run.length.total_steps == SAVED_AT + 4
+    session = runs.prepare(tmp_path, *DATA, "data.size=32")
+    session.tracker.close()
+    assert session.length.total_steps == SAVED_AT + 4
 
 
 def test_another_global_batch_at_a_resume_is_measured_as_well(tmp_path):
@@ -60,19 +60,19 @@ def test_another_global_batch_at_a_resume_is_measured_as_well(tmp_path):
 
 
 def test_skipped_steps_do_not_change_the_length_of_a_resumed_run(tmp_path):
-    run = runs.prepare(tmp_path, *DATA, "data.size=96")
-    run.tracker.close()
-    before = run.length
-    progress = run.state.progress
+    session = runs.prepare(tmp_path, *DATA, "data.size=96")
+    session.tracker.close()
+    before = session.length
+    progress = session.state.progress
     progress.step, progress.skipped, progress.epoch, progress.consumed = 5, 3, 1, 32
-    run.measure_length()
-    assert run.length == before
+    session.measure_length()
+    assert session.length == before
     assert before.total_steps == 24
 
 
 def test_without_measuring_the_rate_ends_early(tmp_path, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(Run, "measure_length", lambda self: None)
+    monkeypatch.setattr(Session, "measure_length", lambda self: None)
     runs.run_until(tmp_path, SAVED_AT, *DATA, "data.size=96")
     runs.run(tmp_path, *DATA, "data.size=32")
     assert metrics(tmp_path)[-1]["lr"] == 0.0

@@ -10,7 +10,7 @@ from zoo.catalogue import ALL, Cell
 from zoo.harness import Training, check_samples, compare
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from .cases import Case, Oom, Raise, Stop
 
@@ -55,16 +55,16 @@ class Story:
             for fault in self.faults:
                 fault.run = None
 
-    def on_batch(self, run: Run) -> None:
+    def on_batch(self, session: Session) -> None:
         for event in self.pending:
-            if isinstance(event, Stop) and run.state.progress.step == event.after:
+            if isinstance(event, Stop) and session.state.progress.step == event.after:
                 self.pending.remove(event)
-                run.stop.signal = int(signal.SIGTERM)
+                session.stop.signal = int(signal.SIGTERM)
                 return
 
-    def on_sample(self, run: Run) -> None:
+    def on_sample(self, session: Session) -> None:
         for event in self.pending:
-            if isinstance(event, Raise) and run.state.progress.step == event.after:
+            if isinstance(event, Raise) and session.state.progress.step == event.after:
                 self.samples += 1
                 if self.samples >= event.sample:
                     self.samples = 0

@@ -17,7 +17,7 @@ from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
 from trainapp.training import exactness, loop
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.training.totals import Totals
 
 # A tiny run on the CPU: the defaults for every test.
@@ -69,20 +69,20 @@ def run(run_dir: Path, *overrides: str) -> RunResult:
     return runner.run(configure(run_dir, *overrides))
 
 
-def prepare(run_dir: Path, *overrides: str) -> Run:
+def prepare(run_dir: Path, *overrides: str) -> Session:
     """A run that is ready for its next step. The caller closes its tracker."""
     return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
 
 
-def accumulate(run: Run, is_logged: bool = False) -> Totals:
+def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
-    run.engine.begin(run.next_step()._replace(is_logged=is_logged))
-    return exactness.accumulated(run)
+    session.engine.begin(session.next_step()._replace(is_logged=is_logged))
+    return exactness.accumulated(session)
 
 
-def clip(run: Run) -> torch.Tensor:
+def clip(session: Session) -> torch.Tensor:
     """Accumulate and clip the gradients of the next step. Returns their norm before clipping."""
-    return run.engine.clip(accumulate(run))
+    return session.engine.clip(accumulate(session))
 
 
 def refusal(run_dir: Path, *overrides: str) -> str:
@@ -100,7 +100,7 @@ class StopAt(StopRequest):
 
     def __init__(self, step: int):
         self.step = step
-        self.run: Run | None = None
+        self.run: Session | None = None
         super().__init__()
 
     @property
@@ -113,16 +113,16 @@ class StopAt(StopRequest):
         assert number is None
 
 
-def run_until(run_dir: Path, step: int, *overrides: str) -> Run:
+def run_until(run_dir: Path, step: int, *overrides: str) -> Session:
     """The loop until a stop request after `step` steps, which makes it save, as an interrupted run does."""
     stop = StopAt(step)
-    run = runner.prepare(configure(run_dir, *overrides), stop, SingleRank())
-    stop.run = run
+    session = runner.prepare(configure(run_dir, *overrides), stop, SingleRank())
+    stop.run = session
     try:
-        loop.train(run)
+        loop.train(session)
     finally:
-        run.tracker.close()
-    return run
+        session.tracker.close()
+    return session
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

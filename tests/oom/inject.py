@@ -17,7 +17,7 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 # The phases of a step in order, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
@@ -39,15 +39,15 @@ class Injector(TorchDispatchMode):
         self.fired = 0
         self.where: list[str] = []
         self.seen = 0
-        self.run: Run | None = None
+        self.run: Session | None = None
         self._in_model = False
         self._forward_done = False
 
-    def attach(self, run: Run) -> None:
+    def attach(self, session: Session) -> None:
         """Watch this run. Call again when a recovery has built a new one."""
-        self.run, self.seen = run, 0
-        run.state.model.register_forward_pre_hook(self._enter)
-        run.state.model.register_forward_hook(self._leave, always_call=True)
+        self.run, self.seen = session, 0
+        session.state.model.register_forward_pre_hook(self._enter)
+        session.state.model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
         self._in_model, self._forward_done = True, False
@@ -109,8 +109,10 @@ class Counts(Injector):
 class Watched:
     """A data set that records which samples are fetched for which step, and runs out of memory on request."""
 
-    def __init__(self, dataset: Any, run: Run, injector: Injector | None, fetched: list, changed: Callable | None):
-        self.dataset, self.run, self.injector, self.fetched, self.changed = dataset, run, injector, fetched, changed
+    def __init__(
+        self, dataset: Any, session: Session, injector: Injector | None, fetched: list, changed: Callable | None
+    ):
+        self.dataset, self.run, self.injector, self.fetched, self.changed = dataset, session, injector, fetched, changed
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -143,7 +145,7 @@ class Recorded:
         self,
         config: Config,
         injector: Injector | None = None,
-        between: Callable[[Run], None] | None = None,
+        between: Callable[[Session], None] | None = None,
         changed: Callable[[Any], Any] | None = None,
         most: int = 60,
     ):

@@ -19,7 +19,7 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.snapshot import Owner, Snapshot
 from trainapp.training import loop
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from .conftest import tiny
 from .inject import Counts, Injector, Recorded, Watched
@@ -205,28 +205,28 @@ SKIPPING = ("train.nonfinite=skip",)
 
 def skipped(run_dir: Path, case: str, step: int) -> tuple[dict, dict]:
     """The state before and after a step whose inputs are not finite."""
-    run = runner.prepare(tiny(run_dir, *CASES[case], *SKIPPING), StopRequest(), SingleRank())
-    fetcher = run.batches._loader.fetcher
+    session = runner.prepare(tiny(run_dir, *CASES[case], *SKIPPING), StopRequest(), SingleRank())
+    fetcher = session.batches._loader.fetcher
     states = []
     try:
         for number in range(1, step + 1):
             if number == step:
                 data = fetcher.dataset
                 bad = lambda batch: batch | {"inputs": batch["inputs"] * torch.nan}  # noqa: E731
-                fetcher.dataset = Watched(data, run, None, [], bad)
-                states.append(model_state(run))
-            loop.train_step(run)
-        states.append(model_state(run))
-        assert run.state.progress.skipped == 1
+                fetcher.dataset = Watched(data, session, None, [], bad)
+                states.append(model_state(session))
+            loop.train_step(session)
+        states.append(model_state(session))
+        assert session.state.progress.skipped == 1
     finally:
-        run.close()
+        session.close()
     return states[0], states[1]
 
 
-def model_state(run: Run) -> dict:
-    owners = run.state.stateful.owners
+def model_state(session: Session) -> dict:
+    owners = session.state.stateful.owners
     states = {name: owner.copy() for name, owner in owners.items() if "extra_state" in name}
-    tensors = (*run.state.model.named_parameters(), *run.state.model.named_buffers())
+    tensors = (*session.state.model.named_parameters(), *session.state.model.named_buffers())
     return {"states": states, "tensors": {name: tensor.detach().clone() for name, tensor in tensors}}
 
 

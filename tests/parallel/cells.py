@@ -27,7 +27,7 @@ from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.training import loop
 from trainapp.training.engine import Engine
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.training.totals import Totals
 
 from .faults import Fault, injected
@@ -93,35 +93,35 @@ def _leave_group() -> None:
 
 def _run(config: Config, ranks: Ranks, record: Record) -> None:
     stop = StopRequest()
-    run = runner.prepare(config, stop, ranks)
+    session = runner.prepare(config, stop, ranks)
     commit = Engine.commit
     try:
-        Engine.commit = _noting(commit, record, lambda: run)
-        _watch(run, record)
-        while (failure := runner.attempt(run)) is not None:
+        Engine.commit = _noting(commit, record, lambda: session)
+        _watch(session, record)
+        while (failure := runner.attempt(session)) is not None:
             record.failures.append(_facts(failure))
             assert len(record.failures) < 30, "this never ends"
-            carried = runner.recover(run, failure)
+            carried = runner.recover(session, failure)
             record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
             if carried is not None:
-                run.close()
-                del run
+                session.close()
+                del session
                 carried.memory.release()
-                run = runner.prepare(carried.config, stop, ranks, carried)
-                _watch(run, record)
+                session = runner.prepare(carried.config, stop, ranks, carried)
+                _watch(session, record)
     finally:
         Engine.commit = commit
-        run.tracker.close()
-    state = run.state
+        session.tracker.close()
+    state = session.state
     record.weights = vector(list(state.model.parameters()))
     if state.average.averages:
         record.average = vector(state.average.averages)
     record.skipped = state.progress.skipped
     record.progress = dataclasses.asdict(state.progress)
     record.votes = getattr(ranks, "votes", 0)
-    record.peak = max(ranks.all_gather_object(run.memory.peak))
-    record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
-    record.schedule = run.sizes.micro_schedule()
+    record.peak = max(ranks.all_gather_object(session.memory.peak))
+    record.shapes = {bucket: search.size for bucket, search in session.sizes.train.searches.items()}
+    record.schedule = session.sizes.micro_schedule()
 
 
 def _facts(failure: OomReport) -> dict[str, Any]:
@@ -129,18 +129,18 @@ def _facts(failure: OomReport) -> dict[str, Any]:
     return {name: getattr(failure, name) for name in names}
 
 
-def _noting(commit: Any, record: Record, current: Callable[[], Run]) -> Any:
+def _noting(commit: Any, record: Record, current: Callable[[], Session]) -> Any:
     def noting(engine: Engine, totals: Any, norm: torch.Tensor) -> bool:
-        run = current()
+        session = current()
         with outside_dispatch_modes():  # it is the test that keeps them, not the run
             gradients = vector([p.grad for p in engine.parameters if p.grad is not None])
         applied = commit(engine, totals, norm)
         record.gradients.append(gradients)
         record.losses.append(totals.means()["loss"])
-        record.sizes.append(run.sizes.train.size)
-        record.votes_enabled.append(run.ranks.votes_enabled)
-        if run.state.precision.scaler.is_enabled():
-            record.scales.append(run.state.precision.scaler.get_scale())
+        record.sizes.append(session.sizes.train.size)
+        record.votes_enabled.append(session.ranks.votes_enabled)
+        if session.state.precision.scaler.is_enabled():
+            record.scales.append(session.state.precision.scaler.get_scale())
         return applied
 
     return noting
@@ -149,8 +149,8 @@ def _noting(commit: Any, record: Record, current: Callable[[], Run]) -> Any:
 class _Watched:
     """A data set that records which samples are fetched for which step, without those of aborted steps."""
 
-    def __init__(self, dataset: Any, run: Run, record: Record, training: bool):
-        self.dataset, self.run, self.record, self.training = dataset, run, record, training
+    def __init__(self, dataset: Any, session: Session, record: Record, training: bool):
+        self.dataset, self.run, self.record, self.training = dataset, session, record, training
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -162,25 +162,25 @@ class _Watched:
         return self.dataset.__getitems__(indices)
 
 
-def _watch(run: Run, record: Record) -> None:
+def _watch(session: Session, record: Record) -> None:
     """Record samples where they are used: real micro-batches of committed steps."""
-    batches, advance, pieces = run.batches, run.batches.advance, run.batches._pieces
-    run.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py covers it
+    batches, advance, pieces = session.batches, session.batches.advance, session.batches._pieces
+    session.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py covers it
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)
-        used = pieces(progress.epoch, progress.consumed, run.sizes.train.size, run.sizes.parts)
+        used = pieces(progress.epoch, progress.consumed, session.sizes.train.size, session.sizes.parts)
         record.samples[key] = [index for piece in used for index in piece]
         advance(progress)
 
     batches.advance = noting_advance
-    evaluated = run.tracker.evaluated
+    evaluated = session.tracker.evaluated
 
     def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
         record.evaluated.append(dict(means))
         evaluated(step, samples, means)
 
-    run.tracker.evaluated = noting_evaluation
+    session.tracker.evaluated = noting_evaluation
 
 
 class _Lines(logging.Handler):
@@ -405,19 +405,19 @@ def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
 
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
     with worker.process_group(config) as ranks:
-        run = runner.prepare(config, StopRequest(), ranks)
+        session = runner.prepare(config, StopRequest(), ranks)
         for_the_host = {
             group.group_name for group in (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)
         }
         try:
             for name, function in originals.items():
                 setattr(dist, name, noting(name, function))
-            run.strategy.warm_up()
+            session.strategy.warm_up()
             found.warming_up, record = {use for use in record if use[1] not in for_the_host}, set()
-            loop.train(run)
+            loop.train(session)
             found.training = {use for use in record if use[1] not in for_the_host}
         finally:
             for name, function in originals.items():
                 setattr(dist, name, function)
-            run.tracker.close()
+            session.tracker.close()
     return found

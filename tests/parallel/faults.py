@@ -26,10 +26,10 @@ from trainapp.memory.cpu import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
 from trainapp.training import loop
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.
+# Phases of the loop (`session.attempt.phase`), recognised by their tensor operations, and places that are functions.
 PLACES = ("fetch", "read", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
 
@@ -92,7 +92,7 @@ class Injector(TorchDispatchMode):
     def __init__(self, faults: Iterable[Fault], folder: Path):
         super().__init__()
         self.faults, self.folder = list(faults), folder
-        self.run: Run | None = None
+        self.run: Session | None = None
         self.seen: dict[Fault, int] = {}
         self.refused = 0
 
@@ -121,9 +121,9 @@ class Injector(TorchDispatchMode):
         return None
 
     def _due(self, fault: Fault, phase: str) -> bool:
-        run = self.run
-        step = run.state.progress.step + (fault.phase not in BETWEEN)
-        if (fault.rank, fault.phase) != (run.ranks.rank, phase) or step != fault.step:
+        session = self.run
+        step = session.state.progress.step + (fault.phase not in BETWEEN)
+        if (fault.rank, fault.phase) != (session.ranks.rank, phase) or step != fault.step:
             return False
         self.seen[fault] = self.seen.get(fault, 0) + 1
         return self.seen[fault] > fault.operation
@@ -161,11 +161,11 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
 
     train = loop.train
 
-    def watched(run: Run) -> None:
-        injector.run = run
+    def watched(session: Session) -> None:
+        injector.run = session
         injector.seen.clear()
         with injector:
-            train(run)
+            train(session)
 
     def striking(place: str, function: Any) -> Any:
         @functools.wraps(function)  # DDP reads the annotations of a hook

@@ -25,7 +25,7 @@ from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.tracking.tracker import Tracker
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from . import catalogue
 from .batches import index_of
@@ -115,13 +115,13 @@ class _Recording:
         return embed(model, batch) if torch.is_grad_enabled() else self._noted(embed, model, batch)
 
     def _noted(self, task: Any, model: nn.Module, batch: Any) -> Any:
-        run = self.training.run
-        if run.attempt.phase != "evaluate":
-            progress = run.state.progress
+        session = self.training.run
+        if session.attempt.phase != "evaluate":
+            progress = session.state.progress
             if not progress.update:  # the others are on the same samples
                 place = (progress.epoch, progress.consumed)
                 self.training.trained.setdefault(place, []).append(index_of(batch).tolist())
-            self.training.on_batch(run)
+            self.training.on_batch(session)
             return task(model, batch)
         result = task(model, batch)
         for fault in self.training.faults:
@@ -144,12 +144,12 @@ class Training:
         run_dir: Path,
         changes: dict[str, Any] | None = None,
         faults: Sequence[Injector] = (),
-        on_batch: Callable[[Run], None] = lambda run: None,
-        on_sample: Callable[[Run], None] = lambda run: None,
+        on_batch: Callable[[Session], None] = lambda session: None,
+        on_sample: Callable[[Session], None] = lambda session: None,
     ):
         self.cell, self.run_dir, self.faults = cell, run_dir, faults
         self.on_batch, self.on_sample = on_batch, on_sample
-        self.run: Run | None = None
+        self.run: Session | None = None
         self.result: RunResult | None = None
         self.error: BaseException | None = None
         self.failures: list[OomReport] = []
@@ -167,26 +167,26 @@ class Training:
             except (Exception, SystemExit) as error:
                 self.error = error
 
-    def _attempt(self, original: Callable[[Run], OomReport | None], run: Run) -> OomReport | None:
+    def _attempt(self, original: Callable[[Session], OomReport | None], session: Session) -> OomReport | None:
         self.attempts += 1
         assert self.attempts < 60, "this never ends"
-        if run is not self.run:
-            self.run = run
-            run.task = _Recording(run.task, self)
-            run.engine.tasks = {name: _Recording(task, self) for name, task in run.engine.tasks.items()}
+        if session is not self.run:
+            self.run = session
+            session.task = _Recording(session.task, self)
+            session.engine.tasks = {name: _Recording(task, self) for name, task in session.engine.tasks.items()}
             for fault in self.faults:
-                fault.attach(run)
-            fetcher = run.batches._loader.fetcher
+                fault.attach(session)
+            fetcher = session.batches._loader.fetcher
             fetcher.dataset = _Failing(fetcher.dataset, self)
-        here = (run.state.progress.epoch, run.state.progress.consumed)
+        here = (session.state.progress.epoch, session.state.progress.consumed)
         self.began = min(here, self.began or here)  # a run that went back to an older checkpoint repeats its steps
-        first_is_done = run.state.progress.update > 0
+        first_is_done = session.state.progress.update > 0
         self.trained = {p: samples for p, samples in self.trained.items() if p < here or (p == here and first_is_done)}
         with contextlib.ExitStack() as stack:
             for fault in self.faults:
                 fault.arm_attempt()
                 stack.enter_context(fault)
-            failure = original(run)
+            failure = original(session)
         if failure is not None:
             self.failures.append(failure)
         return failure
@@ -246,9 +246,9 @@ class _Failing:
         return self.dataset[index]
 
 
-def state_of(run: Run, cell: Cell) -> dict[str, Any]:
+def state_of(session: Session, cell: Cell) -> dict[str, Any]:
     """Parameters, buffers, optimizer, average, progress, and what model, task and data own besides."""
-    state = run.state
+    state = session.state
     progress = dataclasses.asdict(state.progress)
     incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
     return {
@@ -261,7 +261,7 @@ def state_of(run: Run, cell: Cell) -> dict[str, Any]:
         "scaler": [update.precision.scaler.state_dict() for update in state.updates],
         "progress": {name: value for name, value in progress.items() if name not in incidental},
         "task": owned(catalogue.find(cell.task)),
-        "data": owned(run.batches.dataset),
+        "data": owned(session.batches.dataset),
     }
 
 
@@ -344,24 +344,24 @@ class Record(NamedTuple):
     evaluations: list[dict[str, float]]
 
 
-def compare(run: Record, replay: Record, exact_evaluations: bool = True) -> list[str]:
+def compare(session: Record, replay: Record, exact_evaluations: bool = True) -> list[str]:
     """Where a run differs from the replay of its schedule."""
-    found = differences(run.state, replay.state) + differences(run.logged, replay.logged, "metrics")
+    found = differences(session.state, replay.state) + differences(session.logged, replay.logged, "metrics")
     if exact_evaluations:
-        return found + differences(run.evaluations, replay.evaluations, "evaluations")
+        return found + differences(session.evaluations, replay.evaluations, "evaluations")
     of_evaluations = (".progress.objective", ".progress.best")
     found = [difference for difference in found if not difference.startswith(of_evaluations)]
-    for line, wanted in zip(run.evaluations, replay.evaluations, strict=True):
+    for line, wanted in zip(session.evaluations, replay.evaluations, strict=True):
         found += [f"evaluations.{k}" for k in wanted if abs(line[k] - wanted[k]) > 1e-5 * (1 + abs(wanted[k]))]
     return found
 
 
-def stop_at(step: int) -> Callable[[Run], None]:
+def stop_at(step: int) -> Callable[[Session], None]:
     """A signal arrives during the step after `step` finished ones."""
 
-    def on_batch(run: Run) -> None:
-        if run.state.progress.step == step:
-            run.stop.signal = int(signal.SIGTERM)
+    def on_batch(session: Session) -> None:
+        if session.state.progress.step == step:
+            session.stop.signal = int(signal.SIGTERM)
 
     return on_batch
 
@@ -376,16 +376,16 @@ def leaving(part: str) -> Iterator[None]:
         put_back.append(LEFT[part](injector.run))
         fail(injector)
 
-    def forgetful(run: Run, failure: OomReport) -> None:
-        roll_back(run, failure)
+    def forgetful(session: Session, failure: OomReport) -> None:
+        roll_back(session, failure)
         put_back.pop()()
 
     with mock.patch.object(recovery, "roll_back", forgetful), mock.patch.object(Injector, "fail", noting):
         yield
 
 
-def _left_buffers(run: Run) -> Callable[[], None]:
-    owners = [module._buffers for module in run.state.model.modules()]
+def _left_buffers(session: Session) -> Callable[[], None]:
+    owners = [module._buffers for module in session.state.model.modules()]
     places = [(owner, dict(owner), {n: b.clone() for n, b in owner.items() if b is not None}) for owner in owners]
 
     def put_back() -> None:
@@ -398,8 +398,8 @@ def _left_buffers(run: Run) -> Callable[[], None]:
     return put_back
 
 
-def _left_parameters(run: Run) -> Callable[[], None]:
-    owners = [module._parameters for module in run.state.model.modules()]
+def _left_parameters(session: Session) -> Callable[[], None]:
+    owners = [module._parameters for module in session.state.model.modules()]
     places = [
         (owner, dict(owner), {n: p.detach().clone() for n, p in owner.items() if p is not None}) for owner in owners
     ]
@@ -414,8 +414,8 @@ def _left_parameters(run: Run) -> Callable[[], None]:
     return put_back
 
 
-def _left_gradients(run: Run) -> Callable[[], None]:
-    gradients = [(p, p.grad.clone()) for p in run.state.model.parameters() if p.grad is not None]
+def _left_gradients(session: Session) -> Callable[[], None]:
+    gradients = [(p, p.grad.clone()) for p in session.state.model.parameters() if p.grad is not None]
 
     def put_back() -> None:
         for parameter, gradient in gradients:
@@ -424,12 +424,12 @@ def _left_gradients(run: Run) -> Callable[[], None]:
     return put_back
 
 
-def _left_attributes(*things: Callable[[Run], Sequence[Any]]) -> Callable[[Run], Callable[[], None]]:
+def _left_attributes(*things: Callable[[Session], Sequence[Any]]) -> Callable[[Session], Callable[[], None]]:
     """What objects own in plain attributes: numbers, queues, generators."""
     import copy
 
-    def left(run: Run) -> Callable[[], None]:
-        owners = [owner for find in things for owner in find(run) if hasattr(owner, "__dict__")]
+    def left(session: Session) -> Callable[[], None]:
+        owners = [owner for find in things for owner in find(session) if hasattr(owner, "__dict__")]
         saved = []
         for owner in owners:
             for name, value in vars(owner).items():
@@ -449,9 +449,9 @@ def _left_attributes(*things: Callable[[Run], Sequence[Any]]) -> Callable[[Run],
     return left
 
 
-def _left_task(run: Run) -> Callable[[], None]:
-    task = catalogue.find(run.config.task.removeprefix("zoo."))
-    attributes = _left_attributes(lambda run: [task])(run)
+def _left_task(session: Session) -> Callable[[], None]:
+    task = catalogue.find(session.config.task.removeprefix("zoo."))
+    attributes = _left_attributes(lambda session: [task])(session)
     buffers = {n: b.clone() for n, b in task.named_buffers()} if isinstance(task, nn.Module) else {}
 
     def put_back() -> None:
@@ -462,11 +462,11 @@ def _left_task(run: Run) -> Callable[[], None]:
     return put_back
 
 
-LEFT: dict[str, Callable[[Run], Callable[[], None]]] = {
+LEFT: dict[str, Callable[[Session], Callable[[], None]]] = {
     "buffers": _left_buffers,
     "parameters": _left_parameters,
     "gradients": _left_gradients,
-    "module attributes": _left_attributes(lambda run: list(run.state.model.modules())),
+    "module attributes": _left_attributes(lambda session: list(session.state.model.modules())),
     "task": _left_task,
-    "data": _left_attributes(lambda run: [run.batches.dataset]),
+    "data": _left_attributes(lambda session: [session.batches.dataset]),
 }

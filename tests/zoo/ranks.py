@@ -14,7 +14,7 @@ from trainapp.launch import worker
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.tracking.tracker import Tracker
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from . import catalogue
 from .harness import state_of
@@ -31,12 +31,12 @@ class OneRank(NamedTuple):
 def train(rank: int, config: Config, name: str, faults: Sequence[Fault], folder: str) -> OneRank:
     """The cell `name` on the ranks of the pool, with these faults."""
     catalogue.as_in_a_new_process(catalogue.ALL[name])
-    runs: list[Run] = []
+    runs: list[Session] = []
     failures: list[tuple[str, int]] = []
 
-    def attempt(original: Any, run: Run) -> OomReport | None:
-        runs.append(run)
-        failure = original(run)
+    def attempt(original: Any, session: Session) -> OomReport | None:
+        runs.append(session)
+        failure = original(session)
         if failure is not None:
             failures.append((failure.phase.value, failure.step))
         return failure

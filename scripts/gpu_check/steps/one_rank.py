@@ -18,7 +18,7 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from .. import jobs
 from ..table import Table
@@ -82,8 +82,8 @@ def collectives(table: Table, ranks: DistributedRanks, backend: str) -> None:
 
 def rewrapped(table: Table, device: str, folder: Path, ranks: DistributedRanks) -> None:
     """DDP's gradients before and after, and memory over, REWRAPS aborted steps."""
-    wanted, run, batch = reference(device, folder / "ddp")
-    strategy = DDP(run.state.model, ranks, Ddp())
+    wanted, session, batch = reference(device, folder / "ddp")
+    strategy = DDP(session.state.model, ranks, Ddp())
     used = []
     for _ in range(REWRAPS):
         found = gradients(strategy, batch)
@@ -95,13 +95,13 @@ def rewrapped(table: Table, device: str, folder: Path, ranks: DistributedRanks) 
     growth = used[-1] - used[0]
     name = "memory after the last rewrapping, less that after the first"
     table.expect(name, "at most 1 MiB", jobs.text(growth), growth <= on_gpu.MIB)
-    run.close()
+    session.close()
 
 
 def on_a_mesh(table: Table, device: str, folder: Path, ranks: DistributedRanks) -> None:
     """FSDP2's gradients, and whether a step can be aborted in place."""
-    wanted, run, batch = reference(device, folder / "fsdp")
-    strategy = FSDP(run.state.model, blocks_of(run.state.model, ""), ranks, Fsdp(), torch.float32)
+    wanted, session, batch = reference(device, folder / "fsdp")
+    strategy = FSDP(session.state.model, blocks_of(session.state.model, ""), ranks, Fsdp(), torch.float32)
     found = gradients(strategy, batch)
     error = runs.relative_error(found, wanted)
     table.expect("FSDP2 on a mesh of one rank", "the gradients of one device to 1e-5", f"{error:.1e}", error <= 1e-5)
@@ -111,17 +111,17 @@ def on_a_mesh(table: Table, device: str, folder: Path, ranks: DistributedRanks) 
         table.expect("FSDP2 after an aborted step", "the same gradients to 1e-5", f"{error:.1e}", error <= 1e-5)
     else:
         table.measured("FSDP2 after an aborted step", f"torch {torch.__version__} cannot abort one: workers restart")
-    run.close()
+    session.close()
 
 
-def reference(device: str, folder: Path) -> tuple[torch.Tensor, Run, Any]:
+def reference(device: str, folder: Path) -> tuple[torch.Tensor, Session, Any]:
     """The gradients of a batch on one device, the run with the model, and the batch."""
     settings = jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", "model.dropout=0.0")
-    run = runs.prepare(folder, *settings, "batch.micro_size=16")
-    batch = next(run.batches.micro_batches(run.state.progress, 16)).data
-    wanted = gradients(run.strategy, batch)
-    run.state.model.zero_grad(set_to_none=True)
-    return wanted, run, batch
+    session = runs.prepare(folder, *settings, "batch.micro_size=16")
+    batch = next(session.batches.micro_batches(session.state.progress, 16)).data
+    wanted = gradients(session.strategy, batch)
+    session.state.model.zero_grad(set_to_none=True)
+    return wanted, session, batch
 
 
 def gradients(strategy: SingleDevice, batch: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from trainapp.models.inspect import blocks_of
 from trainapp.run import runner
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from .. import jobs
 from ..table import Table
@@ -36,33 +36,35 @@ def at_place(table: Table, device: str, folder: Path, place: str, limit: int) ->
     """A run in whose every step memory runs out once."""
     times = TIMES[device]
     checkpointing = "full" if place == "recomputation" else "none"
-    run = runs.prepare(
+    session = runs.prepare(
         folder,
         *jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", f"memory.limit={limit}"),
         f"activation_checkpointing={checkpointing}",
         "every.log=null",
     )
-    run.tracker.picture = lambda *_: None  # drawing 20 figures would take longer than all else
-    size = run.state.global_size
-    over_allocation = OverAllocation(run, place)
+    session.tracker.picture = lambda *_: None  # drawing 20 figures would take longer than all else
+    size = session.state.global_size
+    over_allocation = OverAllocation(session, place)
     phases, used = [], []
     try:
         for number in range(1, times + 1):
-            run.config.train.max_steps = number
-            run.sizes.train = MicroBatchSizes(size, grow=False)  # as in a new run: each error halves the whole batch
+            session.config.train.max_steps = number
+            session.sizes.train = MicroBatchSizes(
+                size, grow=False
+            )  # as in a new run: each error halves the whole batch
             over_allocation.is_due = True
-            failure = runner.attempt(run)
+            failure = runner.attempt(session)
             if failure is None:
                 break
             phases.append(failure.phase)
-            runner.recover(run, failure)
+            runner.recover(session, failure)
             del failure
             used.append(jobs.live_bytes(device))
-            if runner.attempt(run) is not None:
+            if runner.attempt(session) is not None:
                 break
-        steps, samples = run.state.progress.step, run.state.progress.samples
+        steps, samples = session.state.progress.step, session.state.progress.samples
     finally:
-        run.close()
+        session.close()
     table.expect(
         f"{times} errors in {place}",
         f"all of them there, {times} steps of {size} samples",
@@ -81,11 +83,11 @@ def at_place(table: Table, device: str, folder: Path, place: str, limit: int) ->
 class OverAllocation:
     """Asks for more than the limit at one place of the last block, once whenever `is_due` is set."""
 
-    def __init__(self, run: Run, place: str):
+    def __init__(self, session: Session, place: str):
         self.is_due = False
-        self._run, self._place = run, place
-        self._memory: DeviceMemory = run.memory
-        block = blocks_of(run.state.model, "")[-1]
+        self._run, self._place = session, place
+        self._memory: DeviceMemory = session.memory
+        block = blocks_of(session.state.model, "")[-1]
         block.register_forward_hook(self._after_forward)
         # A hook of the block is outside of what is recomputed; this one of its first submodule is inside.
         next(block.children()).register_forward_pre_hook(self._within_forward)

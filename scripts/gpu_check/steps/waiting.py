@@ -11,7 +11,7 @@ import runs
 import torch
 
 from trainapp.training import loop
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 from .. import jobs
 from ..table import Table
@@ -39,23 +39,23 @@ def check(table: Table, device: str, folder: Path) -> None:
             continue
         with table.attempt(check_name, f"at most {most}"):
             overrides = jobs.overrides(device, model, "checkpointing=off", "train.max_steps=1000", "every.log=null")
-            run = runs.prepare(folder / str(number), *overrides, *settings)
+            session = runs.prepare(folder / str(number), *overrides, *settings)
             try:
-                waits = waits_of(run)
+                waits = waits_of(session)
             finally:
-                run.close()
+                session.close()
             found = "; ".join(f"{count} x {place}" for place, count in waits.most_common(3))
             per_step = sum(waits.values()) / STEPS
             got = f"{per_step:g}" + (f": {found}" if found else "")
             table.expect(check_name, f"at most {most}", got, per_step <= most)
 
 
-def waits_of(run: Run) -> collections.Counter[str]:
+def waits_of(session: Session) -> collections.Counter[str]:
     """The places in this program, or in torch, at which STEPS steps of a proven size waited."""
     for _ in range(10):
-        loop.train_step(run)
-        loop.update_weight_average(run)
-    if run.sizes.train.is_unproven:
+        loop.train_step(session)
+        loop.update_weight_average(session)
+    if session.sizes.train.is_unproven:
         raise RuntimeError("the size is not proven after 10 steps")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
@@ -63,8 +63,8 @@ def waits_of(run: Run) -> collections.Counter[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(STEPS):
-                loop.train_step(run)
-                loop.update_weight_average(run)
+                loop.train_step(session)
+                loop.update_weight_average(session)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return collections.Counter(

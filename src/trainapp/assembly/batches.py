@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
 from trainapp.parallel.ranks import Ranks
 from trainapp.snapshot import Owner
-from trainapp.training.run import EvalSets
+from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
+"""Turns a checked configuration into a `Session`: the assembled model plus data, memory and files."""
 
 import logging
 import sys
@@ -46,7 +46,7 @@ from trainapp.training.cached_gradients import CachedGradients
 from trainapp.training.cadences import Cadences, run_length
 from trainapp.training.engine import Engine
 from trainapp.training.in_backward import InBackward
-from trainapp.training.run import Attempt, EvalSets, Objective, Run
+from trainapp.training.session import Attempt, EvalSets, Objective, Session
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Parts:
 
 def build(
     config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
-) -> Run:
+) -> Session:
     """A run ready for its first step that writes nothing yet: see `start_tracking`.
 
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
@@ -109,7 +109,7 @@ def load_parts(
     return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
 
 
-def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initial_device: str | None = None) -> Run:
+def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initial_device: str | None = None) -> Session:
     """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_sets = parts.batches, parts.eval_sets
@@ -136,7 +136,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
     engine = _engine(config, components, assembled, checkpointer)
-    run = Run(
+    session = Session(
         config=config,
         state=state,
         engine=engine,
@@ -158,8 +158,8 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         rehearsals=exactness.STEPS * len(state.updates) if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
-    run.schedule_rates()
-    return hook_parts.attached(run, components.hooks, callbacks)
+    session.schedule_rates()
+    return hook_parts.attached(session, components.hooks, callbacks)
 
 
 def _engine(
@@ -227,21 +227,21 @@ def owners_of_state(
     return stateful
 
 
-def start_tracking(run: Run) -> None:
+def start_tracking(session: Session) -> None:
     """Open the run's files, at the step where it begins or resumes. Training time counts from here."""
-    if run.ranks.is_rank_zero:
-        folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
-        loggers = {} if mode in WITHOUT_NUMBERS else run.loggers
-        run.tracker = Tracker(
+    if session.ranks.is_rank_zero:
+        folder, settings, mode = Path(session.config.run_dir), session.config.to_dict(), session.config.mode
+        loggers = {} if mode in WITHOUT_NUMBERS else session.loggers
+        session.tracker = Tracker(
             folder,
-            run.state.progress.step,
-            run.length.total_steps,
+            session.state.progress.step,
+            session.length.total_steps,
             settings,
             continues=mode == "train",
             loggers=loggers,
             has_numbers=mode not in WITHOUT_NUMBERS,
         )
-    run.meter.start()
+    session.meter.start()
 
 
 def eval_samples(batches: EvalSets) -> int:

@@ -22,7 +22,7 @@ from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
 from trainapp.training.phase import Phase
-from trainapp.training.run import Objective, Run
+from trainapp.training.session import Objective, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 
@@ -89,18 +89,18 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
     return {**chosen_by_name, EARLY_STOPPING: early}
 
 
-def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
+def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Session:
     """The run, with what is called in it. callbacks: see `callbacks_of`. Raises UserError for parts that do not fit."""
-    run.metrics = _metrics_of(run, hooks)
-    run.engine.stateful_metrics = run.metrics.names
-    run.callbacks = Callbacks(callbacks)
-    run.loggers = hooks.loggers
-    run.utilisation = _utilisation_of(run)
-    last = [run.task, *run.engine.tasks.values()][-1]  # the update whose count is that of a finished step
-    run.meter.counts_tokens = losses.counts_tokens(last)
-    run.memory.kept = kept = kept_of(run.state.stateful.roots)
-    run.meter.hook_tensors = functools.partial(_tensors_of, run.metrics, callbacks, run.state.model, kept)
-    return run
+    session.metrics = _metrics_of(session, hooks)
+    session.engine.stateful_metrics = session.metrics.names
+    session.callbacks = Callbacks(callbacks)
+    session.loggers = hooks.loggers
+    session.utilisation = _utilisation_of(session)
+    last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
+    session.meter.counts_tokens = losses.counts_tokens(last)
+    session.memory.kept = kept = kept_of(session.state.stateful.roots)
+    session.meter.hook_tensors = functools.partial(_tensors_of, session.metrics, callbacks, session.state.model, kept)
+    return session
 
 
 def _tensors_of(
@@ -117,27 +117,27 @@ def _tensors_of(
                 yield tensor
 
 
-def _metrics_of(run: Run, hooks: Hooks) -> StatefulMetrics:
+def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
     """On the device, where their states count as memory. A plan has none."""
     metrics = StatefulMetrics({} if is_tracing() else hooks.metrics, hooks.metrics)
-    loss_chunk = run.config.memory.loss_chunk
-    if metrics.names and loss_chunk is not None and losses.is_built_in(run.task):
+    loss_chunk = session.config.memory.loss_chunk
+    if metrics.names and loss_chunk is not None and losses.is_built_in(session.task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
             "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
         )
     for metric in hooks.metrics.values():
         if isinstance(metric, (Counts, FirstPredictions)) and metric.class_dim.dim is None:
-            metric.class_dim.dim = losses.class_dim(run.task)
-    metrics.to(run.state.device)
+            metric.class_dim.dim = losses.class_dim(session.task)
+    metrics.to(session.state.device)
     return metrics
 
 
-def _utilisation_of(run: Run) -> Utilisation | NoUtilisation:
+def _utilisation_of(session: Session) -> Utilisation | NoUtilisation:
     """What counts the model's FLOPs, where the device's peak is known."""
-    config = run.config
-    peak = peak_of(run.state.device, config.precision.mode, config.train.peak_flops)
+    config = session.config
+    peak = peak_of(session.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None or is_tracing():
         return NoUtilisation()
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak, lambda: run.attempt.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(peak, lambda: session.attempt.phase is Phase.BACKWARD, recomputes)

@@ -23,7 +23,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, begin, opened, write_rows
 from trainapp.losses.losses import classification, has_embeddings, unchecked
 from trainapp.models import transformers_models
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ SHOWN = 16  # prompts: of more, the terminal shows the first ones
 Decoder = Callable[[Tensor], Tensor]  # logits [B, V] of what comes after tokens [B, T], which follow earlier calls'
 
 
-def generate(run: Run) -> None:
+def generate(session: Session) -> None:
     """Continue the prompts, from where an error or an earlier process has left them, and print them.
 
     Raises UserError for prompts that cannot be continued, and for models that do not predict next tokens.
     """
-    begin(run)
-    settings, data, model = run.config.generate, run.batches.dataset, run.strategy.model
-    _require_next_tokens(run)
+    begin(session)
+    settings, data, model = session.config.generate, session.batches.dataset, session.strategy.model
+    _require_next_tokens(session)
     codec, ends = Codec(data), ends_of_text(settings, data, model)
     prompts = [codec.encode(prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_of(model))
@@ -47,12 +47,12 @@ def generate(run: Run) -> None:
     def rows_of(micro: MicroBatch) -> list[Row]:
         chosen = micro.data["numbers"].tolist()
         own = {number: prompts[number] for number in chosen}
-        texts = continued(model, own, settings, ends, run.state.device)
+        texts = continued(model, own, settings, ends, session.state.device)
         return [_row(codec, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
 
-    with opened(run, "generations.jsonl") as rows:
-        fetched = batches_of(prompts, settings.max_new_tokens, rows.done, run.sizes.evaluation.size)
-        if write_rows(run, rows, fetched, rows_of):
+    with opened(session, "generations.jsonl") as rows:
+        fetched = batches_of(prompts, settings.max_new_tokens, rows.done, session.sizes.evaluation.size)
+        if write_rows(session, rows, fetched, rows_of):
             rows.publish()
             _show(rows.path, len(prompts))
 
@@ -239,12 +239,12 @@ def context_of(model: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _require_next_tokens(run: Run) -> None:
-    task = unchecked(run.task)
+def _require_next_tokens(session: Session) -> None:
+    task = unchecked(session.task)
     if task is classification or has_embeddings(task):
         what = "predicts classes" if task is classification else "makes embeddings of its inputs"
         raise UserError(
-            f"mode=generate with task={run.config.task}: the run's model {what}; use mode=predict, or a run whose "
+            f"mode=generate with task={session.config.task}: the run's model {what}; use mode=predict, or a run whose "
             "model predicts next tokens"
         )
 

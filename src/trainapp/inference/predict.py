@@ -18,7 +18,7 @@ from trainapp.hooks.predictions import ClassDim
 from trainapp.inference.rows import Row, begin, opened, write_rows
 from trainapp.losses.inputs import beside_inputs
 from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = (
@@ -27,34 +27,34 @@ PER_SAMPLE = (
 )
 
 
-def predict(run: Run) -> None:
+def predict(session: Session) -> None:
     """Write the predictions for a data set, of which each rank has a share, from where an error or an earlier process
     has left them. Collective.
 
     Raises UserError for a data set that does not exist, and for outputs that are not of single samples.
     """
-    begin(run)
-    batches, ranks = _chosen(run), run.ranks
-    predictor = Predictor(unchecked(run.task), run.config.task, class_names(getattr(batches, "dataset", None)))
+    begin(session)
+    batches, ranks = _chosen(session), session.ranks
+    predictor = Predictor(unchecked(session.task), session.config.task, class_names(getattr(batches, "dataset", None)))
     ranks.enable_votes(False)  # each rank recovers alone, as its forwards are its own
     # Of a stream each rank has every world-th sample.
     first, stride = (ranks.rank, ranks.world) if batches.is_stream else (batches.start, 1)
-    with opened(run, "predictions.jsonl", lambda number: first + stride * number) as rows:
+    with opened(session, "predictions.jsonl", lambda number: first + stride * number) as rows:
         if rows.done:
             log.info("predictions: %d samples are in %s; continuing there", rows.done, rows.partial)
-        fetched = batches.from_sample(rows.done, run.sizes.evaluation.size, ranks)
-        if write_rows(run, rows, fetched, functools.partial(predictor.rows, run.strategy.model)):
+        fetched = batches.from_sample(rows.done, session.sizes.evaluation.size, ranks)
+        if write_rows(session, rows, fetched, functools.partial(predictor.rows, session.strategy.model)):
             log.info("predictions of %d samples: %s", rows.publish(), rows.path)
 
 
-def _chosen(run: Run) -> EvalBatches:
-    name = "" if run.config.predict.split == "val" else run.config.predict.split
-    if name in run.eval_sets:
-        return run.eval_sets[name]
-    known = [name or "val" for name in run.eval_sets] + ["train"]
+def _chosen(session: Session) -> EvalBatches:
+    name = "" if session.config.predict.split == "val" else session.config.predict.split
+    if name in session.eval_sets:
+        return session.eval_sets[name]
+    known = [name or "val" for name in session.eval_sets] + ["train"]
     raise UserError(
-        f"predict.split={run.config.predict.split}: there is no such data; choose {', '.join(dict.fromkeys(known))}, "
-        "or name other data by data=... or eval.NAME"
+        f"predict.split={session.config.predict.split}: there is no such data; choose "
+        f"{', '.join(dict.fromkeys(known))}, or name other data by data=... or eval.NAME"
     )
 
 

@@ -28,7 +28,7 @@ from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.allocations import note_refused
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 Row = dict[str, Any]
 _BEGINNING = b'{"index":'  # of every file of rows
@@ -123,15 +123,15 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def opened(run: Run, name: str, index: Callable[[int], int] = int) -> Iterator[Rows]:
+def opened(session: Session, name: str, index: Callable[[int], int] = int) -> Iterator[Rows]:
     """The rows of the run's mode, in the file that its section of the settings names, else `name` in the run directory.
 
     index: as for `Rows`.
     """
-    mode, config = run.config.mode, run.config
+    mode, config = session.config.mode, session.config
     given = config.to_dict()[mode]["output"]
     path = Path(config.run_dir) / name if given is None else Path(os.path.expanduser(given)).resolve()
-    with contextlib.closing(Rows(path, what_decides(config), run.ranks, index, f"{mode}.output")) as rows:
+    with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
         yield rows
 
 
@@ -148,14 +148,14 @@ def what_decides(config: Config) -> dict[str, Any]:
     }
 
 
-def begin(run: Run) -> None:
+def begin(session: Session) -> None:
     """What follows counts as an evaluation: where memory runs out, nothing needs to be undone."""
-    run.attempt.phase, run.attempt.started = Phase.EVALUATE, time.monotonic()
-    note_refused(run)
+    session.attempt.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
+    note_refused(session)
 
 
 def write_rows(
-    run: Run, rows: Rows, fetched: Iterable[MicroBatch], rows_of: Callable[[MicroBatch], Sequence[Row]]
+    session: Session, rows: Rows, fetched: Iterable[MicroBatch], rows_of: Callable[[MicroBatch], Sequence[Row]]
 ) -> bool:
     """Write what `rows_of` returns for each batch, one row per sample. Returns whether all of it is written, on all
     ranks: not where a signal has ended it between two batches. Collective.
@@ -164,13 +164,13 @@ def write_rows(
     """
 
     def compute(micro: MicroBatch) -> Sequence[Row]:
-        with torch.inference_mode(), run.state.precision.autocast:
+        with torch.inference_mode(), session.state.precision.autocast:
             return rows_of(micro)
 
-    run.autotuner.follow(run.sizes.evaluation)
-    until_a_signal = itertools.takewhile(lambda _: run.stop.signal is None, fetched)
-    with as_evaluated(run, run.config.mode):
-        each_micro_batch(run, until_a_signal, compute, lambda _, found: rows.write(found))
-    run.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
-    (run.stop.agreed,) = run.ranks.all_reduce_max(run.stop.signal or 0)
-    return not run.stop.agreed
+    session.autotuner.follow(session.sizes.evaluation)
+    until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched)
+    with as_evaluated(session, session.config.mode):
+        each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
+    session.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
+    (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
+    return not session.stop.agreed

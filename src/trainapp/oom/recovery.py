@@ -14,26 +14,26 @@ from trainapp.oom.report import OomReport, as_markdown, final_message, one_line,
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_direct import release_failed_backward
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.training.transaction import rollback
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
 
-def stop_if_device_lost(run: Run, error: Exception) -> None:
+def stop_if_device_lost(session: Session, error: Exception) -> None:
     """Raises TrainingStopped, from `error`, where it means that this process has lost its device.
 
     With several ranks the launcher restarts all of them.
     """
-    if run.ranks.world == 1 and is_device_lost(error):
+    if session.ranks.world == 1 and is_device_lost(error):
         raise TrainingStopped(
             f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
-            f"it; continue from the last checkpoint with\n  {run.config.command}"
+            f"it; continue from the last checkpoint with\n  {session.config.command}"
         ) from error
 
 
-def wait_for_device(run: Run) -> None:
+def wait_for_device(session: Session) -> None:
     """Wait until the device has finished what the failed attempt has asked of it.
 
     Call while the error is handled, so that the attempt's tensors still exist: freed memory may be used again although
@@ -41,81 +41,81 @@ def wait_for_device(run: Run) -> None:
     then the recovery that has begun covers it.
     """
     try:
-        run.memory.synchronize()
+        session.memory.synchronize()
     except Exception as error:
-        stop_if_device_lost(run, error)
+        stop_if_device_lost(session, error)
         if not is_out_of_memory(error):
             raise
         log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
 
 
-def abort_on_all_ranks(run: Run, failure: OomReport) -> None:
+def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
     """With several ranks: tell the others, and wait until all have left the step.
 
     Where the others cannot be informed (no votes are held, or inside the commit), or where this process cannot recover,
     this worker ends with an exit code of its own; the launcher then restarts all of them from the last checkpoint, with
     the smaller size that is left for them in a file.
     """
-    ranks = run.ranks
+    ranks = session.ranks
     if failure.broken:
-        leave_for_restart(run, failure)
+        leave_for_restart(session, failure)
     if failure.alone:
         return
     if not failure.by_peer:
         if not ranks.votes_enabled or not failure.phase.is_voted_on:
-            leave_for_restart(run, failure)
+            leave_for_restart(session, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()
     own = None if failure.by_peer else (ranks.rank, one_line(failure))
     failure.culprits = [culprit for culprit in ranks.all_gather_object(own) if culprit is not None]
 
 
-def roll_back(run: Run, failure: OomReport) -> None:
+def roll_back(session: Session, failure: OomReport) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: what
     the rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()
-    rollback(run, failure.phase, other_ranks_wait=not failure.alone)
-    ranks = SingleRank() if failure.alone else run.ranks
-    by_rank = ranks.all_gather_object(run.snapshot.lost)
+    rollback(session, failure.phase, other_ranks_wait=not failure.alone)
+    ranks = SingleRank() if failure.alone else session.ranks
+    by_rank = ranks.all_gather_object(session.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
-    run.snapshot.note_lost(failure.lost)
-    if failure.lost and failure.alone and run.ranks.world > 1:  # in an evaluation of its own
-        leave_for_restart(run, failure)
+    session.snapshot.note_lost(failure.lost)
+    if failure.lost and failure.alone and session.ranks.world > 1:  # in an evaluation of its own
+        leave_for_restart(session, failure)
 
 
-def change_size(run: Run, failure: OomReport) -> None:
+def change_size(session: Session, failure: OomReport) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
     Retries the same size where giving back the allocator's cache may be enough, and for work that has no size, once per
     step and size; otherwise follows the search.
     """
-    sizes = _sizes_of(run, failure)
+    sizes = _sizes_of(session, failure)
     failure.old_size = failure.new_size = sizes.size_at_work
-    if _retries_same_size(run, failure, sizes):
+    if _retries_same_size(session, failure, sizes):
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
     changed = None
     if failure.phase.depends_on_size:
-        changed = sizes.failed(SingleRank() if failure.alone else run.ranks, not failure.by_peer)
+        changed = sizes.failed(SingleRank() if failure.alone else session.ranks, not failure.by_peer)
     if changed is None:
-        raise TrainingStopped(final_message(run, failure))
+        raise TrainingStopped(final_message(session, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
-    if not failure.evaluating and not run.config.oom.keep_global_batch:
-        smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
+    if not failure.evaluating and not session.config.oom.keep_global_batch:
+        smaller = max(1, session.state.global_size * failure.new_size // failure.old_size)
         failure.action += (
-            f"; oom.keep_global_batch=false: the global batch falls from {run.state.global_size} to {smaller}"
+            f"; oom.keep_global_batch=false: the global batch falls from {session.state.global_size} to {smaller}"
         )
-        run.set_global_size(smaller)
+        session.set_global_size(smaller)
 
 
-def _sizes_of(run: Run, failure: OomReport) -> MicroBatchSizes:
-    return run.sizes.evaluation if failure.evaluating else run.sizes.train
+def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
+    return session.sizes.evaluation if failure.evaluating else session.sizes.train
 
 
-def _retries_same_size(run: Run, failure: OomReport, sizes: MicroBatchSizes) -> bool:
+def _retries_same_size(session: Session, failure: OomReport, sizes: MicroBatchSizes) -> bool:
     """Whether the same size is tried again, once per step and size, on all ranks. Collective.
 
     The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So giving
@@ -128,48 +128,50 @@ def _retries_same_size(run: Run, failure: OomReport, sizes: MicroBatchSizes) -> 
     may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
     # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
     attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
-    ranks = SingleRank() if failure.alone else run.ranks
-    if not ranks.all_reduce_min(int(may_fit and attempt not in run.attempt.retried)):  # they may be in different phases
+    ranks = SingleRank() if failure.alone else session.ranks
+    if not ranks.all_reduce_min(
+        int(may_fit and attempt not in session.attempt.retried)
+    ):  # they may be in different phases
         return False
-    run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
+    session.attempt.retried = {tried for tried in session.attempt.retried if tried[0] == failure.step} | {attempt}
     return True
 
 
-def report(run: Run, failure: OomReport) -> None:
+def report(session: Session, failure: OomReport) -> None:
     """On the terminal at once, in oom/ of the run directory, and in the trackers."""
-    failure.seconds_lost = time.monotonic() - run.attempt.started
+    failure.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
         ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
     else:
-        log.warning("%s%s", f"rank {failure.rank}: " if run.ranks.world > 1 else "", one_line(failure))
-        _write_report(run, failure)
-    run.memory.forget_record()
+        log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
+        _write_report(session, failure)
+    session.memory.forget_record()
 
 
-def _write_report(run: Run, failure: OomReport) -> None:
-    folder = run.tracker.run_dir / "oom"
+def _write_report(session: Session, failure: OomReport) -> None:
+    folder = session.tracker.run_dir / "oom"
     try:
-        path = write(failure, folder, run.sizes.oom_restarts, run.ranks.world)
-        run.memory.dump(path.with_suffix(".snapshot.pickle"))
-        run.tracker.oom_report(as_markdown(failure), failure.step)
+        path = write(failure, folder, session.sizes.oom_restarts, session.ranks.world)
+        session.memory.dump(path.with_suffix(".snapshot.pickle"))
+        session.tracker.oom_report(as_markdown(failure), failure.step)
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
-            run.tracker.picture("out_of_memory", picture, failure.step)
+            session.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its report
-        run.tracker.unwritable(folder, error)
+        session.tracker.unwritable(folder, error)
 
 
-def leave_for_restart(run: Run, failure: OomReport) -> NoReturn:
+def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     """End this worker, leaving the sizes for the restarted workers in the run directory.
 
     Raises TrainingStopped where nothing can help, or nothing would restart this process.
     """
-    sizes, run_dir = _sizes_of(run, failure), run.tracker.run_dir
+    sizes, run_dir = _sizes_of(session, failure), session.tracker.run_dir
     changed = sizes.failed(SingleRank())
-    if isinstance(run.ranks, SingleRank):
-        raise TrainingStopped(_needs_new_process(run, failure))
+    if isinstance(session.ranks, SingleRank):
+        raise TrainingStopped(_needs_new_process(session, failure))
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed
@@ -177,12 +179,12 @@ def leave_for_restart(run: Run, failure: OomReport) -> NoReturn:
         f"not recoverable in place ({_why_not_in_place(failure)}): all ranks restart from the last checkpoint with "
         f"micro-batch {failure.new_size} instead of {failure.old_size}"
     )
-    log.warning("rank %d: %s", run.ranks.rank, one_line(failure))
+    log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    failed = {name: own.state_dict() for name, own in run.sizes.by_key().items() if own is sizes or own.has_failed}
+    failed = {name: own.state_dict() for name, own in session.sizes.by_key().items() if own is sizes or own.has_failed}
     try:
-        handover.leave(run_dir, failed | {"oom_restarts": run.sizes.oom_restarts})
-        write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
+        handover.leave(run_dir, failed | {"oom_restarts": session.sizes.oom_restarts})
+        write(failure, run_dir / "oom", session.sizes.oom_restarts, session.ranks.world)
     except OSError as error:  # the restart matters more than its report
         log.warning("the report of the error could not be written: %s", error)
     logging.shutdown()
@@ -199,16 +201,16 @@ def _why_not_in_place(failure: OomReport) -> str:
     return "no votes are held for a proven size"
 
 
-def _needs_new_process(run: Run, failure: OomReport) -> str:
+def _needs_new_process(session: Session, failure: OomReport) -> str:
     """The final message of a single process that memory has left unusable."""
     failure.action = f"the driver refused memory, and {failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
-        write(failure, run.tracker.run_dir / "oom", run.sizes.oom_restarts)
+        write(failure, session.tracker.run_dir / "oom", session.sizes.oom_restarts)
     reserved = failure.used + failure.unused_cache
     limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
     return (
         f"{one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
         "before the driver's:\n"
-        f"  {run.config.command}{limit}\n"
+        f"  {session.config.command}{limit}\n"
         "If the device has memory left, its driver does not support such segments: memory.expandable_segments=false."
     )

@@ -21,7 +21,7 @@ from trainapp.techniques.technique import Situation, overrides_of
 from trainapp.torch_private import storage_id
 from trainapp.training.allocations import SwallowedOutOfMemory
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
 
 
@@ -80,12 +80,12 @@ class OomReport:
         return self.phase is Phase.EVALUATE
 
 
-def describe(run: Run, error: BaseException) -> OomReport:
+def describe(session: Session, error: BaseException) -> OomReport:
     """Call while the error is handled: reads state that is gone afterwards. Allocates nothing on the device."""
-    memory, progress = run.memory, run.state.progress
+    memory, progress = session.memory, session.state.progress
     used = getattr(error, "used", None) or memory.used()
-    phase, module = _place(run, error)
-    events, kinds = memory.events(run.meter.gradients())
+    phase, module = _place(session, error)
+    events, kinds = memory.events(session.meter.gradients())
     first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return OomReport(
         step=progress.step + (phase.can_be_undone or phase.is_torn or phase is Phase.READ),
@@ -95,25 +95,27 @@ def describe(run: Run, error: BaseException) -> OomReport:
         requested=getattr(error, "requested", None) or requested_bytes(str(error)),
         used=used,
         limit=memory.enforced,
-        by_category=_by_category(run, used, events, kinds),
+        by_category=_by_category(session, used, events, kinds),
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
         by_allocator=isinstance(error, torch.OutOfMemoryError) or requested_bytes(str(error)) is not None,
-        rank=run.ranks.rank,
-        alone=run.ranks.world == 1 or (phase is Phase.EVALUATE and not run.strategy.forward_is_collective),
+        rank=session.ranks.rank,
+        alone=session.ranks.world == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         swallowed=isinstance(error, SwallowedOutOfMemory),
-        update=run.state.update.name if phase.can_be_undone or phase.is_torn else "",
+        update=session.state.update.name if phase.can_be_undone or phase.is_torn else "",
         broken=broken_part(error),
         events=events,
         kinds=kinds,
     )
 
 
-def _by_category(run: Run, used: int, events: list[tuple[int, int]], kinds: dict[int, Category]) -> dict[Category, int]:
+def _by_category(
+    session: Session, used: int, events: list[tuple[int, int]], kinds: dict[int, Category]
+) -> dict[Category, int]:
     """What `used` consists of; activations are what is known as nothing else."""
-    memory, meter = run.memory, run.meter
+    memory, meter = session.memory, session.meter
     sizes: dict[Category, int] = {kind: size for kind, size in meter.static.items() if kind is not Category.GRADIENTS}
     buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
     sizes[Category.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
@@ -134,9 +136,9 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage_id(storage): storage.nbytes() for storage in storages}
 
 
-def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
+def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
     """`(phase, module path)`: the innermost module among the frames that the error passed through."""
-    names = {id(module): name for name, module in run.state.model.named_modules()}
+    names = {id(module): name for name, module in session.state.model.named_modules()}
     module, entered = "", False
     for frame in _frames(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -144,12 +146,12 @@ def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
             entered = frame.f_code.co_name != "forward"
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
-    phase = run.attempt.phase
+    phase = session.attempt.phase
     if phase is Phase.FORWARD and not entered:
         phase = Phase.LOSS
     if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE) and not phase.updates_in_backward:
         return phase, module
-    path = run.memory.module_path.at_failure
+    path = session.memory.module_path.at_failure
     while path and path not in names.values():  # begins with what DDP or FSDP2 has put around the model
         path = path.partition(".")[2]
     return phase, module or path
@@ -209,31 +211,31 @@ def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
     return path
 
 
-def final_message(run: Run, report: OomReport) -> str:
+def final_message(session: Session, report: OomReport) -> str:
     """For a run in which no micro-batch fits: where the memory went, and which settings would need less."""
     kind = "evaluation micro-batch" if report.evaluating else "micro-batch"
     lines = [
-        f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(run, report)}.",
+        f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(session, report)}.",
         report.message,
         f"{'limit':<18}{bytes_text(report.limit):>12}",
         *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
     ]
-    techniques = catalogue.available(Situation(run.config, run.state.model, run.knows_loss))
+    techniques = catalogue.available(Situation(session.config, session.state.model, session.knows_loss))
     if techniques:
         lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
         for own in techniques:
             overrides = shlex.join(overrides_of([own]))
             lines.append(f"  {overrides}: saves {own.saves}; costs {own.costs}")
-    saved = run.checkpointer.newest_name()
+    saved = session.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)
 
 
-def _why_no_smaller(run: Run, report: OomReport) -> str:
-    if losses.needs_whole_batch(run.task):
+def _why_no_smaller(session: Session, report: OomReport) -> str:
+    if losses.needs_whole_batch(session.task):
         setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
         return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
-    if losses.has_embeddings(run.task) and not report.evaluating:
+    if losses.has_embeddings(session.task) and not report.evaluating:
         return (
             "nothing is left to halve, and its loss keeps the inputs and embeddings of all samples of a step in "
             "memory: a smaller batch.global_size helps"

@@ -28,7 +28,7 @@ from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20
@@ -148,25 +148,25 @@ class AbsentGpu:
         """On the device."""
         return lambda tensor: from_tensor(tensor).to(self.device)
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, session: Session) -> None:
         """Replace what would read values."""
-        scaled = run.state.precision.scaler.is_enabled()
-        run.engine.nonfinite = _NeverChecked(run.config.train.nonfinite, self.device, scaled, lambda: None)
+        scaled = session.state.precision.scaler.is_enabled()
+        session.engine.nonfinite = _NeverChecked(session.config.train.nonfinite, self.device, scaled, lambda: None)
 
-    def completed(self, found: Breakdown, run: Run) -> Breakdown:
+    def completed(self, found: Breakdown, session: Session) -> Breakdown:
         """With cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and with the whole model that each rank of
         FSDP has in fp32 before it is sharded.
         """
-        of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or run.config.train.deterministic else 8320 * 2**10
+        of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or session.config.train.deterministic else 8320 * 2**10
         libraries, notes = THREADS * of_one, list(found.notes)
         phases = {name: size + libraries for name, size in found.phases.items()}
-        model, parallel = run.state.model, run.config.parallel
+        model, parallel = session.state.model, session.config.parallel
         changed: dict[str, Any] = {"total": found.total + libraries, "phases": phases}
         changed["categories"] = found.categories | {"libraries": libraries}
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
         whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor's numel is global
-        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and run.ranks.world > 1:
+        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and session.ranks.world > 1:
             changed["phases"] = {BUILDING: whole} | phases
             if whole > changed["total"]:
                 changed |= {"total": whole, "phase": BUILDING, "module": "", "events": []}

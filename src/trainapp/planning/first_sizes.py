@@ -10,27 +10,27 @@ from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.planning import process
 from trainapp.planning.absent_gpu import spelled
 from trainapp.sizes.record import PlannedSizes
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 PATIENCE = 600.0  # seconds
 log = logging.getLogger(__name__)
 
 
-def first_sizes(run: Run) -> PlannedSizes | None:
+def first_sizes(session: Session) -> PlannedSizes | None:
     """The largest sizes within the memory limit; the smallest where none is expected to fit. Takes seconds. Collective.
 
     None where no size could be planned. Raises UserError for mistakes in the configuration, on all ranks.
     """
-    return answered_by_rank_zero(run.ranks, lambda: _planned(config_to_plan(run)))
+    return answered_by_rank_zero(session.ranks, lambda: _planned(config_to_plan(session)))
 
 
-def config_to_plan(run: Run) -> Config:
+def config_to_plan(session: Session) -> Config:
     """The run's configuration as one to plan for its device. On a GPU the limit is what the run may reserve there."""
-    config, device = run.config, run.state.device
-    plan, memory = Plan(techniques=False, world=run.ranks.world), config.memory
+    config, device = session.config, session.state.device
+    plan, memory = Plan(techniques=False, world=session.ranks.world), config.memory
     if device.type == "cuda":
         plan.device = spelled(torch.cuda.get_device_properties(device))
-        memory = dataclasses.replace(memory, limit=run.memory.enforced)
+        memory = dataclasses.replace(memory, limit=session.memory.enforced)
     train = dataclasses.replace(config.train, device="cpu" if device.type == "cpu" else "auto")
     return dataclasses.replace(config, plan=plan, memory=memory, train=train)
 

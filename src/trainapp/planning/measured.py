@@ -23,7 +23,7 @@ from trainapp.techniques.catalogue import available
 from trainapp.techniques.technique import Situation
 from trainapp.training.evaluate import evaluate
 from trainapp.training.loop import train_step, update_weight_average
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 SIZES = (2, 8)  # two give a line
 STEPS = 2  # at each of them
@@ -88,14 +88,14 @@ class Measured:
         most = int(MEMORY_SHARE * available_bytes())
         left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
         sizes = (size, 0) if trains else (0, size)
-        with guarded(left, total_bytes()), _Running(self, self._small(config, size, 1 + accumulates), most) as run:
+        with guarded(left, total_bytes()), _Running(self, self._small(config, size, 1 + accumulates), most) as session:
             started = time.monotonic()
-            if isinstance(run.memory, Recorder):
-                found = stepped(run, run.memory, *sizes, steps=STEPS)
+            if isinstance(session.memory, Recorder):
+                found = stepped(session, session.memory, *sizes, steps=STEPS)
             else:
-                found = _by_counters(run, *sizes)
+                found = _by_counters(session, *sizes)
             seconds = (time.monotonic() - started) / (STEPS if trains else 1)
-            applicable = tuple(available(Situation(config, run.state.model, run.knows_loss)))
+            applicable = tuple(available(Situation(config, session.state.model, session.knows_loss)))
             return dataclasses.replace(found, techniques=applicable, seconds=seconds)
 
     def seconds(self, config: Config, size: int) -> float:
@@ -105,13 +105,13 @@ class Measured:
         """
         share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
-        with _Running(self, self._small(config, size, parts, all_of_them=True), None) as run:
+        with _Running(self, self._small(config, size, parts, all_of_them=True), None) as session:
             taken = []
             for _ in range(1 + TIMED):
-                run.memory.synchronize()
+                session.memory.synchronize()
                 started = time.monotonic()
-                train_step(run)
-                run.memory.synchronize()
+                train_step(session)
+                session.memory.synchronize()
                 taken.append(time.monotonic() - started)
         return statistics.median(taken[1:]) * share / (parts * size)
 
@@ -130,45 +130,45 @@ class _Running:
     def __init__(self, measured: Measured, planned: Config, most: int | None):
         self._measured, self._planned, self._most = measured, planned, most
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Session:
         of = self._measured
         self._ranks = simulated(0, of.world, of.device)
         ranks = self._ranks.__enter__()
         parts = build.load_parts(self._planned, ranks, of.components)
         if self._most is not None and parts.device.type == "cpu":
             parts.memory = Recorder(parts.device, total_bytes(), self._most)
-        run = build.run_of(self._planned, parts, StopRequest(), ranks)
+        session = build.run_of(self._planned, parts, StopRequest(), ranks)
         if isinstance(parts.memory, Recorder):
-            run.attempt = run.engine.attempt = PhaseLog(parts.memory)
-            parts.memory.resident = run.meter.resident
+            session.attempt = session.engine.attempt = PhaseLog(parts.memory)
+            parts.memory.resident = session.meter.resident
         self._batches = parts.batches
-        return run
+        return session
 
     def __exit__(self, *error: object) -> None:
         self._batches.close()
         self._ranks.__exit__(None, None, None)
 
 
-def _by_counters(run: Run, size: int, eval_size: int) -> Breakdown:
+def _by_counters(session: Session, size: int, eval_size: int) -> Breakdown:
     """By the device's own counters, which have no phases: what is reserved, where that is known."""
     found = Breakdown()
     for name, wanted in (("training", size), ("evaluation", eval_size)):
         if not wanted:
             continue
-        run.memory.window()
+        session.memory.window()
         for _ in range(STEPS if size else 1):
             if name == "training":
-                train_step(run)
-                update_weight_average(run)
+                train_step(session)
+                update_weight_average(session)
             else:
-                evaluate(run)
-        run.memory.synchronize()
-        peaks = run.memory.window()
+                evaluate(session)
+        session.memory.synchronize()
+        peaks = session.memory.window()
         allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
         total = max(allocated, reserved)
         categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
         found = found.joined(Breakdown(total, name, phases={name: total}, categories=categories))
-    return dataclasses.replace(found, smallest=build.smallest_micro_batch(run.state.model))
+    return dataclasses.replace(found, smallest=build.smallest_micro_batch(session.state.model))
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:

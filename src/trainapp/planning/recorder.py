@@ -15,7 +15,7 @@ from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 from trainapp.techniques.technique import Technique
 from trainapp.torch_private import ForwardModuleTracker
 from trainapp.training.phase import Phase
-from trainapp.training.run import Attempt
+from trainapp.training.session import Attempt
 
 TEMPORARIES = "temporaries"  # freed in the phase that allocates them
 _NAMES = {

@@ -43,7 +43,7 @@ from trainapp.torch_private import (
 )
 from trainapp.training.evaluate import evaluate
 from trainapp.training.loop import train_step, update_weight_average
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import parse_memory_size
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ class Traced:
             raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
         with (
             simulated(rank, self.world, torch.device("cpu")) as ranks,
-            _on_fakes(self, config, size, eval_size, ranks) as (run, recorder, values, varies),
+            _on_fakes(self, config, size, eval_size, ranks) as (session, recorder, values, varies),
         ):
-            self._is_of_transformers = transformers_models.is_one(run.state.model)
-            found = stepped(run, recorder, size, eval_size)
+            self._is_of_transformers = transformers_models.is_one(session.state.model)
+            found = stepped(session, recorder, size, eval_size)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            applicable = tuple(available(Situation(config, run.state.model, run.knows_loss)))
+            applicable = tuple(available(Situation(config, session.state.model, session.knows_loss)))
             found = dataclasses.replace(found, notes=(*found.notes, *notes), techniques=applicable)
-            return found if self.gpu is None else self.gpu.completed(found, run)
+            return found if self.gpu is None else self.gpu.completed(found, session)
 
 
-def stepped(run: Run, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
+def stepped(session: Session, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
     """What training and an evaluation of the run need; a size of 0 leaves one out.
 
     steps: of training, at least. One more follows if the last has left something, such as optimizer state or a tensor
@@ -116,14 +116,14 @@ def stepped(run: Run, recorder: Recorder, size: int, eval_size: int, steps: int 
     """
     found = Breakdown()
     if size:
-        found = found.joined(_training(run, recorder, steps))
-    if eval_size and run.eval_sets and run.cadences.evaluates:
-        if not size and not all(optimizer.state for optimizer in run.state.optimizers):
-            train_step(run)  # creates the state, which evaluations find in memory
+        found = found.joined(_training(session, recorder, steps))
+    if eval_size and session.eval_sets and session.cadences.evaluates:
+        if not size and not all(optimizer.state for optimizer in session.state.optimizers):
+            train_step(session)  # creates the state, which evaluations find in memory
         recorder.reset()
-        evaluate(run)
+        evaluate(session)
         found = found.joined(recorder.highest)
-    model = run.state.model
+    model = session.state.model
     return dataclasses.replace(
         found,
         smallest=build.smallest_micro_batch(model),
@@ -135,15 +135,15 @@ def _is_uneven(parameter: Any) -> bool:
     return is_shard(parameter) and bool(parameter.shape[0] % parameter.device_mesh.size())
 
 
-def _training(run: Run, recorder: Recorder, steps: int) -> Breakdown:
+def _training(session: Session, recorder: Recorder, steps: int) -> Breakdown:
     recorder.reset()
     for number in range(1, steps + 2):
         kept = recorder.kept_bytes()
-        train_step(run)
-        update_weight_average(run)
-        state = run.state
+        train_step(session)
+        update_weight_average(session)
+        state = session.state
         static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-        if number >= steps and static == run.meter.static and recorder.kept_bytes() == kept:
+        if number >= steps and static == session.meter.static and recorder.kept_bytes() == kept:
             break
     return recorder.highest
 
@@ -151,7 +151,7 @@ def _training(run: Run, recorder: Recorder, steps: int) -> Breakdown:
 @contextlib.contextmanager
 def _on_fakes(
     traced: Traced, config: Config, size: int, eval_size: int, ranks: Ranks
-) -> Iterator[tuple[Run, Recorder, MadeUpValues, bool]]:
+) -> Iterator[tuple[Session, Recorder, MadeUpValues, bool]]:
     """The run on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
     components, gpu = traced.components, traced.gpu
     planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world, components.has_embeddings)
@@ -181,16 +181,16 @@ def _on_fakes(
             parts.eval_sets[name] = cast(EvalBatches, fakes)
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
-        run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
+        session = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
         if gpu is None:
             recorder.kept.stand_in = _stand_ins(fake)
         else:
-            gpu.prepare(run)
-        run.attempt = run.engine.attempt = PhaseLog(recorder)
-        recorder.resident = run.meter.resident
-        _settle_shards(run)
+            gpu.prepare(session)
+        session.attempt = session.engine.attempt = PhaseLog(recorder)
+        recorder.resident = session.meter.resident
+        _settle_shards(session)
         varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
-        yield run, recorder, values, varies
+        yield session, recorder, values, varies
 
 
 def _longest_batches(
@@ -221,18 +221,18 @@ def _of_data_as_before(fake: Callable[[Tensor], Tensor], recorder: Recorder) -> 
     return made
 
 
-def _settle_shards(run: Run) -> None:
+def _settle_shards(session: Session) -> None:
     """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
     fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
     """
-    shards = [local(p) for p in run.state.model.parameters() if is_shard(p)]
+    shards = [local(p) for p in session.state.model.parameters() if is_shard(p)]
     if not any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards):
         return
-    batch = run.batches.example(build.smallest_micro_batch(run.state.model))
-    batch = map_tensors(lambda tensor: tensor.to(run.state.device), batch)
-    with torch.no_grad(), run.state.precision.autocast:
-        run.strategy.evaluate(run.task, batch)
-    run.strategy.finish_accumulation()
+    batch = session.batches.example(build.smallest_micro_batch(session.state.model))
+    batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
+    with torch.no_grad(), session.state.precision.autocast:
+        session.strategy.evaluate(session.task, batch)
+    session.strategy.finish_accumulation()
 
 
 def _stand_ins(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

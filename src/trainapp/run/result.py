@@ -14,7 +14,7 @@ from trainapp.config.schema import WITHOUT_NUMBERS
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write, strict_json
 from trainapp.tracking.tracker import RESULT
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -62,54 +62,54 @@ class Result(RunResult):
     run_dir: Path = field(kw_only=True)
 
 
-def result_of(run: Run, seconds: float) -> RunResult:
+def result_of(session: Session, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
-    progress, size = run.state.progress, run.sizes.train.size
-    peaks = run.ranks.all_gather_object((run.memory.peak, run.memory.peak_reserved))
+    progress, size = session.state.progress, session.sizes.train.size
+    peaks = session.ranks.all_gather_object((session.memory.peak, session.memory.peak_reserved))
     return RunResult(
         objective=progress.objective,
         objective_note=_note(progress),
-        metric=run.objective.metric,
-        direction=run.objective.direction,
+        metric=session.objective.metric,
+        direction=session.objective.direction,
         best_objective=progress.best,
         best_step=progress.best_step,
         sweeper_receives="objective",
-        evaluation=run.last_evaluation,
+        evaluation=session.last_evaluation,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
-        accumulation=run.batches.accumulation(size, run.sizes.parts),
-        oom_restarts=run.ranks.all_reduce_max(run.sizes.oom_restarts)[0],
-        micro_schedule=run.sizes.micro_schedule(),
+        accumulation=session.batches.accumulation(size, session.sizes.parts),
+        oom_restarts=session.ranks.all_reduce_max(session.sizes.oom_restarts)[0],
+        micro_schedule=session.sizes.micro_schedule(),
         peak_memory_bytes=max(peak for peak, _ in peaks),
         peak_reserved_bytes=max(reserved for _, reserved in peaks),
-        samples_per_second=run.meter.samples_per_second(),
+        samples_per_second=session.meter.samples_per_second(),
         seconds=seconds,
-        checkpoint=run.checkpointer.newest_name(),
-        ended=_why_ended(run),
-        left_out=_left_out(run),
+        checkpoint=session.checkpointer.newest_name(),
+        ended=_why_ended(session),
+        left_out=_left_out(session),
     )
 
 
-def _left_out(run: Run) -> int:
+def _left_out(session: Session) -> int:
     """How many files the data sets of all ranks list in their attribute `left_out`, if they have one. Collective."""
-    sets = (run.batches.dataset, *(evaluated.dataset for evaluated in run.eval_sets.values()))
+    sets = (session.batches.dataset, *(evaluated.dataset for evaluated in session.eval_sets.values()))
     lists = [found for data in sets if isinstance(found := getattr(data, "left_out", None), list)]
-    by_rank = run.ranks.all_gather_object({str(name) for found in lists for name in found})
+    by_rank = session.ranks.all_gather_object({str(name) for found in lists for name in found})
     return len(set().union(*by_rank))
 
 
-def _why_ended(run: Run) -> str | None:
+def _why_ended(session: Session) -> str | None:
     """None where nothing was trained."""
-    progress, train = run.state.progress, run.config.train
-    if run.config.mode != "train":
+    progress, train = session.state.progress, session.config.train
+    if session.config.mode != "train":
         return None
     if progress.stopped is not None:
         return progress.stopped
-    if run.is_finished:
+    if session.is_finished:
         by_steps = train.max_steps is not None and progress.step >= train.max_steps
         return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
-    return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
+    return signal.Signals(session.stop.agreed).name if session.stop.agreed else None
 
 
 def _note(progress: Progress) -> str | None:
@@ -138,75 +138,75 @@ def write(run_dir: Path, result: RunResult) -> None:
         file.write(strict_json(facts, indent=1) + "\n")
 
 
-def opening_lines(run: Run) -> list[str]:
+def opening_lines(session: Session) -> list[str]:
     """One, and in training another where only a part of the parameters is trained. Of shards, `numel` counts the
     whole.
     """
-    parameters = list(run.state.model.parameters())
+    parameters = list(session.state.model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if run.config.mode not in ("train", "lr_find") or trained == total:
-        return [opening_line(run)]
+    if session.config.mode not in ("train", "lr_find") or trained == total:
+        return [opening_line(session)]
     share = f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)"
-    return [opening_line(run), share]
+    return [opening_line(session), share]
 
 
-def opening_line(run: Run) -> str:
+def opening_line(session: Session) -> str:
     """Model, device, precision; in training also how the global batch is cut."""
-    state, batches, parts = run.state, run.batches, run.sizes.parts
+    state, batches, parts = session.state, session.batches, session.sizes.parts
     parameters = sum(p.numel() for p in state.model.parameters())
-    count = batches.accumulation(run.sizes.train.size, parts)
-    micro_size = -(-state.global_size // count) if parts else run.sizes.train.size
-    name = run.config.model.target.rpartition(".")[2]
+    count = batches.accumulation(session.sizes.train.size, parts)
+    micro_size = -(-state.global_size // count) if parts else session.sizes.train.size
+    name = session.config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
     model = f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}"
-    if run.config.mode not in ("train", "lr_find"):
+    if session.config.mode not in ("train", "lr_find"):
         return model
     return (
         f"{model}; global batch {state.global_size} = micro-batch {micro_size} x {count} accumulated "
-        f"x {batches.world} rank{'s' * (batches.world > 1)}; {_data_text(run)}" + _schedule_text(run)
+        f"x {batches.world} rank{'s' * (batches.world > 1)}; {_data_text(session)}" + _schedule_text(session)
     )
 
 
-def _data_text(run: Run) -> str:
+def _data_text(session: Session) -> str:
     """Samples and steps per epoch; of a stream, what ends the run."""
-    train, batches = run.config.train, run.batches
+    train, batches = session.config.train, session.batches
     if batches.steps_per_epoch is not None:
         return f"{batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
     epochs = "" if train.max_epochs is None else f", at most {train.max_epochs} epochs (train.max_epochs)"
     return "a stream" if train.max_steps is None else f"a stream, at most {train.max_steps} steps{epochs}"
 
 
-def _schedule_text(run: Run) -> str:
+def _schedule_text(session: Session) -> str:
     """The coming entries of `batch.micro_schedule`."""
-    if run.config.batch.micro_schedule is None:
+    if session.config.batch.micro_schedule is None:
         return ""
-    entries = [f"{sizes} from step {step}" for step, sizes in sorted(run.sizes.schedule.items())]
+    entries = [f"{sizes} from step {step}" for step, sizes in sorted(session.sizes.schedule.items())]
     more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
     return f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
 
 
-def report(run: Run, result: RunResult) -> None:
+def report(session: Session, result: RunResult) -> None:
     """Write result.json and print the summary."""
-    run_dir = Path(run.config.run_dir)
+    run_dir = Path(session.config.run_dir)
     # Keep the result of a run that had already finished.
-    if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
+    if session.config.mode == "train" and (session.meter.samples or not (run_dir / RESULT).exists()):
         try:
             write(run_dir, result)
         except OSError as error:
-            run.tracker.unwritable(run_dir / RESULT, error)
+            session.tracker.unwritable(run_dir / RESULT, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
-    if run.config.mode != "lr_find":  # it ends with what it has found
-        print_summary(run, result)
-    if run.stop.agreed and run.config.checkpointing.save:
-        print(f"Resume with:\n  {run.config.command}", flush=True)
+    if session.config.mode != "lr_find":  # it ends with what it has found
+        print_summary(session, result)
+    if session.stop.agreed and session.config.checkpointing.save:
+        print(f"Resume with:\n  {session.config.command}", flush=True)
 
 
-def print_summary(run: Run, result: RunResult) -> None:
+def print_summary(session: Session, result: RunResult) -> None:
     """The table that ends a run."""
-    config, progress = run.config, run.state.progress
+    config, progress = session.config, session.state.progress
     rows: list[tuple[str, Any]] = []
     if result.objective is not None and config.mode not in WITHOUT_NUMBERS:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
@@ -214,15 +214,15 @@ def print_summary(run: Run, result: RunResult) -> None:
     if config.mode == "train":
         is_more = result.peak_reserved_bytes > result.peak_memory_bytes
         reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
-        peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"
-        has_trained = run.meter.samples > 0  # in this process: a finished run may be started again
+        peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}{reserved}"
+        has_trained = session.meter.samples > 0  # in this process: a finished run may be started again
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
             *([("ended by", progress.stopped)] if progress.stopped else []),
             ("time", f"{result.seconds:.1f} s"),
             *([("throughput", f"{result.samples_per_second:.0f} samples/s")] if has_trained else []),
             *([("peak memory", peak)] if result.peak_memory_bytes else []),
-            *([("micro-batch", _micro_batches(run))] if has_trained else []),
+            *([("micro-batch", _micro_batches(session))] if has_trained else []),
             *([("left out", f"{result.left_out} unreadable files")] if result.left_out else []),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),
@@ -237,12 +237,12 @@ def print_summary(run: Run, result: RunResult) -> None:
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
 
 
-def _micro_batches(run: Run) -> str:
+def _micro_batches(session: Session) -> str:
     """Size and number; where there are several updates, those of each."""
     parts = []
-    for name, own in run.sizes.by_update.items():
+    for name, own in session.sizes.by_update.items():
         size = own.train.size
-        parts.append(f"{name} {size} x {run.batches.accumulation(size, run.sizes.parts)}".lstrip())
+        parts.append(f"{name} {size} x {session.batches.accumulation(size, session.sizes.parts)}".lstrip())
     return f"{', '.join(parts)} accumulated"
 
 

@@ -14,7 +14,7 @@ from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -116,56 +116,56 @@ def _missing(config: Config) -> list[str]:
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 
-def restore(run: Run, path: Path) -> dict[str, Any]:
+def restore(session: Session, path: Path) -> dict[str, Any]:
     """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it and the `budget` of memory that
     they were found in.
 
     Raises UserError when the checkpoint does not fit the model, and when the run cannot continue from it.
     """
-    sizes = checkpointer.restore(run.state, path, run.ranks)
-    if not run.config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
-        run.set_global_size(sizes["global"])
-    progress = run.state.progress
-    run.checkpointer.saved_at = progress.step
+    sizes = checkpointer.restore(session.state, path, session.ranks)
+    if not session.config.oom.keep_global_batch and sizes["global"] < session.state.global_size:
+        session.set_global_size(sizes["global"])
+    progress = session.state.progress
+    session.checkpointer.saved_at = progress.step
     verb = "loaded"
-    if run.config.mode == "train":
+    if session.config.mode == "train":
         verb = "resumed from"
-        _follow_settings(run, path)
-        _follow_data(run, path)
-        left = run.batches.steps_left(progress.consumed)
+        _follow_settings(session, path)
+        _follow_data(session, path)
+        left = session.batches.steps_left(progress.consumed)
         if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
             progress.begin_next_epoch()
-        _require_steps_left(run, path)
-        run.measure_length()  # data or global batch may have changed, now or before this checkpoint
+        _require_steps_left(session, path)
+        session.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
     return sizes
 
 
-def _follow_settings(run: Run, path: Path) -> None:
+def _follow_settings(session: Session, path: Path) -> None:
     """Say which settings are others than the checkpoint's. With other settings of what may end a run before its length,
     a run that had ended continues; with another objective, the best value so far means nothing.
     """
-    changes = resume_rules.changes(read_manifest(path)["config"], run.config.to_dict())
+    changes = resume_rules.changes(read_manifest(path)["config"], session.config.to_dict())
     if not changes:
         return
     log.info("other settings than in the checkpoint: %s", resume_rules.in_one_line(changes))
-    progress, sections = run.state.progress, {change.name.partition(".")[0] for change in changes}
+    progress, sections = session.state.progress, {change.name.partition(".")[0] for change in changes}
     if progress.stopped is not None and sections & {"stopping", "callbacks"}:
         log.info("the run had ended (%s); with these settings it continues", progress.stopped)
         progress.stopped = None
     defined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
-    is_other = "objective" in sections or not defined.isdisjoint(run.objective.metric.split("/"))
+    is_other = "objective" in sections or not defined.isdisjoint(session.objective.metric.split("/"))
     if is_other and progress.best is not None:
-        log.info("the best %s so far (%.4g) counts no longer", run.objective.metric, progress.best)
+        log.info("the best %s so far (%.4g) counts no longer", session.objective.metric, progress.best)
         progress.objective = progress.best = progress.best_step = None
 
 
-def _follow_data(run: Run, path: Path) -> None:
+def _follow_data(session: Session, path: Path) -> None:
     """Apply `data.on_change` to data of another length or order than the checkpoint's: its epoch cannot be continued.
 
     Raises UserError for `refuse`.
     """
-    state, progress, batches = run.state, run.state.progress, run.batches
+    state, progress, batches = session.state, session.state.progress, session.batches
     change = batches.source.misfit
     if state.data_order != batches.source.order_name:
         change = (
@@ -176,7 +176,7 @@ def _follow_data(run: Run, path: Path) -> None:
         change = f"the training data has {batches.samples} samples, and had {state.data_samples} when {path} was saved"
     if change is None:
         return
-    if run.config.loader.on_change == "refuse":
+    if session.config.loader.on_change == "refuse":
         raise UserError(
             f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or have another "
             "length; restore the data, or use data.on_change=next_epoch, or begin a new run (checkpointing.resume=none)"
@@ -194,14 +194,14 @@ def _follow_data(run: Run, path: Path) -> None:
     state.data_samples, state.data_order = batches.samples, batches.source.order_name
 
 
-def _require_steps_left(run: Run, path: Path) -> None:
+def _require_steps_left(session: Session, path: Path) -> None:
     """Raises UserError where the run is to end before the checkpoint, or in a new directory also right there: what it
     returned would be the result of another run. A finished run, started again, returns its own.
     """
-    train, progress = run.config.train, run.state.progress
-    run_dir = Path(run.config.run_dir)
+    train, progress = session.config.train, session.state.progress
+    run_dir = Path(session.config.run_dir)
     is_own = path.resolve().is_relative_to(run_dir.resolve())
-    begun = run.batches.epochs(progress)
+    begun = session.batches.epochs(progress)
     for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
         if end is None or reached < end or (is_own and reached == end):
             continue

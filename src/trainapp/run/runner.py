@@ -35,7 +35,7 @@ from trainapp.training import callbacks, loop
 from trainapp.training.allocations import refused_in_attempt
 from trainapp.training.evaluate import evaluate
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def run(config: Config, ranks: Ranks | None = None) -> RunResult:
 def _run_until_torn(
     config: Config, stop: StopRequest, ranks: Ranks, started: float, carried: CarriedOver | None = None
 ) -> RunResult | CarriedOver:
-    """Run to the end, or to an error inside the commit, after which a new `Run` must be built.
+    """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
 
     started: of the first of these runs, by `time.monotonic`.
     """
@@ -100,16 +100,16 @@ def _run_until_torn(
 
 
 @contextlib.contextmanager
-def _naming_the_step(run: Run) -> Iterator[None]:
+def _naming_the_step(session: Session) -> Iterator[None]:
     """Add the step to the notes of an error that ends the run: tracebacks show them from Python 3.11 on."""
     try:
         yield
     except Exception as error:
-        add_note(error, f"at step {run.state.progress.step + 1}")
+        add_note(error, f"at step {session.state.progress.step + 1}")
         raise
 
 
-def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
+def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
     path = resume.agreed_checkpoint(config, ranks, has_restarted)
@@ -119,100 +119,100 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     config = config.with_own_batches()
     if config.mode == "train":
         config = with_modes(config, ranks)
-    run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
-    whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
+    session = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
+    whole = losses.needs_whole_batch(session.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
-        require_uncut(config, ranks.world, run.batches.samples)
+        require_uncut(config, ranks.world, session.batches.samples)
     if carried is not None:
-        run.snapshot.note_lost(carried.written)
-    saved = resume.restore(run, path) if path is not None else None
+        session.snapshot.note_lost(carried.written)
+    saved = resume.restore(session, path) if path is not None else None
     if weights is not None:
-        trained.load_weights(run, weights)
+        trained.load_weights(session, weights)
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = handover.take(Path(config.run_dir), has_restarted, ranks)
-    run.sizes = initial_sizes(
+    session.sizes = initial_sizes(
         config,
         ranks.world,
-        run.state.global_size,
-        len(config.generate.prompts) if config.mode == "generate" else build.eval_samples(run.eval_sets),
-        smallest=build.smallest_micro_batch(run.state.model),
+        session.state.global_size,
+        len(config.generate.prompts) if config.mode == "generate" else build.eval_samples(session.eval_sets),
+        smallest=build.smallest_micro_batch(session.state.model),
         whole=whole,
-        attempts=run.state.progress.step + run.state.progress.skipped,
-        retries_in_place=run.retries_in_place,
+        attempts=session.state.progress.step + session.state.progress.skipped,
+        retries_in_place=session.retries_in_place,
         restart=restart,
-        saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: first_sizes(run) if config.mode == "train" else None,
+        saved=saved if saved and saved["budget"] == session.memory.budget else None,
+        planned=lambda: first_sizes(session) if config.mode == "train" else None,
     )
-    run.sizes.continue_record(saved, restart)
-    trial.try_metrics(run)
-    build.start_tracking(run)
-    return run
+    session.sizes.continue_record(saved, restart)
+    trial.try_metrics(session)
+    build.start_tracking(session)
+    return session
 
 
-def attempt(run: Run) -> OomReport | None:
+def attempt(session: Session) -> OomReport | None:
     """Run the inner loop. Returns a description of an out-of-memory error, once nothing holds its tensors."""
     try:
-        work(run)
+        work(session)
     except Exception as error:
-        recovery.stop_if_device_lost(run, error)
-        may_retry = run.config.oom.enabled and run.attempt.phase is not Phase.SAVE
-        if not may_retry or not is_out_of_memory(error, refused_in_attempt(run)):
+        recovery.stop_if_device_lost(session, error)
+        may_retry = session.config.oom.enabled and session.attempt.phase is not Phase.SAVE
+        if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
             raise
-        recovery.wait_for_device(run)  # while the traceback keeps the failed tensors
-        failure = describe(run, error)  # plain values: the traceback keeps every failed tensor alive
+        recovery.wait_for_device(session)  # while the traceback keeps the failed tensors
+        failure = describe(session, error)  # plain values: the traceback keeps every failed tensor alive
     else:
         return None
     return failure
 
 
-def work(run: Run) -> None:
+def work(session: Session) -> None:
     """Train, evaluate, predict, generate or export, as `mode` says."""
-    config = run.config
+    config = session.config
     if config.mode == "eval":
-        evaluate(run)
-        callbacks.end(run)
+        evaluate(session)
+        callbacks.end(session)
     elif config.mode == "predict":
-        predict.predict(run)
+        predict.predict(session)
     elif config.mode == "generate":
-        generate.generate(run)
+        generate.generate(session)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
-        trained.export(run, folder, parse_memory_size(config.export.file_size, 0))
+        trained.export(session, folder, parse_memory_size(config.export.file_size, 0))
     else:
-        loop.train(run)
-        callbacks.end(run)
+        loop.train(session)
+        callbacks.end(session)
 
 
-def recover(run: Run, failure: OomReport) -> CarriedOver | None:
+def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
     Returns what a new run needs if this one cannot continue. Raises TrainingStopped when no smaller size is left to
     try.
     """
-    run.memory.out_of_memory_count += 1
-    run.sizes.oom_restarts += 1
-    recovery.abort_on_all_ranks(run, failure)
+    session.memory.out_of_memory_count += 1
+    session.sizes.oom_restarts += 1
+    recovery.abort_on_all_ranks(session, failure)
     if failure.host:
         host.give_memory_back()
-    recovery.roll_back(run, failure)
+    recovery.roll_back(session, failure)
     if failure.is_torn:
-        return _carry_over(run, failure)
-    recovery.change_size(run, failure)
-    recovery.report(run, failure)
+        return _carry_over(session, failure)
+    recovery.change_size(session, failure)
+    recovery.report(session, failure)
     return None
 
 
-def _carry_over(run: Run, failure: OomReport) -> CarriedOver:
+def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
-    config, is_leaner = run.config, False
+    config, is_leaner = session.config, False
     if in_step:
-        config, is_leaner = lean_optimizer(run.config, run.state.optimizer, run.state.update.number)
-    run.checkpointer.finish()  # what is still being written in the background may be the newest
-    path = run.checkpointer.newest()
+        config, is_leaner = lean_optimizer(session.config, session.state.optimizer, session.state.update.number)
+    session.checkpointer.finish()  # what is still being written in the background may be the newest
+    path = session.checkpointer.newest()
     if path is None:  # it may have begun at another's
-        path = resume.agreed_checkpoint(config, run.ranks, False)
+        path = resume.agreed_checkpoint(config, session.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = config.checkpointing
     if path is not None or checkpointing.load == "all":  # else the run begins again with another run's weights
@@ -220,17 +220,17 @@ def _carry_over(run: Run, failure: OomReport) -> CarriedOver:
     start = "from the seed" if checkpointing.load == "all" else "with the weights of the other run"
     place = f"the checkpoint of step {checkpoint_step}" if path else f"the start, {start}"
     if is_leaner:
-        failure.old_size = failure.new_size = run.sizes.train.size
+        failure.old_size = failure.new_size = session.sizes.train.size
         change = "an optimizer without temporaries (foreach=false)"
     else:
-        recovery.change_size(run, failure)
+        recovery.change_size(session, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
-    repeated = run.state.progress.step - checkpoint_step
+    repeated = session.state.progress.step - checkpoint_step
     failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
-    recovery.report(run, failure)
+    recovery.report(session, failure)
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
-        restart={n: own for n, own in run.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
-        memory=run.memory,
-        written=list(run.snapshot.written),
+        restart={n: own for n, own in session.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
+        memory=session.memory,
+        written=list(session.snapshot.written),
     )

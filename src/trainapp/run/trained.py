@@ -27,7 +27,7 @@ from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
 from trainapp.signals import StopRequest
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
 
 # Settings of a run that a model on the CPU does without; each starts from its default.
@@ -43,10 +43,10 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     """See `trainapp.load`. run_dir: absolute."""
     path = _checkpoint(run_dir, which)
     config = _settings_of(path, user_packages)
-    with contextlib.closing(build.build(config, StopRequest(), SingleRank())) as run:
-        checkpointer.restore(run.state, path, run.ranks)
-        run.state.average.replace_weights()
-        loaded = run.state.model
+    with contextlib.closing(build.build(config, StopRequest(), SingleRank())) as session:
+        checkpointer.restore(session.state, path, session.ranks)
+        session.state.average.replace_weights()
+        loaded = session.state.model
         return (loaded.float() if config.adapter.base_dtype == "bf16" else loaded).eval()  # its head is in fp32
 
 
@@ -117,26 +117,26 @@ def agreed_source(config: Config, ranks: Ranks) -> Path | None:
     return answered_by_rank_zero(ranks, source) if begins_with_weights else None
 
 
-def load_weights(run: Run, path: Path) -> None:
+def load_weights(session: Session, path: Path) -> None:
     """Copy the weights in the checkpoint at `path` into the model, by the rules of `model.init_from`.
 
     They are those that `mode=export` would write: parameters, by their average if that run kept one, and buffers. Every
     rank reads them whole into host memory, and keeps its part. Of a run with adapters they are the adapters, and
     what forwards have written, for the same base. Raises UserError, before anything is copied, where they do not fit.
     """
-    checkpointer.require_same_base(run.state.model, path)
-    config, saved = run.config, shards.sizes(path)
+    checkpointer.require_same_base(session.state.model, path)
+    config, saved = session.config, shards.sizes(path)
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
     read = shards.read_whole(sources.values(), path)
     weights = {name: read[source] for name, source in sources.items()}
     setting = f"checkpointing.resume={config.checkpointing.resume}"
-    base = adapters.base_of(run.state.model)
+    base = adapters.base_of(session.state.model)
     apart = frozenset() if base is None else base.names.difference(names)
-    skipped = load_tensors(run.state.model, weights, config.model.init_strict, setting, apart)
+    skipped = load_tensors(session.state.model, weights, config.model.init_strict, setting, apart)
     if skipped:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
-    run.state.average.start_at_weights()
+    session.state.average.start_at_weights()
     log.info(
         "begins at step 0 with the %sweights of %s (step %d), and with nothing else of that run",
         "averaged " if any(source.startswith("average.") for source in read) else "",
@@ -145,28 +145,28 @@ def load_weights(run: Run, path: Path) -> None:
     )
 
 
-def export(run: Run, folder: Path, largest: int) -> list[Path]:
+def export(session: Session, folder: Path, largest: int) -> list[Path]:
     """Write the run's model into the folder, with the weight average if the run keeps one. Collective. Returns the
     files of weights.
 
     Where the data names its classes, `class_names.json` lists them in the order of the model's outputs.
     largest: bytes per file. Raises UserError for `export.merge` where it does not apply.
     """
-    if run.config.export.merge:
-        _merge_adapters(run)
-    state, average = run.state, run.state.average
-    _require_replaceable(run, folder, largest)
+    if session.config.export.merge:
+        _merge_adapters(session)
+    state, average = session.state, session.state.average
+    _require_replaceable(session, folder, largest)
     folder.mkdir(parents=True, exist_ok=True)
     # Swapped in, so that the state dict has them under whatever names, and in whatever form, hooks give them. Shards
     # stay: `_gathered` finds those of their averages.
     with contextlib.nullcontext() if any(map(is_shard, average.weights)) else average.in_place_of_weights():
         if adapters.base_of(state.model) is not None:
-            written = _export_adapters(run, folder)
+            written = _export_adapters(session, folder)
         elif transformers_models.is_one(state.model):
-            written = _export_transformers(run, folder, largest)
+            written = _export_transformers(session, folder, largest)
         else:
-            written = _export_weights(run, folder, largest)
-    if run.ranks.is_rank_zero:  # after the weights, which may be refused
+            written = _export_weights(session, folder, largest)
+    if session.ranks.is_rank_zero:  # after the weights, which may be refused
         names = folder / "class_names.json"
         names.unlink(missing_ok=True)  # those of an earlier export would be taken for these weights'
         if state.class_names:
@@ -176,12 +176,12 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
     return written
 
 
-def _merge_adapters(run: Run) -> None:
+def _merge_adapters(session: Session) -> None:
     """`export.merge=true`: add the adapters to the weights beside which they were trained, in place.
 
     With a weight average, its values. Raises UserError for a model without adapters, and for one in shards.
     """
-    model = run.state.model
+    model = session.state.model
     if adapters.base_of(model) is None:
         raise UserError("export.merge=true: the model has no adapters; leave it out")
     if any(is_shard(parameter) for parameter in model.parameters()):
@@ -189,24 +189,24 @@ def _merge_adapters(run: Run) -> None:
             "export.merge=true with parallel=fsdp: an adapter is merged into whole weights, of which each rank has a "
             "shard; use parallel=single, which reads checkpoints of any number of ranks"
         )
-    run.state.average.replace_weights()
+    session.state.average.replace_weights()
     adapters.merge(model)
-    if run.config.export.merge_dtype == "bf16":
+    if session.config.export.merge_dtype == "bf16":
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
+def _require_replaceable(session: Session, folder: Path, largest: int) -> None:
     """Raises UserError where the folder has weights that this export would not replace: a reader would find two models.
     Collective.
     """
     replaced = {"adapter_model.safetensors", "adapter_config.json"}
-    if adapters.base_of(run.state.model) is None:
-        replaced = {"model.safetensors"} if len(_files(_tensors_of(run.state.model), largest)) == 1 else set()
+    if adapters.base_of(session.state.model) is None:
+        replaced = {"model.safetensors"} if len(_files(_tensors_of(session.state.model), largest)) == 1 else set()
     patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
     present = {path.name for pattern in patterns for path in folder.glob(pattern)}
-    if left := answered_by_rank_zero(run.ranks, lambda: sorted(present - replaced)):
+    if left := answered_by_rank_zero(session.ranks, lambda: sorted(present - replaced)):
         raise UserError(
             f"export.folder={folder}: it holds other weights, which would be mixed with these ({listed(left)}); name "
             "another folder, or remove them"
@@ -236,21 +236,21 @@ def _files(tensors: Mapping[str, torch.Tensor], largest: int) -> list[list[str]]
     return files
 
 
-def _export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
+def _export_weights(session: Session, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
     Collective: shards are gathered file by file, so that rank 0 holds at most one file's worth.
     """
-    tensors = _tensors_of(run.state.model)
+    tensors = _tensors_of(session.state.model)
     files = _files(tensors, largest)
     places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        weights = _gathered(run, {name: tensors[name] for name in names})
-        if run.ranks.is_rank_zero:
+        weights = _gathered(session, {name: tensors[name] for name in names})
+        if session.ranks.is_rank_zero:
             _write(folder / name, weights)
         places |= dict.fromkeys(names, name)
-    if not run.ranks.is_rank_zero:
+    if not session.ranks.is_rank_zero:
         return []
     if len(files) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -259,45 +259,45 @@ def _export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     return [folder / name for name in dict.fromkeys(places.values())]
 
 
-def _export_adapters(run: Run, folder: Path) -> list[Path]:
+def _export_adapters(session: Session, folder: Path) -> list[Path]:
     """Write `adapter_model.safetensors` and `adapter_config.json`: of the base only modules in which training changed
     something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
     """
-    written = {name for own in run.ranks.all_gather_object(run.state.written()) for name in own}
-    tensors, settings = adapters.exported(run.state.model, written)
-    weights = _gathered(run, tensors)
-    if not run.ranks.is_rank_zero:
+    written = {name for own in session.ranks.all_gather_object(session.state.written()) for name in own}
+    tensors, settings = adapters.exported(session.state.model, written)
+    weights = _gathered(session, tensors)
+    if not session.ranks.is_rank_zero:
         return []
     path = folder / "adapter_model.safetensors"
     _write(path, weights)
     settings.save_pretrained(str(folder))
-    _save_tokenizer(run, folder)
+    _save_tokenizer(session, folder)
     return [path]
 
 
-def _export_transformers(run: Run, folder: Path, largest: int) -> list[Path]:
+def _export_transformers(session: Session, folder: Path, largest: int) -> list[Path]:
     """Write what Transformers' own `save_pretrained` writes. Collective; rank 0 holds all weights at once.
 
     Transformers restores the layout of the hub, which for some models is not that of the weights in memory.
     """
-    model: Any = run.state.model
-    weights = _gathered(run, model.state_dict(keep_vars=True))
-    if not run.ranks.is_rank_zero:
+    model: Any = session.state.model
+    weights = _gathered(session, model.state_dict(keep_vars=True))
+    if not session.ranks.is_rank_zero:
         return []
     with transformers_models.as_published(model):
         model.save_pretrained(str(folder), state_dict=weights, max_shard_size=largest)
-    _save_tokenizer(run, folder)
+    _save_tokenizer(session, folder)
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only the owner read
     return files
 
 
-def _gathered(run: Run, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _gathered(session: Session, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Whole tensors in host memory, by the average of a sharded weight if there is one; tied ones stay one tensor.
     Empty on ranks other than 0, which take part in gathering.
     """
-    average = run.state.average
+    average = session.state.average
     averages = {id(w): own for w, own in zip(average.weights, average.averages, strict=True) if is_shard(w)}
     gathered: dict[int, torch.Tensor] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -306,9 +306,9 @@ def _gathered(run: Run, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             continue
         if id(tensor) not in gathered:
             value = whole(averages.get(id(tensor), tensor).detach()).cpu().contiguous()
-            gathered[id(tensor)] = value if run.ranks.is_rank_zero else value.new_empty(0)
+            gathered[id(tensor)] = value if session.ranks.is_rank_zero else value.new_empty(0)
         weights[name] = gathered[id(tensor)]
-    return weights if run.ranks.is_rank_zero else {}
+    return weights if session.ranks.is_rank_zero else {}
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -318,7 +318,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     path.chmod(mode)  # safetensors lets only the owner read
 
 
-def _save_tokenizer(run: Run, folder: Path) -> None:
-    save = getattr(run.batches.dataset, "save_tokenizer", None)
+def _save_tokenizer(session: Session, folder: Path) -> None:
+    save = getattr(session.batches.dataset, "save_tokenizer", None)
     if callable(save):
         save(folder)

@@ -13,42 +13,42 @@ import torch
 
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 
 class SwallowedOutOfMemory(torch.OutOfMemoryError):
     """An allocation failed in the step, and what asked for it caught the error."""
 
 
-def note_refused(run: Run) -> None:
+def note_refused(session: Session) -> None:
     """Note how many allocations have been refused so far. Called in unproven and logged steps: reading takes time."""
-    run.attempt.refused = run.memory.refused_allocations()
+    session.attempt.refused = session.memory.refused_allocations()
 
 
-def refused_in_attempt(run: Run) -> int:
+def refused_in_attempt(session: Session) -> int:
     """How many allocations the device's allocator has refused since `note_refused`."""
-    return run.memory.refused_allocations() - run.attempt.refused
+    return session.memory.refused_allocations() - session.attempt.refused
 
 
-def require_all_allocated(run: Run, sizes: MicroBatchSizes, ranks: Ranks) -> None:
+def require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Ranks) -> None:
     """Call after each micro-batch of an unproven size. Raises SwallowedOutOfMemory if an allocation has failed in it,
     a smaller size is left to try, and the other ranks can be informed.
 
     sizes: those that the micro-batch was cut by. ranks: those that go forward together.
     """
-    count = refused_in_attempt(run)
-    if count <= 0 or not run.config.oom.enabled:
+    count = refused_in_attempt(session)
+    if count <= 0 or not session.config.oom.enabled:
         return
-    note_refused(run)
+    note_refused(session)
     if sizes.can_shrink and (ranks.world == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(
             f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
             "cuDNN, which then takes another algorithm"
         )
     why = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
-    run.tracker.warn_once(
-        f"step {run.state.progress.step + 1}: allocations fail and something catches the errors, probably cuDNN, which "
-        f"then takes other algorithms; the step is not retried, since {why}. It may be slow, and its result may differ "
-        "in the last bits",
+    session.tracker.warn_once(
+        f"step {session.state.progress.step + 1}: allocations fail and something catches the errors, probably cuDNN, "
+        f"which then takes other algorithms; the step is not retried, since {why}. It may be slow, and its result may "
+        "differ in the last bits",
         topic="swallowed errors",
     )

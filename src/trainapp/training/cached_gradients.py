@@ -34,7 +34,7 @@ from trainapp.training.engine import Engine
 from trainapp.training.gradient_check import parameters_behind
 from trainapp.training.micro_batches import watch_micro_batch
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.training.totals import Number, Totals
 
 
@@ -63,33 +63,33 @@ class CachedGradients(Engine):
         """Whether the update at work has such a loss."""
         return has_embeddings(self.task)
 
-    def micro_batches(self, run: Run, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, session: Session, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Those of the first pass, with the same tensors."""
         if not self._caches:
             return cut
-        self._compiles = run.config.train.compile
-        self._tolerance = 1e-3 if run.config.precision.mode == "fp32" else 2e-2
-        embedded, structure = self._embed(run, cut)
-        self._step_totals, gradients = self._backward_to_embeddings(run, embedded, structure)
+        self._compiles = session.config.train.compile
+        self._tolerance = 1e-3 if session.config.precision.mode == "fp32" else 2e-2
+        embedded, structure = self._embed(session, cut)
+        self._step_totals, gradients = self._backward_to_embeddings(session, embedded, structure)
         self.weight = self.weight_of(1)  # the gradients are weighed already
-        run.snapshot.restore_generators()
+        session.snapshot.restore_generators()
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
-        return self._third_pass(run, embedded, gradients)
+        return self._third_pass(session, embedded, gradients)
 
-    def _embed(self, run: Run, cut: Iterator[MicroBatch]) -> tuple[deque[_Embedded], Any]:
+    def _embed(self, session: Session, cut: Iterator[MicroBatch]) -> tuple[deque[_Embedded], Any]:
         """The first pass, of which no trace is left; and the embeddings of one micro-batch as they were returned."""
-        found, sizes = deque[_Embedded](), run.sizes.train
+        found, sizes = deque[_Embedded](), session.sizes.train
         structure: Any = None
         for micro in cut:
             bucket = sizes.current_bucket
             self.attempt.phase = Phase.FORWARD
-            with watch_micro_batch(run, sizes, micro.data):
+            with watch_micro_batch(session, sizes, micro.data):
                 structure = self._without_gradients(micro)
             # Not `piece`, which holds all of a larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
             found.append(_Embedded(micro, bucket, tensors_in(structure)))
             if sizes.is_unproven:
-                require_all_allocated(run, sizes, run.ranks)
+                require_all_allocated(session, sizes, session.ranks)
             self.attempt.phase = Phase.DATA
         self.snapshot.restore(but=MOVED_ON)
         if self.snapshot.lost:
@@ -113,14 +113,14 @@ class CachedGradients(Engine):
         return embeddings.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
-        self, run: Run, embedded: deque[_Embedded], structure: Any
+        self, session: Session, embedded: deque[_Embedded], structure: Any
     ) -> tuple[Totals, deque[list[Tensor | None]]]:
         """The second pass. Returns the step's totals, on the first rank only since all have the same, and for each
         micro-batch the gradients of its embeddings: None for one that needs none.
         """
         task, precision, step = self._own, self.state.precision, self.step
         self.attempt.phase = Phase.FORWARD
-        with watch_micro_batch(run, run.sizes.train, [own.micro.data for own in embedded]):
+        with watch_micro_batch(session, session.sizes.train, [own.micro.data for own in embedded]):
             whole, start, end = gather_rows(self.ranks, _joined(embedded, task.setting), task.setting)
             if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
@@ -143,11 +143,11 @@ class CachedGradients(Engine):
         return totals, _cut(embedded, [None if gradient is None else gradient[start:end] for gradient in own])
 
     def _third_pass(
-        self, run: Run, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]
+        self, session: Session, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]
     ) -> Iterator[MicroBatch]:
         done = 0
         while embedded:
-            micro, run.sizes.train.current_bucket, _ = embedded.popleft()
+            micro, session.sizes.train.current_bucket, _ = embedded.popleft()
             self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro

@@ -14,7 +14,7 @@ import torch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.models.inspect import evaluation_mode
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 
 
 @dataclass
@@ -25,69 +25,69 @@ class Verdict:
     stop: str | None = None
 
 
-def after_step(run: Run) -> None:
+def after_step(session: Session) -> None:
     """Once per committed step: neither for a retried nor for a skipped one, nor again after a resume."""
-    callbacks, step = run.callbacks, run.state.progress.step
+    callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
     if before not in (None, step):
-        _call(run, "after_step")
+        _call(session, "after_step")
 
 
-def after_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
+def after_evaluation(session: Session, metrics: Mapping[str, Any]) -> None:
     """metrics: numbers by name, and what metrics have computed that is no number."""
-    _call(run, "after_evaluation", metrics)
+    _call(session, "after_evaluation", metrics)
 
 
-def end(run: Run) -> None:
+def end(session: Session) -> None:
     """After the last step. Raises TrainingStopped for an error that a callback has ended the run with."""
-    if run.meter.samples:
-        _call(run, "on_end")
-    if run.callbacks.failure is None:
+    if session.meter.samples:
+        _call(session, "on_end")
+    if session.callbacks.failure is None:
         return
-    newest = run.checkpointer.newest_name() if run.config.mode == "train" else None
+    newest = session.checkpointer.newest_name() if session.config.mode == "train" else None
     saved = f"the run is saved in {newest}; " if newest else ""
-    raise TrainingStopped(f"{run.callbacks.failure}\n{saved}correct the callback, or leave it out, and restart")
+    raise TrainingStopped(f"{session.callbacks.failure}\n{saved}correct the callback, or leave it out, and restart")
 
 
-def _call(run: Run, method: str, *arguments: Any) -> None:
+def _call(session: Session, method: str, *arguments: Any) -> None:
     """With the model in evaluation mode and without gradients; generators and modes are restored."""
-    methods = list(run.callbacks.having(method))
-    if not methods or run.callbacks.failure is not None:  # the run is about to end
+    methods = list(session.callbacks.having(method))
+    if not methods or session.callbacks.failure is not None:  # the run is about to end
         return
     started, verdict = time.monotonic(), Verdict()
-    roots = [run.state.model, *run.state.stateful.modules.values()]
-    with run.snapshot.preserved_generators(), evaluation_mode(roots), torch.no_grad():
+    roots = [session.state.model, *session.state.stateful.modules.values()]
+    with session.snapshot.preserved_generators(), evaluation_mode(roots), torch.no_grad():
         for name, function in methods:
             try:
-                function(_view(run, name, verdict), *arguments)
+                function(_view(session, name, verdict), *arguments)
             except UserError as error:
                 verdict.failure = str(error)
             except Exception as error:
-                title = f"callbacks.{name}: {method} failed at step {run.state.progress.step}"
+                title = f"callbacks.{name}: {method} failed at step {session.state.progress.step}"
                 verdict.failure = f"{title}\n{''.join(traceback.format_exception(error)).rstrip()}"
             if verdict.failure:
                 break
-    if run.strategy.forward_is_collective:
-        run.strategy.finish_accumulation()
-    run.engine.drop_gradients()
-    run.meter.pause(time.monotonic() - started)
-    _act(run, verdict)
+    if session.strategy.forward_is_collective:
+        session.strategy.finish_accumulation()
+    session.engine.drop_gradients()
+    session.meter.pause(time.monotonic() - started)
+    _act(session, verdict)
 
 
-def _act(run: Run, own: Verdict) -> None:
+def _act(session: Session, own: Verdict) -> None:
     """Collective where callbacks exist: one rank's wish is that of all."""
     by_rank = [own]
-    if run.ranks.world > 1 and run.ranks.all_reduce_min(-int(own != Verdict())):
-        by_rank = run.ranks.all_gather_object(own)
-    run.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
+    if session.ranks.world > 1 and session.ranks.all_reduce_min(-int(own != Verdict())):
+        by_rank = session.ranks.all_gather_object(own)
+    session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
     stops = [verdict.stop for verdict in by_rank if verdict.stop]
-    if stops and run.state.progress.stopped is None:
-        run.state.progress.stopped = stops[0]
-        run.tracker.note(f"stopping at step {run.state.progress.step}: {stops[0]}")
+    if stops and session.state.progress.stopped is None:
+        session.state.progress.stopped = stops[0]
+        session.tracker.note(f"stopping at step {session.state.progress.step}: {stops[0]}")
 
 
-def _view(run: Run, name: str, verdict: Verdict) -> View:
-    progress = run.state.progress
+def _view(session: Session, name: str, verdict: Verdict) -> View:
+    progress = session.state.progress
 
     def stop(reason: str) -> None:
         verdict.stop = verdict.stop or (reason if reason.startswith("stopping.") else f"callbacks.{name}: {reason}")
@@ -96,13 +96,13 @@ def _view(run: Run, name: str, verdict: Verdict) -> View:
         step=progress.step,
         epoch=progress.epoch,
         samples=progress.samples,
-        model=run.state.model,
-        run_dir=run.tracker.run_dir,
-        tracker=run.tracker,
-        rank=run.ranks.rank,
-        world=run.ranks.world,
-        waited=run.meter.waited,
-        evaluated={name: batches.dataset for name, batches in run.eval_sets.items()},
+        model=session.state.model,
+        run_dir=session.tracker.run_dir,
+        tracker=session.tracker,
+        rank=session.ranks.rank,
+        world=session.ranks.world,
+        waited=session.meter.waited,
+        evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
-        logged=dict(run.logged),
+        logged=dict(session.logged),
     )

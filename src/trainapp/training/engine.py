@@ -23,7 +23,7 @@ from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.training.phase import Phase
-from trainapp.training.run import Attempt, Run, Step
+from trainapp.training.session import Attempt, Session, Step
 from trainapp.training.totals import Number, Totals
 
 
@@ -74,7 +74,7 @@ class Engine:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def micro_batches(self, run: Run, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, session: Session, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Those to compute gradients of, from those that were fetched and cut."""
         return cut
 

@@ -10,7 +10,7 @@ from trainapp.losses import embeddings
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.rng import seed_from
 from trainapp.training.micro_batches import watch_micro_batch
-from trainapp.training.run import Run
+from trainapp.training.session import Session
 from trainapp.training.totals import Totals
 
 
@@ -23,7 +23,7 @@ class SumsOfBatches:
     def keep(self, real: bool) -> None:
         """A batch is finished."""
 
-    def totals(self, run: Run, totals: Totals, interleaved: bool) -> Totals:
+    def totals(self, session: Session, totals: Totals, interleaved: bool) -> Totals:
         """Of the whole set, this rank's part. totals: of its batches."""
         return totals
 
@@ -56,29 +56,31 @@ class LossOfEmbeddings(SumsOfBatches):
             self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._embedded)])
         self._embedded = None
 
-    def totals(self, run: Run, totals: Totals, interleaved: bool) -> Totals:
+    def totals(self, session: Session, totals: Totals, interleaved: bool) -> Totals:
         """Of all ranks' embeddings, on the first rank that has some; the others have none. Collective, but not again
         where memory runs out after that.
         """
         if self._whole is None:
-            run.ranks.check_peers()
-            parts = run.ranks.all_gather_object(embeddings.join(self._kept, self._own.setting) if self._kept else [])
+            session.ranks.check_peers()
+            parts = session.ranks.all_gather_object(
+                embeddings.join(self._kept, self._own.setting) if self._kept else []
+            )
             owners = [rank for rank, part in enumerate(parts) if part]
             if not owners:  # a stream without samples
                 return totals
             self._owner = owners[0]
             self._whole, self._kept = _in_order([part for part in parts if part], interleaved, self._own.setting), []
-        if run.ranks.rank != self._owner:
+        if session.ranks.rank != self._owner:
             return Totals()
-        run.metrics.reset()  # of an attempt that ran out of memory
+        session.metrics.reset()  # of an attempt that ran out of memory
         of_all = Totals(samples=totals.samples)
-        for start, end in ranges(0, len(self._whole[0]), run.config.batch.global_size):
-            chosen = [tensor[start:end].to(run.state.device) for tensor in self._whole]
-            with watch_micro_batch(run, run.sizes.evaluation, chosen), run.state.precision.autocast:
-                seed_from(run.state.device, run.state.seed, start)  # the same on all ranks
+        for start, end in ranges(0, len(self._whole[0]), session.config.batch.global_size):
+            chosen = [tensor[start:end].to(session.state.device) for tensor in self._whole]
+            with watch_micro_batch(session, session.sizes.evaluation, chosen), session.state.precision.autocast:
+                seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
                 loss, count, metrics = self._own.loss_of_embeddings(embeddings.like(self._structure, chosen))
-                finished = evaluate_metrics(metrics, run.metrics.names)
-                run.metrics.update(metrics)
+                finished = evaluate_metrics(metrics, session.metrics.names)
+                session.metrics.update(metrics)
             of_all = of_all.plus(loss.clone(), count, finished)
         return of_all
 

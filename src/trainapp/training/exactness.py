@@ -15,7 +15,7 @@ from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
 from trainapp.training.micro_batches import around, micro_batches
-from trainapp.training.run import Run, Step
+from trainapp.training.session import Session, Step
 from trainapp.training.totals import Totals
 
 STEPS = 3
@@ -26,35 +26,35 @@ PROTOCOL = (
 )
 
 
-def rehearse(run: Run, step: Step, undo: Callable[[], None]) -> None:
+def rehearse(session: Session, step: Step, undo: Callable[[], None]) -> None:
     """Accumulate the step's gradients twice, undo both, and compare. Collective. Raises TrainingStopped for a
     difference.
     """
-    first = outcome(run, accumulated(run))
+    first = outcome(session, accumulated(session))
     undo()
-    second = outcome(run, accumulated(run))
+    second = outcome(session, accumulated(session))
     undo()
     changed = [name for name in first | second if first.get(name) != second.get(name)]
-    by_rank = [names for names in run.ranks.all_gather_object(changed) if names]
+    by_rank = [names for names in session.ranks.all_gather_object(changed) if names]
     if by_rank:
-        raise TrainingStopped(_message(by_rank[0], step, run.config.train.deterministic, run.state.device))
+        raise TrainingStopped(_message(by_rank[0], step, session.config.train.deterministic, session.state.device))
 
 
-def accumulated(run: Run) -> Totals:
+def accumulated(session: Session) -> Totals:
     """The gradients of the step that the engine is at, as `loop.train_step` computes them, and its totals."""
-    engine, totals = run.engine, Totals()
-    engine.rehearses, run.attempt.micro_batches = True, 0
-    for micro in micro_batches(run):
-        with around(run, micro):
+    engine, totals = session.engine, Totals()
+    engine.rehearses, session.attempt.micro_batches = True, 0
+    for micro in micro_batches(session):
+        with around(session, micro):
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)
-    engine.rehearses, run.attempt.micro_batches = False, 0
+    engine.rehearses, session.attempt.micro_batches = False, 0
     return engine.reduce(totals)
 
 
-def outcome(run: Run, totals: Totals) -> dict[str, Any]:
+def outcome(session: Session, totals: Totals) -> dict[str, Any]:
     """What a step's gradients leave, by name, to be compared: totals, gradients, tensors and states."""
-    state = run.state
+    state = session.state
     found = {"the loss": _bits(totals.loss), "the count": _bits(totals.count)}
     found |= {f"the metric {name}": tuple(map(_bits, metric)) for name, metric in totals.metrics.items()}
     found |= {f"the gradient of model.{name}": _bits(p.grad) for name, p in state.model.named_parameters()}

@@ -18,7 +18,7 @@ from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
 from trainapp.training.engine import Engine, count_factor
 from trainapp.training.phase import Phase
-from trainapp.training.run import Step
+from trainapp.training.session import Step
 from trainapp.training.totals import Totals
 
 log = logging.getLogger(__name__)

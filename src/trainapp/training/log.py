@@ -8,36 +8,36 @@ from trainapp.memory.timeline import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run, Step
+from trainapp.training.session import Session, Step
 from trainapp.training.totals import Totals
 
 
-def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
+def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Note the update's metrics, and write those of the step after its last one. Waits for the device."""
-    run.attempt.phase = Phase.LOG
-    progress, batches = run.state.progress, run.batches
+    session.attempt.phase = Phase.LOG
+    progress, batches = session.state.progress, session.batches
     if applied:
-        run.engine.nonfinite.check()
-        own = totals.means(run.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
-        run.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
-    if progress.update or not run.logged:
+        session.engine.nonfinite.check()
+        own = totals.means(session.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
+        session.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
+    if progress.update or not session.logged:
         return
-    scalars = run.logged | {"epoch": batches.epochs(progress)}
-    scalars |= run.sizes.scalars(batches) | run.meter.scalars()
-    scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
-    scalars |= spread_over_ranks(scalars, run.ranks)
-    run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
+    scalars = session.logged | {"epoch": batches.epochs(progress)}
+    scalars |= session.sizes.scalars(batches) | session.meter.scalars()
+    scalars |= session.utilisation.scalars(scalars["samples_per_second"], session.ranks.world)
+    scalars |= spread_over_ranks(scalars, session.ranks)
+    session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
 
 
-def draw_timeline(run: Run) -> None:
+def draw_timeline(session: Session) -> None:
     """Queue a plot of this step's memory, by kind."""
-    run.attempt.phase = Phase.LOG
-    step, started = run.state.progress.step, time.monotonic()
-    events, kinds = run.memory.events(run.engine.gradients())
-    run.memory.forget_record()
+    session.attempt.phase = Phase.LOG
+    step, started = session.state.progress.step, time.monotonic()
+    events, kinds = session.memory.events(session.engine.gradients())
+    session.memory.forget_record()
     if events:
-        path = run.tracker.run_dir / "memory_timeline.png"
-        title = f"memory of step {step}, micro-batch {run.sizes.train.size}"
-        run.tracker.picture("memory_timeline", Picture(events, kinds, run.memory.budget, title, path), step)
-    run.memory.keep_events = False
-    run.meter.pause(time.monotonic() - started)
+        path = session.tracker.run_dir / "memory_timeline.png"
+        title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
+        session.tracker.picture("memory_timeline", Picture(events, kinds, session.memory.budget, title, path), step)
+    session.memory.keep_events = False
+    session.meter.pause(time.monotonic() - started)

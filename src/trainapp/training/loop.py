@@ -17,122 +17,122 @@ from trainapp.training.evaluate import evaluate
 from trainapp.training.log import draw_timeline, log
 from trainapp.training.micro_batches import around, micro_batches
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run, Step
+from trainapp.training.session import Session, Step
 from trainapp.training.totals import Totals
 from trainapp.training.transaction import transaction
 
 
-def train(run: Run) -> None:
+def train(session: Session) -> None:
     """Steps until the end of the run or an agreed stop. An error leaves parameters and optimizer as they were after
-    the last finished step, unless `run.attempt.phase.is_torn`.
+    the last finished step, unless `session.attempt.phase.is_torn`.
     """
     while True:
-        update_weight_average(run)
-        callbacks.after_step(run)
-        if run.evaluation_is_due:
-            evaluate(run)
-        if run.save_is_due:
-            save(run)
-        if run.is_ending:
-            return finish_saving(run)
-        train_step(run)
+        update_weight_average(session)
+        callbacks.after_step(session)
+        if session.evaluation_is_due:
+            evaluate(session)
+        if session.save_is_due:
+            save(session)
+        if session.is_ending:
+            return finish_saving(session)
+        train_step(session)
 
 
-def train_step(run: Run) -> None:
+def train_step(session: Session) -> None:
     """One optimizer step over the global batch; with several optimizers, each in its turn. Nothing changes before
     `commit`.
     """
-    engine = run.engine
-    for step in run.coming_updates():
-        with transaction(run, step):  # until the commit, `rollback` leaves no trace of the step
+    engine = session.engine
+    for step in session.coming_updates():
+        with transaction(session, step):  # until the commit, `rollback` leaves no trace of the step
             totals = Totals()
-            for micro in micro_batches(run):  # the step's samples, cut to the size that fits
-                with around(run, micro):  # ranks, watched memory
+            for micro in micro_batches(session):  # the step's samples, cut to the size that fits
+                with around(session, micro):  # ranks, watched memory
                     loss, totals = engine.forward(micro, totals)
                     engine.backward(loss, micro)  # gradients add up
             totals = engine.reduce(totals)  # over all ranks
             norm = engine.clip(totals)  # divided by the true count, clipped
             applied = engine.commit(totals, norm)  # optimizer.step()
-            count(run, step, totals, applied)
-        after_update(run, step, totals, norm, applied)
+            count(session, step, totals, applied)
+        after_update(session, step, totals, norm, applied)
 
 
-def count(run: Run, step: Step, totals: Totals, applied: bool) -> None:
+def count(session: Session, step: Step, totals: Totals, applied: bool) -> None:
     """The update is committed, or left out: what follows is the next one's, or the next step's."""
-    progress = run.state.progress
-    if progress.finish_update(applied, run.state.every):
-        run.meter.count(step.samples, totals.count)
-        run.batches.advance(progress)
-    run.attempt.phase = Phase.COMMITTED
+    progress = session.state.progress
+    if progress.finish_update(applied, session.state.every):
+        session.meter.count(step.samples, totals.count)
+        session.batches.advance(progress)
+    session.attempt.phase = Phase.COMMITTED
 
 
-def after_update(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
+def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Log, free the gradients, exchange flags with the other ranks, and act on them."""
     if step.is_logged:
-        log(run, step, totals, norm, applied)
+        log(session, step, totals, norm, applied)
     if step.is_drawn:
-        draw_timeline(run)
+        draw_timeline(session)
     if not applied and totals.count == 0:
-        run.tracker.warn_once(
+        session.tracker.warn_once(
             f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
             "count as skipped, and their samples as trained",
             topic="nothing counts",
         )
-    run.engine.drop_gradients()
-    run.tracker.progress.advance(run.state.progress.step)
-    flags = run.ranks.finish_flag_exchange()
-    run.stop.agreed = flags.stop_signal
-    grow_micro_batch(run, step, flags.search_news)
+    session.engine.drop_gradients()
+    session.tracker.progress.advance(session.state.progress.step)
+    flags = session.ranks.finish_flag_exchange()
+    session.stop.agreed = flags.stop_signal
+    grow_micro_batch(session, step, flags.search_news)
     if not flags.still_saving:
-        finish_saving(run)
+        finish_saving(session)
 
 
-def grow_micro_batch(run: Run, step: Step, news: bool) -> None:
+def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     """After clean steps, try a larger size, equal on all ranks.
 
     news: whether any rank has seen a shape whose size is unproven or may grow.
     """
-    sizes = run.sizes.train
+    sizes = session.sizes.train
     was_searching = not sizes.search_has_ended
-    run.attempt.phase = Phase.SEARCH
-    for bucket, size in sizes.succeeded(run.ranks, news).items():
-        run.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
-    if run.sizes.record(step.attempt):
-        note_batchnorm(run, step)
+    session.attempt.phase = Phase.SEARCH
+    for bucket, size in sizes.succeeded(session.ranks, news).items():
+        session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
+    if session.sizes.record(step.attempt):
+        note_batchnorm(session, step)
     if was_searching and sizes.search_has_ended:
-        run.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
+        session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
 
 
-def note_batchnorm(run: Run, step: Step) -> None:
+def note_batchnorm(session: Session, step: Step) -> None:
     """Note once that BatchNorm depends on the micro-batch."""
-    size = max(run.sizes.train.in_force.values(), default=run.sizes.train.size)
-    if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
-        run.tracker.warn_once(
+    size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
+    if session.batches.accumulation(size, session.sizes.parts) > 1 and has_batchnorm(session.state.model):
+        session.tracker.warn_once(
             f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
-            f"of the global batch; {instead_of_batchnorm(run.config.model)} does not depend on it",
+            f"of the global batch; {instead_of_batchnorm(session.config.model)} does not depend on it",
             topic="batchnorm",
         )
 
 
-def update_weight_average(run: Run) -> None:
+def update_weight_average(session: Session) -> None:
     """Runs between steps, so that a retry resumes the update instead of repeating it."""
-    run.attempt.phase = Phase.WEIGHT_AVERAGE
-    run.state.average.catch_up(run.state.progress.step)
+    session.attempt.phase = Phase.WEIGHT_AVERAGE
+    session.state.average.catch_up(session.state.progress.step)
 
 
-def save(run: Run) -> None:
+def save(session: Session) -> None:
     """Save a checkpoint of the current step."""
-    run.attempt.phase = Phase.SAVE
-    started, progress = time.monotonic(), run.state.progress
-    run.engine.nonfinite.check()
-    run.strategy.broadcast_buffers()
-    sizes = run.sizes.state_dict() | {"global": run.state.global_size, "budget": run.memory.budget}
+    session.attempt.phase = Phase.SAVE
+    started, progress = time.monotonic(), session.state.progress
+    session.engine.nonfinite.check()
+    session.strategy.broadcast_buffers()
+    sizes = session.sizes.state_dict() | {"global": session.state.global_size, "budget": session.memory.budget}
     is_best = progress.best_step == progress.step
-    run.checkpointer.save(progress.step, run.config.to_dict(), sizes, is_best)
-    run.meter.pause(time.monotonic() - started)
+    session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
+    session.meter.pause(time.monotonic() - started)
 
 
-def finish_saving(run: Run) -> None:
+def finish_saving(session: Session) -> None:
     """Commit the checkpoint that was written in the background, if any."""
-    run.attempt.phase = Phase.SAVE
-    run.checkpointer.finish()
+    session.attempt.phase = Phase.SAVE
+    session.checkpointer.finish()

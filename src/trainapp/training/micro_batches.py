@@ -14,72 +14,74 @@ from trainapp.memory.categories import Category
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.allocations import require_all_allocated
 from trainapp.training.phase import Phase
-from trainapp.training.run import Run, Step
+from trainapp.training.session import Session, Step
 
 
-def micro_batches(run: Run) -> Iterator[MicroBatch]:
+def micro_batches(session: Session) -> Iterator[MicroBatch]:
     """The coming step's samples, fetched and cut to the size that fits: the same number of pieces on every rank."""
-    batches, sizes = run.batches, run.sizes
-    fetched = run.meter.timed(batches.micro_batches(run.state.progress, sizes.train.size, sizes.parts))
-    return run.engine.micro_batches(run, (micro for batch in fetched for micro in sizes.train.cut(batch, run.ranks)))
+    batches, sizes = session.batches, session.sizes
+    fetched = session.meter.timed(batches.micro_batches(session.state.progress, sizes.train.size, sizes.parts))
+    return session.engine.micro_batches(
+        session, (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
+    )
 
 
 @contextlib.contextmanager
-def around(run: Run, micro: MicroBatch) -> Iterator[None]:
+def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     """Around the forward and backward of a micro-batch. Only the last one of a step sums gradients over ranks."""
-    attempt, sizes, update = run.attempt, run.sizes.train, run.engine.step.update
+    attempt, sizes, update = session.attempt, session.sizes.train, session.engine.step.update
     samples = micro.samples * update.every  # that are trained for each of its own
     is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
-    counting = run.utilisation.counting(update.name, samples, micro.real)
-    watching = watch_micro_batch(run, sizes, micro.data, None if is_first else micro.samples)
-    with run.strategy.micro_batch(micro.last), watching, counting:
+    counting = session.utilisation.counting(update.name, samples, micro.real)
+    watching = watch_micro_batch(session, sizes, micro.data, None if is_first else micro.samples)
+    with session.strategy.micro_batch(micro.last), watching, counting:
         yield
     if sizes.is_unproven:
-        require_all_allocated(run, sizes, run.ranks)
+        require_all_allocated(session, sizes, session.ranks)
     if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
         attempt.phase = Phase.DATA
 
 
-def watch_step(run: Run, step: Step) -> contextlib.AbstractContextManager[None]:
+def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManager[None]:
     """Use around a whole step."""
-    return _watched_step(run, step) if _is_watched(run, step) else contextlib.nullcontext()
+    return _watched_step(session, step) if _is_watched(session, step) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _watched_step(run: Run, step: Step) -> Iterator[None]:
+def _watched_step(session: Session, step: Step) -> Iterator[None]:
     # Both live on. Created before the block, they are not what a first step leaves behind.
-    run.engine.scaled(run.engine.weight_of(step.samples))
-    is_rehearsed = run.rehearsals > 0  # within the block: more than a step
-    with run.memory.watch(run.meter.resident(), track_modules=run.sizes.train.is_unproven):
+    session.engine.scaled(session.engine.weight_of(step.samples))
+    is_rehearsed = session.rehearsals > 0  # within the block: more than a step
+    with session.memory.watch(session.meter.resident(), track_modules=session.sizes.train.is_unproven):
         yield
     if not is_rehearsed:
-        run.memory.note_step()
+        session.memory.note_step()
 
 
-def _is_watched(run: Run, step: Step) -> bool:
+def _is_watched(session: Session, step: Step) -> bool:
     # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
-    is_due = step.is_logged and run.memory.watch_is_due and not run.config.train.compile
-    return run.sizes.train.is_unproven or step.is_drawn or is_due
+    is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
+    return session.sizes.train.is_unproven or step.is_drawn or is_due
 
 
 def watch_micro_batch(
-    run: Run, sizes: MicroBatchSizes, batch: Any, samples: int | None = None
+    session: Session, sizes: MicroBatchSizes, batch: Any, samples: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
     batch. samples: tells the search for larger sizes how many have had this peak; None where it says little of others,
     as in the first micro-batch of a step, which no gradients precede.
     """
-    if run.memory.watching or sizes.needs_watching:
-        return _watched_micro_batch(run, sizes, batch, samples)
+    if session.memory.watching or sizes.needs_watching:
+        return _watched_micro_batch(session, sizes, batch, samples)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _watched_micro_batch(run: Run, sizes: MicroBatchSizes, batch: Any, samples: int | None) -> Iterator[None]:
-    with run.memory.watch(run.meter.resident()):
-        before = run.memory.lap()
-        with run.memory.watch({Category.BATCH: tensors_in(batch)}):  # last, so that an error names it
+def _watched_micro_batch(session: Session, sizes: MicroBatchSizes, batch: Any, samples: int | None) -> Iterator[None]:
+    with session.memory.watch(session.meter.resident()):
+        before = session.memory.lap()
+        with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # last, so that an error names it
             yield
-        after = run.memory.lap()
+        after = session.memory.lap()
     if samples and before and after:
-        sizes.measured(samples, resident=before[0], peak=after[1], limit=run.memory.enforced)
+        sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)

@@ -1,4 +1,4 @@
-"""The `Run`: everything that the loop works with, in named parts."""
+"""The `Session`: everything that the loop works with, in named parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +91,7 @@ class Attempt:
 
 
 @dataclass
-class Run:
+class Session:
     """Everything that the loop works with."""
 
     config: Config
