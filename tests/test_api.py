@@ -178,7 +178,8 @@ print(steps, trainapp.train([*overrides, f"train.max_steps={{steps + 2}}"], run_
 """
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(', "parallel=ddp", "parallel.devices=2"', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", ', "parallel=ddp", "parallel.devices=2"'])
 def test_ctrl_c_saves_and_is_raised(tmp_path, more):
     """Also where the run is below another process: the terminal's Ctrl-C reaches the caller."""
     (tmp_path / "program.py").write_text(INTERRUPTED.format(more=more))

@@ -11,6 +11,8 @@ import helpers
 import pytest
 import runs
 
+pytestmark = pytest.mark.slow
+
 SLEEPS = """
 import time
 from torch import nn

@@ -166,7 +166,8 @@ def test_without_checkpoints_no_resume_is_promised(tmp_path):
     assert "Resume with" not in output
 
 
-@pytest.mark.parametrize("parallel", [(), pytest.param(("parallel=ddp", "parallel.devices=2"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [(), ("parallel=ddp", "parallel.devices=2")])
 def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
     """As in a submitit job, whose own handler requeues it."""
     (tmp_path / "job.py").write_text(HANDLED_OUTSIDE)

@@ -99,6 +99,7 @@ def written(path, columns, rows):
     return path
 
 
+@pytest.mark.slow
 def test_rows_without_labels_are_predicted(tmp_path):
     """Of a file that has no column for them, by the classes of the run, in their order."""
     pytest.importorskip("datasets", reason="needs the extra trainapp[hf]")

@@ -87,6 +87,7 @@ def test_failed_jobs_are_rows_with_their_errors(tmp_path):
     assert len(last) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_without_results_leaves_the_table_of_an_earlier_one(tmp_path):
     """Such as one that is refused, as its directories hold other runs."""
     assert run_cli(*SWEEP, "optimizer.lr=1e-3,1e-2", cwd=tmp_path).returncode == 0

@@ -16,6 +16,8 @@ import torch
 from .conftest import Cell
 from .test_equality import TOLERANCE, error
 
+pytestmark = pytest.mark.slow
+
 SAVING = ("checkpointing=standard", "every.save=2", "optimizer=adamw", "optimizer.lr=0.01", "train.ema=0.5")
 
 
@@ -66,7 +68,6 @@ FAST = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saver", "reader"),
     [
@@ -87,7 +88,6 @@ def test_saved_on_some_ranks_resumed_on_others(cell, saved, saver, reader):
     assert list(samples.values()) == [reference.samples[2], reference.samples[3]]
 
 
-@pytest.mark.slow
 def test_on_as_many_ranks_it_is_bit_identical(cell):
     for strategy in ("ddp", "fsdp", "hsdp"):
         undisturbed = cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1")
@@ -107,7 +107,6 @@ FOREIGN = (
 OWN_OPTIMIZER = ("~optimizer.betas", "~optimizer.eps", "user_packages=[foreign]")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, stop):
@@ -125,7 +124,6 @@ def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, sto
     assert record.losses == pytest.approx(undisturbed[0].losses[stop:], rel=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_another_micro_batch_and_other_workers(cell, saved):
     (reference,) = cell.reference(0, *SAVING)
     run_dir = saved.in_step_2(cell, (2, "fsdp"))
@@ -135,7 +133,7 @@ def test_another_micro_batch_and_other_workers(cell, saved):
         assert record.sizes == [3, 3]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_asynchronous_saves_the_same(cell, strategy):
     # Training continues while the shards are written: the state saved is that at the time of `save`.
     synchronous, asynchronous = cell.directory(), cell.directory()
@@ -168,7 +166,6 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
-@pytest.mark.slow
 def test_manifest_names_every_file_of_every_rank(cell, saved):
     run_dir = saved.in_step_2(cell, (2, "fsdp"))
     cell.run(3, "parallel=fsdp", *SAVING, run_dir=run_dir)
@@ -184,7 +181,6 @@ def test_manifest_names_every_file_of_every_rank(cell, saved):
     assert not list((run_dir / "checkpoints").glob(".tmp*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing"])
 def test_a_damaged_shard_is_named_and_the_one_before_used(cell, saved, damage, world):
@@ -214,7 +210,6 @@ def test_a_folder_that_cannot_be_made(cell):
         assert "the checkpoint of step 2 could not be written" in record.error
 
 
-@pytest.mark.slow
 def test_exported_from_any_number_of_ranks(cell, saved, tmp_path):
     run_dir = saved.in_step_2(cell, (2, "fsdp"))
     folders = [tmp_path / f"export_{number}" for number in range(4)]
@@ -311,7 +306,6 @@ def test_another_model_is_refused(cell, saved, world):
         assert record.losses == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reader", [(2, "fsdp"), (2, "ddp"), (1, "ddp")], ids=lambda r: f"{r[0]}_{r[1]}")
 def test_an_average_that_was_not_saved_begins_at_the_weights(cell, reader):
     run_dir = cell.directory()

@@ -9,6 +9,8 @@ from .conftest import TINY, Cell
 from .pool import CellFailed
 from .test_equality import TOLERANCE, assert_same, error
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 30.0  # seconds: a rank that waits for a collective that the others do not call would exceed it
 OVERRIDES = (
     *weighted.OVERRIDES,
@@ -64,7 +66,6 @@ def test_metrics_of_one_rank(cell):
     assert [line["two_1"] for line in lines] == pytest.approx([2.0] * 4)
 
 
-@pytest.mark.slow
 def test_a_reduction_of_each_ranks_own_metrics_would_be_noticed(cell):
     _, records = both(cell, "task=weighted.task")
     assert records[0].error is None
@@ -72,7 +73,6 @@ def test_a_reduction_of_each_ranks_own_metrics_would_be_noticed(cell):
         both(cell, "task=weighted.on_one_rank", function=cells.train_reducing_own_metrics)
 
 
-@pytest.mark.slow
 def test_metrics_of_some_batches(cell):
     """The share of class 3 among the micro-batches that have it: their cut is the same on one rank and on two."""
     alone, records = both(cell, "task=weighted.task", "batch.eval_micro_size=8")

@@ -13,6 +13,8 @@ from helpers import metrics, result
 from .faults import environment, fail_at, fired
 from .launching import SABOTAGED, Launched, checkpoint, command, different, launch
 
+pytestmark = pytest.mark.slow
+
 DDP = ("parallel=ddp", *SABOTAGED)
 
 
@@ -30,7 +32,6 @@ def last(run_dir: Path) -> int:
     return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
-@pytest.mark.slow
 def test_killed_workers_are_started_again(reference, tmp_path):
     # In the backward of step 4, and inside the save of step 6 (shards written, no manifest yet): from 2, then from 4.
     faults = [fail_at(1, 4, "backward", "kill", operation=20), fail_at(0, 6, "manifest", "kill")]
@@ -57,7 +58,6 @@ def test_the_directory_of_a_launcher_is_refused_to_a_second_run(tmp_path):
         assert f"another run is using this directory (process {launched.process.pid} on host" in refused.text
 
 
-@pytest.mark.slow
 def test_restarts_are_bounded(tmp_path):
     faults = [fail_at(1, step, "backward", "io error") for step in (2, 3, 4)]  # another step each time
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
@@ -81,7 +81,6 @@ def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
     assert not list((tmp_path / "run" / "ranks").glob("*.error"))
 
 
-@pytest.mark.slow
 def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     """With its traceback, though three restarts are allowed; the checkpoints of before stay."""
     fault = fail_at(1, 4, "backward", "exception", times=9)
@@ -106,7 +105,6 @@ def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, 
     assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
-@pytest.mark.slow
 def test_out_of_memory_without_votes(reference, tmp_path):
     # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
     fault = fail_at(1, 3, "backward", operation=20)
@@ -174,7 +172,6 @@ def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_pat
     assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 2, 6)
 
 
-@pytest.mark.slow
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))
@@ -200,7 +197,6 @@ def test_out_of_memory_in_the_commit(reference, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "code"),
     [
@@ -267,7 +263,6 @@ def test_a_loader_process_that_dies(tmp_path):
     assert "rank 1 failed" in ended.text
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
     fault = fail_at(1, 3, "forward", "nan", operation=30)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))

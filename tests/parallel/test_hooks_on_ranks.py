@@ -5,6 +5,8 @@ import pytest
 from .conftest import GPT, TINY
 from .faults import Fault
 
+pytestmark = pytest.mark.slow
+
 EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "train.max_steps=1", "user_packages=[own_hooks]")
 F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"
 CORRECT = "+metrics.mine={_target_: own_hooks.Correct}"
@@ -16,7 +18,6 @@ def callback(kind, **arguments):
     return f"+callbacks.mine={{_target_: own_hooks.{kind}{inner}}}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [37, 2])
 def test_the_same_value_on_one_two_and_three_ranks(cell, size):
     """37 samples are uneven shares; of 2, one of three ranks has none."""
@@ -35,7 +36,6 @@ def test_the_same_value_on_one_two_and_three_ranks(cell, size):
             assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_after_an_error_on_one_rank(cell, spread):
     """An evaluation that runs out of memory on rank 1: each sample counts once, on all ranks or none."""

@@ -14,6 +14,8 @@ from .conftest import Cell
 from .launching import LAUNCHED, Launched, checkpoint, different, launch
 from .pool import Pool, free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Path:
@@ -25,7 +27,6 @@ def reference(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
         ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "result.json",
@@ -61,7 +62,6 @@ def same_run(run_dir: Path, reference: Path) -> None:
     assert [path.name for path in (run_dir / "ranks").iterdir()] == ["rank_1.log"]
 
 
-@pytest.mark.slow
 def test_torchrun_gives_the_same_run(reference, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     with Launched([*torchrun, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path) as launched:
@@ -72,7 +72,6 @@ def test_torchrun_gives_the_same_run(reference, tmp_path):
     same_run(run_dir, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(("strategy", "kept"), [("ddp", 0), ("fsdp", 2)])
 def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
@@ -89,7 +88,6 @@ def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
     assert max(found) <= kept * threads
 
 
-@pytest.mark.slow
 def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     overrides = ["parallel=ddp", "train.seed=1,2"]
@@ -100,7 +98,6 @@ def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-@pytest.mark.slow
 def test_slurm_gives_the_same_run(reference, tmp_path):
     job = str(free_port())
     started = []
@@ -114,7 +111,6 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [2, 1])
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
@@ -127,7 +123,6 @@ def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     same_run(tmp_path / "sweep" / "0", reference)
 
 
-@pytest.mark.slow
 def test_multirun_returns_the_objectives(tmp_path, reference):
     overrides = ["parallel=ddp", "train.seed=0,1", "every.eval=6", "hydra.sweep.dir=sweep", "train.max_steps=6"]
     with Launched([sys.executable, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:
@@ -138,7 +133,6 @@ def test_multirun_returns_the_objectives(tmp_path, reference):
     assert found[0] == result(reference)["objective"] != found[1]
 
 
-@pytest.mark.slow
 def test_devices_auto_needs_gpus(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
@@ -157,7 +151,6 @@ def test_single_inside_torchrun_is_refused(tmp_path):
     assert "choose parallel=ddp or parallel=fsdp" in done.stderr
 
 
-@pytest.mark.slow
 def test_several_nodes_need_names(tmp_path):
     ended = launch(tmp_path / "run", "parallel=ddp", "parallel.nodes=2")
     assert ended.code == 2

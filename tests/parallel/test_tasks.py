@@ -7,6 +7,8 @@ from . import cells
 from .conftest import SPREAD, TINY
 from .test_equality import assert_same, error
 
+pytestmark = pytest.mark.slow
+
 OWN = (
     "model=mlp",
     "model._target_=own_tasks.Net",
@@ -15,7 +17,6 @@ OWN = (
     "data=digits",
     "user_packages=[own_tasks]",
 )
-SPREADS = [pytest.param(spread, marks=pytest.mark.slow) if spread == "hsdp" else spread for spread in SPREAD]
 
 
 def alone(cell, task):
@@ -28,7 +29,7 @@ def run(cell, world, task, *overrides, **options):
 
 
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", SPREAD)
 def test_methods_and_parameters_of_the_model(cell, spread, task):
     reference = alone(cell, task)
     assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
@@ -42,7 +43,6 @@ def test_a_task_outside_of_the_wrapper_fails_it(cell):
     assert error(record.gradients[0], reference.gradients[0]) > 1e-3
 
 
-@pytest.mark.slow
 def test_all_parameters_read_by_a_task(cell):
     reference = alone(cell, "reads_a_blocks_weight")
     assert_same(run(cell, 2, "reads_a_blocks_weight", "parallel=ddp"), reference)
@@ -74,7 +74,6 @@ def test_models(cell, spread, model):
     assert records[0].weights.equal(records[1].weights)
 
 
-@pytest.mark.slow
 def test_the_fused_kernel_only_where_the_shards_have_one(cell):
     """By default none is used for SGD on shards; asked for, it is refused."""
     sgd = ("optimizer=sgd", "parallel=fsdp")
@@ -85,8 +84,7 @@ def test_the_fused_kernel_only_where_the_shards_have_one(cell):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", SPREAD)
 def test_asking_a_task_for_its_metrics_leaves_no_trace(cell, spread):
     """Neither in the task, which writes in place, nor in the model, whose parameters are gathered for the call."""
     own = (f"parallel={spread}", "every.eval=2", "train.check_loss=false")

@@ -74,6 +74,7 @@ def test_a_tracker_that_fails_goes_quiet(tmp_path, caplog, method, calls):
     assert own_hooks.SEEN.count("scalars") == {"start": 0, "close": 6}.get(method, calls + 1)
 
 
+@pytest.mark.slow
 def test_mlflow_continues_the_same_run(tmp_path):
     pytest.importorskip("mlflow", reason="needs the extra trainapp[mlflow]")
     chosen = (*MLP, "tracker=mlflow", f"tracker.mlflow.uri={(tmp_path / 'mlruns').as_uri()}")
@@ -98,6 +99,7 @@ def test_mlflow_continues_the_same_run(tmp_path):
     assert image.path.endswith(".png")
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs the extra trainapp[wandb]")
     monkeypatch.setenv("WANDB_SILENT", "true")

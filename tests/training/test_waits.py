@@ -15,7 +15,10 @@ import runs
 
 from trainapp.planning.pretend import can_pretend
 
-pytestmark = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64"),
+]
 
 MLP, GPT, RESNET = runs.MODELS["mlp"], runs.MODELS["gpt"], runs.MODELS["resnet"]
 UNCLIPPED = "train.grad_clip=null"
@@ -63,7 +66,6 @@ def measured():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", NEVER)
 def test_a_healthy_step_never_waits_for_the_device(measured, case):
     assert measured[case]["waits"] == []
