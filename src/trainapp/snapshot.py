@@ -35,10 +35,10 @@ from torch.nn.parameter import is_lazy
 
 from trainapp.checksum import checksum
 from trainapp.rng import generator_state, set_generator_state
-from trainapp.torch_fsdp import local_part
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
     foreach_copy_,
+    local_part,
     non_persistent_buffers,
     outside_dispatch_modes,
     registries_of,

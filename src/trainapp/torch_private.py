@@ -1,25 +1,29 @@
 """The private, underscored or undocumented parts of torch that the program uses, each with its reason.
 
-Those that replace a call in the step are in `torch_direct.py`, those of the elastic launcher in `torch_elastic.py`,
-those of operators in `torch_operators.py`.
-
 Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
-Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.
+Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there. What takes time to
+import is imported on use.
 """
 
+import contextlib
 import importlib
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd import profiler
+from torch.autograd.graph import _engine_run_backward, register_multi_grad_hook
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.data._utils import worker
 from torch.utils.module_tracker import ModuleTracker
 
 # --- tensors and storages
@@ -67,6 +71,11 @@ registries_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of the module's own buffers that are not in its state dict. torch has no public way to ask."""
     return module._non_persistent_buffers_set
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything is called around the module's forward, such as weight normalisation or pruning."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 class KeepsBufferDtypes(nn.Module):
@@ -143,6 +152,57 @@ def pytree_functions(
 tree_map, tree_leaves = _pytree.tree_map, _pytree.tree_leaves
 
 
+# --- backward and the optimizer's step, without the Python around them
+
+# In a step of 1.6 ms on a CPU that Python takes 0.15 ms, nearly a tenth (docs/benchmarks.md): 14 calls around each
+# backward, and a record for the profiler around the optimizer's step. Anything unusual takes the documented path.
+
+# The code object that every wrapped `step` shares. A `step` that is wrapped again or replaced has another.
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+
+with torch.inference_mode(False), torch.enable_grad():  # whatever is in force at the import
+    _LEAF = torch.zeros((), device="cpu", requires_grad=True)
+    _FIRST = _LEAF.clone()  # before all other nodes of a run: the engine takes it last
+
+
+def backward(loss: Tensor, gradient: Tensor) -> None:
+    """`loss.backward(gradient)` for scalars."""
+    if type(loss) is Tensor and type(gradient) is Tensor and loss.dtype is gradient.dtype and not loss.ndim:
+        _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        loss.backward(gradient)
+
+
+def release_failed_backward() -> None:
+    """Free what a failed backward in this thread had saved.
+
+    Its nodes stay in the thread's queue with all that they have saved, until the next backward finds them there (torch
+    2.13, autograd/engine.cpp, `thread_main` and `local_ready_queue`): memory that a retried forward lacks.
+    """
+    with outside_dispatch_modes():
+        torch.autograd.grad(_FIRST, _LEAF, retain_graph=True)
+
+
+def step_optimizer(optimizer: Optimizer) -> None:
+    """`optimizer.step()`. Without a record for the profiler where none is active, and no hooks are registered."""
+    method: Any = getattr(type(optimizer), "step", None)
+    is_usual = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(optimizer)
+    if is_usual and not _is_observed(optimizer):
+        method.__wrapped__(optimizer)
+    else:
+        optimizer.step()
+
+
+def _is_observed(optimizer: Optimizer) -> bool:
+    return bool(
+        profiler._is_profiler_enabled
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
 # --- dispatch modes
 
 
@@ -210,6 +270,48 @@ def is_tracing() -> bool:
     return builds_on_meta.get() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+# --- operators
+
+# What `tensor.item()` and `bool(tensor)` dispatch to.
+READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+# tensor -> device. What C++ asks tensors without data for their device with (2.13, TensorImpl::device_custom): several
+# times per operation, and through every mode. `tensor.device` gives the same answer at once.
+ASKS_DEVICE = torch.ops.prim.device.default
+
+# Operators that take random numbers only where they drop something, and are tagged in any case.
+_MAY_DROP = ("attention", "sdp", "rnn", "lstm", "gru")
+
+
+def draws_numbers(func: Any) -> bool:
+    """Whether an operator takes numbers from a generator of torch. (OpOverload's `tags` are not documented.)"""
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not any(word in func.name() for word in _MAY_DROP)
+
+
+# Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
+ATTENTION_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+# (int8 [M, K], int8 [K, N]) -> int32 [M, N]. The only product of 8-bit integers that torch has on the CPU.
+int8_product = torch._int_mm
+
+# (tensor, shape) -> the same memory in another shape, which autograd takes for a tensor of its own: nn.Linear returns
+# such a one. A view that a user's own function returns must not be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+# Fused optimizers that write in place and return nothing. Torch has no meta kernel for them (2.13): fake tensors run
+# them for real, on zeros of the size of the parameters.
+FUSED_WITHOUT_META = frozenset({torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_})
+
+# operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
+schema_of = operator.attrgetter("_schema")
+
+
 # --- the loss scaler
 
 
@@ -239,6 +341,19 @@ def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 
 # --- FSDP2
 
+# DTensor -> this rank's part, itself. `to_local()` makes a view of each parameter's in every call, also where no
+# gradient is recorded (2.13, distributed/tensor/_api.py), which took a fifth of a trace of many shards.
+local_part = operator.attrgetter("_local_tensor")
+
+
+def prepare_fsdp(root: Any) -> None:
+    """Do now what FSDP2 otherwise does in the first forward of its root module, an FSDPModule.
+
+    It then decides in which dtype the gradients of each block are reduced, by its parameters that require gradients at
+    that moment (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py, `_init_mp_dtypes`).
+    """
+    root._get_fsdp_state()._lazy_init()
+
 
 def fsdp_collectives() -> tuple[type, type]:
     """The classes of FSDP2's own all-gather and reduce-scatter.
@@ -264,40 +379,53 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
     return torch.cuda.memory._snapshot(device)
 
 
-# --- TensorBoard
+# --- workers of the data loader
 
 
-def add_summary(writer: Any, summary: Any, step: int) -> None:
-    """Write a whole Summary of `torch.utils.tensorboard.SummaryWriter` as one event.
+def become_main_process() -> None:
+    """Let `get_worker_info` return None from now on, as in the main process.
 
-    The public `add_scalar` queues one event each; the writer's queue holds ten, and beyond it waits for the disk.
+    A stream that asks for its worker reads a part of what it is given; Hugging Face's also shuffles otherwise in one
+    worker than in none. The program has divided the stream already, and its order must not depend on processes.
     """
-    writer._get_file_writer().add_summary(summary, step)
+    worker._worker_info = None
 
 
-def guard_event_file(writer: Any, failed: Callable[[Exception], None]) -> None:
-    """Where a SummaryWriter's file cannot be written, call `failed` once and drop all that follows.
+# --- restarts by torch's elastic launcher
 
-    Otherwise the error ends the writer's thread, which prints a traceback, and every later call raises it.
+
+class Restart(Enum):
+    """Whether failed workers are restarted."""
+
+    REFUSED = "refused"
+    COUNTED = "counted"  # if fewer than `max_restarts` were counted so far
+    FREE = "free"  # whatever `max_restarts` says
+
+
+@contextlib.contextmanager
+def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[None]:
+    """Inside the block, the launcher asks `decide` before it restarts failed workers; on its own it only counts them.
+
+    decide: called with the ranks of this node's workers, once for each time that one of them failed.
     """
-    records = writer._get_file_writer().event_writer._async_writer._writer
-    errors: list[Exception] = []
+    api: Any = importlib.import_module("torch.distributed.launcher.api")  # late: one process does not need it
+    standard = api.LocalElasticAgent
 
-    def guarded(function: Callable[..., None]) -> Callable[..., None]:
-        def attempt(*args: Any) -> None:
-            try:
-                if not errors:
-                    function(*args)
-            except Exception as error:  # TensorFlow, where it is installed, raises errors of its own
-                errors.append(error)
-                failed(error)
+    class Agent(standard):  # type: ignore[misc, valid-type]
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                decision = decide([worker.global_rank for worker in worker_group.workers])
+                if decision is Restart.REFUSED:
+                    self._remaining_restarts = 0
+                elif decision is Restart.FREE:
+                    # raise both: their difference is the workers' TORCHELASTIC_RESTART_COUNT
+                    worker_group.spec.max_restarts += 1
+                    self._remaining_restarts += 1
+            return result
 
-        return attempt
-
-    for name in ("write", "flush", "close"):
-        setattr(records, name, guarded(getattr(records, name)))
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether anything is called around the module's forward, such as weight normalisation or pruning."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
+    api.LocalElasticAgent = Agent
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = standard

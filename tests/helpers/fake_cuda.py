@@ -30,8 +30,7 @@ from trainapp.planning.batches import FakeBatches
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
 from trainapp.signals import StopRequest
-from trainapp.torch_operators import READ_OPERATORS
-from trainapp.torch_private import DispatchMode, fake_tensor_mode
+from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.training import loop
 from trainapp.training.cadences import Cadences
 

@@ -9,7 +9,7 @@ from trainapp.launch.elastic import Failures
 from trainapp.launch.worker import _error_file, _leave_error
 from trainapp.oom import handover
 from trainapp.parallel.ranks import SingleRank
-from trainapp.torch_elastic import Restart
+from trainapp.torch_private import Restart
 
 RANKS = [0, 1]
 

@@ -9,12 +9,12 @@ import torch
 from planning import traced_peak
 from torch import nn
 
-from trainapp import torch_direct
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.on_host import on_host
 from trainapp.optim.optimizers import build_optimizer
+from trainapp.torch_private import step_optimizer
 from trainapp.training import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def stepped(model, optimizer, steps=4):
             loss = model[2](torch.randn(4, 96)).sum()
         loss.backward()
         optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
-        torch_direct.step(optimizer)
+        step_optimizer(optimizer)
     return runs.weights(model)
 
 

@@ -157,7 +157,7 @@ def offloaded():
     found = []
     with mock.patch.object(offload, "LEAST", 1), inside():
         layers = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
-        moving = offload.Offload(layers, "cuda", A100.accelerator)
+        moving = offload.Offload(layers)
         for forward in (contextlib.nullcontext, moving.forward):
             with LiveTensors(devices=("cuda",)) as counter:
                 with forward():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from trainapp.accelerator import HERE, Accelerator
 from trainapp.assembly import hook_parts
 from trainapp.assembly.batches import data_batches, eval_roots
 from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
@@ -62,7 +61,6 @@ class Parts:
     numerics: precision.Precision
     batches: TrainBatches
     eval_sets: EvalSets
-    accelerator: Accelerator = HERE
     resumes: bool = False
 
     @property
@@ -113,9 +111,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_sets = parts.batches, parts.eval_sets
-    assembled = assemble(
-        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator, parts.first
-    )
+    assembled = assemble(config, components, ranks, device, numerics, initial_device, batches.example, parts.first)
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
     sets = list(components.eval_data)

@@ -32,8 +32,7 @@ from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import preserved_rng
-from trainapp.torch_operators import draws_numbers
-from trainapp.torch_private import DispatchMode, is_tracing
+from trainapp.torch_private import DispatchMode, draws_numbers, is_tracing
 from trainapp.units import listed
 
 SAMPLES = 4

@@ -20,7 +20,7 @@ from trainapp.losses import losses
 from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, storage_id
-from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
+from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
@@ -95,7 +95,7 @@ def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Se
     session.engine.stateful_metrics = session.metrics.names
     session.callbacks = Callbacks(callbacks)
     session.loggers = hooks.loggers
-    session.utilisation = _utilisation_of(session)
+    session.meter.utilisation = _utilisation_of(session)
     last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
     session.meter.counts_tokens = losses.counts_tokens(last)
     session.memory.kept = kept = kept_of(session.state.stateful.roots)
@@ -133,11 +133,13 @@ def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
     return metrics
 
 
-def _utilisation_of(session: Session) -> Utilisation | NoUtilisation:
-    """What counts the model's FLOPs, where the device's peak is known."""
+def _utilisation_of(session: Session) -> Utilisation | None:
+    """What counts the model's FLOPs, where the device's peak is known, and the compiler does not hide operations."""
     config = session.config
+    if is_tracing() or config.train.compile:
+        return None
     peak = peak_of(session.state.device, config.precision.mode, config.train.peak_flops)
-    if peak is None or is_tracing():
-        return NoUtilisation()
+    if peak is None:
+        return None
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak, lambda: session.attempt.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(peak * session.ranks.world, lambda: session.attempt.phase is Phase.BACKWARD, recomputes)

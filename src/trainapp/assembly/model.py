@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.accelerator import HERE, Accelerator
 from trainapp.assembly import checks, updates
 from trainapp.assembly.components import Components
 from trainapp.checkpoint.train_state import TrainState
@@ -61,7 +60,6 @@ def assemble(
     precision: Precision,
     initial_device: str | None = None,
     example: Callable[[int], Any] | None = None,
-    accelerator: Accelerator = HERE,
     first: Callable[[int], Any] | None = None,
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
@@ -70,8 +68,8 @@ def assemble(
     activation checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
-    example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
-    its streams. first: see `checks`. Raises UserError for parts that do not fit together.
+    example: a batch of so many samples, for lazy modules. first: see `checks`. Raises UserError for parts that do not
+    fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     model = _on_device(config, components, device, "meta" if is_meta else initial_device)
@@ -92,7 +90,7 @@ def assemble(
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
         _require_same_forward(config, model, example, device, precision)
     checkpointing.apply(model, config.activation_checkpointing)
-    offloading = offload.apply(model, config, accelerator)
+    offloading = offload.apply(model, config)
     if config.train.compile:
         _compile(config, model)
     strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
@@ -102,7 +100,7 @@ def assemble(
         _initialise_shards(config, strategy, ranks, device)
     state = TrainState(
         model=model,
-        updates=updates.build(config, model, names, precision, device, accelerator),
+        updates=updates.build(config, model, names, precision, device),
         average=WeightAverage(model, config.train.ema),
         device=device,
         seed=config.train.seed,

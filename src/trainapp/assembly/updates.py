@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from trainapp.accelerator import Accelerator
 from trainapp.assembly.components import Components
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
@@ -108,10 +107,9 @@ def build(
     names: Names,
     precision: Precision,
     device: torch.device,
-    accelerator: Accelerator,
 ) -> list[Update]:
     """The updates, with their optimizers. Call once the model is spread over the ranks."""
-    built = functools.partial(_optimizer, config, model, device, accelerator)
+    built = functools.partial(_optimizer, config, model, device)
     every = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not config.updates:
         return [Update(built("optimizer"), precision, parameters=every)]
@@ -125,13 +123,11 @@ def build(
     return updates
 
 
-def _optimizer(
-    config: Config, model: nn.Module, device: torch.device, accelerator: Accelerator, setting: str
-) -> torch.optim.Optimizer:
+def _optimizer(config: Config, model: nn.Module, device: torch.device, setting: str) -> torch.optim.Optimizer:
     settings = config.optimizers[setting]
     decay = settings.layer_decay
     blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
-    optimizer = build_optimizer(settings, model, device, config.user_packages, accelerator, blocks, setting)
+    optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
     if settings.in_backward:
         in_backward.require_separable(optimizer)
     for group in optimizer.param_groups:

@@ -15,13 +15,12 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trainapp.data.loader import Requests, in_workers, raise_if_error, seed_generators
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
-from trainapp.torch_private import outside_dispatch_modes
-from trainapp.torch_workers import become_main_process, is_loader_worker
+from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
 READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two of these ahead
 log = logging.getLogger(__name__)
@@ -141,7 +140,7 @@ class Reader(Dataset):
         self._next: Any = _End.END  # read ahead, so that the last sample of an epoch is known as such
 
     def __getitem__(self, request: Read) -> Any:
-        if is_loader_worker():
+        if get_worker_info() is not None:
             become_main_process()
             self._pickles = True
         with preserved_rng(torch.device("cpu")):

@@ -18,7 +18,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch.worker import Outcome, run_worker, take_error
 from trainapp.oom import handover
 from trainapp.signals import StopRequest, pass_on
-from trainapp.torch_elastic import Restart, asked_before_restarts
+from trainapp.torch_private import Restart, asked_before_restarts
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from torch import Tensor
 from trainapp.memory.categories import Category
 from trainapp.memory.kept import KeptStorages, WeakStorages
 from trainapp.parallel.strategy import local
-from trainapp.torch_operators import ASKS_DEVICE
-from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
+from trainapp.torch_private import ASKS_DEVICE, DispatchMode, ForwardModuleTracker, storage_id
 from trainapp.units import bytes_text
 
 Resident = Mapping[Category, Iterable[Tensor]]  # the tensors that exist before a piece of work

@@ -12,7 +12,7 @@ import torch
 
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory
-from trainapp.torch_direct import release_failed_backward
+from trainapp.torch_private import release_failed_backward
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from trainapp.oom import handover
 from trainapp.oom.report import OomReport, as_markdown, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.torch_direct import release_failed_backward
+from trainapp.torch_private import release_failed_backward
 from trainapp.training.session import Session
 from trainapp.training.transaction import rollback
 from trainapp.units import listed

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trainapp.torch_fsdp import local_part
-from trainapp.torch_private import foreach_lerp_
+from trainapp.torch_private import foreach_lerp_, local_part
 
 
 class WeightAverage:

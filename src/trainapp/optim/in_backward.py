@@ -7,8 +7,8 @@ than that parameter's.
 import torch
 from torch import Tensor
 
-from trainapp import torch_direct
 from trainapp.errors import UserError
+from trainapp.torch_private import step_optimizer
 
 
 def require_separable(optimizer: torch.optim.Optimizer) -> None:
@@ -41,7 +41,7 @@ class ParameterSteps:
         for group in groups:
             group["params"] = [parameter] if group is own else []
         try:
-            torch_direct.step(self._optimizer)
+            step_optimizer(self._optimizer)
         finally:
             for group, parameters in zip(groups, all_parameters, strict=True):
                 group["params"] = parameters

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainapp.optim.quantized import BLOCKS, SMALLEST, Kind, Moment, Quantizer, empty_moment
 from trainapp.optim.stochastic_rounding import copy_rounded
+from trainapp.rng import new_generator
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,9 +34,6 @@ class AdamW(torch.optim.Optimizer):
     """
 
     rounds_by_chance = True
-    new_generator: Callable[[torch.device], torch.Generator] = staticmethod(
-        torch.Generator
-    )  # `build_optimizer` sets it
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     device = parameter.device
                     if device not in generators:
-                        generators[device] = self.new_generator(device)
+                        generators[device] = new_generator(device)
                     self._update(parameter, group, generators[device])
         return loss
 

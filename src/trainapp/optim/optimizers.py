@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.accelerator import HERE, Accelerator
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
@@ -37,15 +36,13 @@ def build_optimizer(
     model: nn.Module,
     device: torch.device,
     user_packages: Sequence[str],
-    accelerator: Accelerator = HERE,
     blocks: Sequence[nn.Module] = (),
     setting: str = "optimizer",
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that require gradients, with its state already allocated: the first step needs no
     more memory than later ones.
 
-    accelerator: makes the generators of an optimizer that has an attribute `new_generator`. blocks: of the model, for
-    `layer_decay`. setting: where the settings are from, for messages.
+    blocks: of the model, for `layer_decay`. setting: where the settings are from, for messages.
     Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that do not
     fit (`optim.groups`).
     """
@@ -73,7 +70,7 @@ def build_optimizer(
     def ready(arguments: dict[str, Any]) -> torch.optim.Optimizer:
         # Made anew because an optimizer writes its settings into the groups that it is given.
         groups = _groups(kind, settings, model, blocks, setting)
-        return _ready(kind, arguments, groups, settings, user_packages, accelerator, setting)
+        return _ready(kind, arguments, groups, settings, user_packages, setting)
 
     if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
@@ -101,7 +98,6 @@ def _ready(
     groups: list[Any],
     settings: Optimizer,
     user_packages: Sequence[str],
-    accelerator: Accelerator,
     setting: str,
 ) -> torch.optim.Optimizer:
     copies = HostCopies()
@@ -110,8 +106,6 @@ def _ready(
     provided = {"params": groups} | ({} if settings.lr is None else {"lr": settings.lr})
     optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
     own_groups.require_known(settings, optimizer, setting)
-    if hasattr(optimizer, "new_generator"):
-        optimizer.new_generator = accelerator.generator
     try:
         materialise_state(optimizer)
     except torch.OutOfMemoryError:

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp import torch_direct
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.optim import quantized_products
-from trainapp.torch_private import forget_unscaling, found_inf
+from trainapp.torch_private import forget_unscaling, found_inf, step_optimizer
 
 _AUTOCAST = {
     "bf16": torch.bfloat16,
@@ -85,12 +84,12 @@ class Precision:
         the same flag where the optimizer is not fused, and comparing the scale before and after would wait twice.
         """
         if not self.scaler.is_enabled():
-            torch_direct.step(optimizer)
+            step_optimizer(optimizer)
             return True
         # Compared on the device, so that a trace, which reads False everywhere, takes the step.
         overflowed = any((flag > 0).item() for flag in found_inf(self.scaler, optimizer))
         if not overflowed:
-            torch_direct.step(optimizer)
+            step_optimizer(optimizer)
         self.scaler.update()
         return not overflowed
 

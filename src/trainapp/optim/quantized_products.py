@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.torch_operators import int8_product, unsafe_view
+from trainapp.torch_private import int8_product, unsafe_view
 
 Kind = Literal["int8", "fp8"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8")

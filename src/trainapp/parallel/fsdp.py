@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainapp import torch_fsdp
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
-from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, tree_map
+from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, prepare_fsdp, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 takes time that other strategies save
@@ -72,7 +71,7 @@ class FSDP(SingleDevice):
     def turn_to(self, update: int) -> None:
         """Called while the parameters of all updates require gradients: FSDP2 asks once, in its first forward."""
         if not self._has_run:
-            torch_fsdp.prepare(self._root)
+            prepare_fsdp(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_fsdp import local_part
+from trainapp.torch_private import local_part
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`

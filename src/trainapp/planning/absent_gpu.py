@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from trainapp.accelerator import Accelerator
 from trainapp.assembly.components import Components
 from trainapp.config.schema import Config, Parallel
 from trainapp.errors import UserError
@@ -26,8 +25,7 @@ from trainapp.planning import pretend
 from trainapp.planning.measured import Measured
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
-from trainapp.torch_operators import ASKS_DEVICE
-from trainapp.torch_private import DispatchMode
+from trainapp.torch_private import ASKS_DEVICE, DispatchMode
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, parse_memory_size
 
@@ -61,16 +59,6 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Nowhere(Accelerator):
-    """Generators of the host, from which nothing is drawn, and no streams: no tensor of a trace has values."""
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        return torch.Generator()
-
-    def has_streams(self, device_type: str) -> bool:
-        return False
-
-
 class _NeverChecked(NonFiniteCheck):
     """On a GPU the first bad step is read when a step is logged: here there is none."""
 
@@ -90,7 +78,6 @@ class AbsentGpu:
     memory: int
     capability: tuple[int, int]
     on_cpu: bool = False
-    accelerator = _Nowhere()
 
     @property
     def device(self) -> torch.device:

@@ -159,7 +159,7 @@ def _on_fakes(
     parts = build.load_parts(planned, ranks, components)
     host = parts.device
     if gpu is not None:
-        parts.device, parts.accelerator = gpu.device, gpu.accelerator
+        parts.device = gpu.device
     parts.memory = recorder = Recorder(parts.device, traced.limit(config))
     values = MadeUpValues(lambda: recorder.phase if recorder.watching else None, config.train.grad_clip, traced.refuses)
     with contextlib.ExitStack() as stack:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from trainapp.optim.precision import Precision
-from trainapp.torch_operators import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS
-from trainapp.torch_private import DispatchMode
+from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode
 from trainapp.training.phase import Phase
 
 _EQUAL = torch.ops.aten.equal.default  # torch.equal reads, too

@@ -17,8 +17,7 @@ from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.techniques.recomputation import BlockState
-from trainapp.torch_operators import ATTENTION_OPERATORS, schema_of
-from trainapp.torch_private import set_activation_memory_budget
+from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget
 
 Mode = Literal["none", "selective", "full"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

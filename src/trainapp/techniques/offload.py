@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.accelerator import HERE, Accelerator
 from trainapp.config.schema import Config
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.strategy import local
-from trainapp.torch_private import base_of, storage_id, version_of
+from trainapp.torch_private import base_of, is_tracing, storage_id, version_of
 
 LEAST = 2**20  # bytes; copying smaller tensors takes longer than it saves
 STASH = 4  # copies under way in the forward
@@ -42,11 +41,11 @@ class Offload:
     Parameters and buffers stay, as do tensors in storages below LEAST bytes, and all that is not strided.
     """
 
-    def __init__(self, model: nn.Module, device_type: str = "cuda", accelerator: Accelerator = HERE):
+    def __init__(self, model: nn.Module, device_type: str = "cuda"):
         self._model, self._device_type = model, device_type
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Stored]]] = {}
         self._persistent: set[int] = set()
-        self._copies = _Copies(device_type, accelerator.has_streams(device_type))
+        self._copies = _Copies(device_type)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -143,8 +142,8 @@ class _Stored:
 class _Copies:
     """Copies between a device and the host: by a stream of their own and pinned memory, or at once."""
 
-    def __init__(self, device_type: str, has_streams: bool):
-        self._has_streams = has_streams
+    def __init__(self, device_type: str):
+        self._has_streams = device_type == "cuda" and not is_tracing()
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()  # what the host does not have yet
         self._last: weakref.ref[_Stored] | None = None
@@ -197,7 +196,7 @@ class _Copies:
         return torch.cuda.current_stream(self._device).record_event() if self._has_streams else None
 
 
-def apply(model: nn.Module, config: Config, accelerator: Accelerator = HERE) -> Offload | NoOffload:
+def apply(model: nn.Module, config: Config) -> Offload | NoOffload:
     """What to use around the forward. With "inputs", only what the checkpointed blocks of the model are called with is
     moved, and their forwards are wrapped.
 
@@ -206,7 +205,7 @@ def apply(model: nn.Module, config: Config, accelerator: Accelerator = HERE) -> 
     mode, checkpointing = config.memory.offload_activations, config.activation_checkpointing
     if mode == "none":
         return NoOffload()
-    offload = Offload(model, accelerator=accelerator)
+    offload = Offload(model)
     if mode == "all":
         return offload
     for block in blocks_of(model, "memory.offload_activations=inputs")[:: checkpointing.every]:

@@ -9,17 +9,17 @@ import json
 import logging
 import math
 import os
+import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trainapp.config.validation import Str
 from trainapp.files import atomic_write
-from trainapp.torch_private import add_summary, guard_event_file
 
 log = logging.getLogger(__name__)
 CSV_NAMES = {"train": "metrics", "eval": "evaluations"}  # other groups: as they are called
@@ -32,15 +32,13 @@ class Start:
     """What a logger is told when the run begins or resumes.
 
     step: finished steps; later ones may have been recorded before and come again. continues: False where the run only
-    looks at a checkpoint. config: every setting, as plain containers. unwritable: warns once of a path and the error
-    with which it cannot be written.
+    looks at a checkpoint. config: every setting, as plain containers.
     """
 
     run_dir: Path
     step: int
     config: Mapping[str, Any]
     continues: bool
-    unwritable: Callable[[Path, Exception], None]
 
 
 class Logger:
@@ -61,7 +59,7 @@ class Logger:
         """A PNG file."""
 
     def flush(self) -> None:
-        """Write what is queued."""
+        """Write what is queued: a report of an out-of-memory error was passed on."""
 
     def close(self) -> None:
         """The end of this process's part of the run."""
@@ -95,60 +93,54 @@ def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
 class TensorBoard(Logger):
     """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows.
 
-    After an error nothing more is written to it: the half-written event would hide what follows.
+    Each call is one record, handed to the system at once. torch's SummaryWriter queues ten of them for a thread that an
+    error ends, and then raises in whatever comes next.
     """
 
     def start(self, start: Start) -> None:
-        """Steps that come again replace what was recorded of them."""
-        # Late: importing TensorBoard takes 0.15 s.
-        from torch.utils.tensorboard import SummaryWriter
+        """Steps that come again replace what was recorded of them. Raises OSError."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # late: importing TensorBoard takes 0.15 s
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._unwritable, folder = start.unwritable, start.run_dir / "tensorboard"
-        self._writer: Any = None
-        try:
-            self._writer = SummaryWriter(str(folder), purge_step=start.step + 1 if start.continues else None)
-        except OSError as error:
-            start.unwritable(folder, error)
-            return
-        guard_event_file(self._writer, lambda error: start.unwritable(folder, error))
+        folder = start.run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads files with this beginning, in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("xb"))
+        self._write(file_version="brain.Event:2")
+        if start.continues:
+            self._write(step=start.step + 1, session_log=SessionLog(status=SessionLog.START))
         indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
         self.text("config", indented, start.step)  # Markdown shows indented text verbatim
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._add([Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(group, values).items()], step)
+        tags = tagged(group, values)
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()])
+        self._write(step=step, summary=summary)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        if self._writer is not None:
-            self._writer.add_text(tag, text, step)
+        from torch.utils.tensorboard.summary import text as summary_of
+
+        self._write(step=step, summary=summary_of(tag, text))
 
     def image(self, tag: str, path: Path, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        try:
-            png = path.read_bytes()
-        except OSError as error:
-            self._unwritable(path, error)
-            return
+        png = path.read_bytes()
         width, height = struct.unpack(">II", png[16:24])  # from the PNG header
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._add([Summary.Value(tag=tag, image=image)], step)
-
-    def _add(self, values: Any, step: int) -> None:
-        """As a single event: one each would fill the writer's queue of ten and make the loop wait for the disk."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        if self._writer is not None:
-            add_summary(self._writer, Summary(value=values), step)
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._records.close()
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
 
 
 class Csv(Logger):
@@ -203,25 +195,19 @@ def _write_table(path: Path, columns: list[str], rows: list[Any]) -> None:
         writer.writerows(rows)
 
 
-class ServiceRecord:
-    """What a logger must know again when the run is resumed, such as a service's id: a file in the run directory."""
+def remembered(run_dir: Path, name: str) -> dict[str, Any]:
+    """What a logger has remembered for a resume, such as a service's id. Empty where that cannot be read."""
+    try:
+        return dict(json.loads((run_dir / "trackers" / f"{name}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
-    def __init__(self, run_dir: Path, name: str):
-        self._path = run_dir / "trackers" / f"{name}.json"
 
-    def read(self) -> dict[str, Any]:
-        """Empty where nothing was written, or cannot be read any more."""
-        try:
-            kept = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return kept if isinstance(kept, dict) else {}
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Raises OSError."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self._path) as file:
-            json.dump(dict(values), file)
+def remember(run_dir: Path, name: str, values: Mapping[str, Any]) -> None:
+    """Write it to a file in the run directory. Raises OSError."""
+    (run_dir / "trackers").mkdir(parents=True, exist_ok=True)
+    with atomic_write(run_dir / "trackers" / f"{name}.json") as file:
+        json.dump(dict(values), file)
 
 
 class Wandb(Logger):
@@ -247,9 +233,8 @@ class Wandb(Logger):
         import wandb  # late: an extra, and a second
 
         self._wandb: Any = wandb
-        kept = ServiceRecord(start.run_dir, "wandb")
-        run_id = kept.read().get("id") or uuid.uuid4().hex[:12]
-        kept.write({"id": run_id, "project": self.project})
+        run_id = remembered(start.run_dir, "wandb").get("id") or uuid.uuid4().hex[:12]
+        remember(start.run_dir, "wandb", {"id": run_id, "project": self.project})
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -294,14 +279,14 @@ class Mlflow(Logger):
         self.uri, self.experiment, self.name = uri, experiment, name
 
     def start(self, start: Start) -> None:
-        from mlflow.tracking import MlflowClient  # late: an extra, and a second; no global state of its fluent API
+        from mlflow.entities import Param  # late: an extra, and a second
+        from mlflow.tracking import MlflowClient  # no global state of its fluent API
 
         uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI") or (start.run_dir / "mlruns").resolve().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
         self._client = MlflowClient(tracking_uri=uri)
-        kept = ServiceRecord(start.run_dir, "mlflow")
-        known = kept.read()
+        known = remembered(start.run_dir, "mlflow")
         if known.get("uri") == uri:
             self._id = str(known["id"])
             self._client.update_run(self._id, status="RUNNING")
@@ -309,16 +294,11 @@ class Mlflow(Logger):
         found = self._client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
         self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
-        kept.write({"uri": uri, "id": self._id})
-        self._log_parameters(start.config)
-
-    def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        """Once: MLflow refuses another value of a parameter, such as the number of workers after a resume."""
-        from mlflow.entities import Param
-
-        parameters = [Param(name, str(value)[:LONGEST]) for name, value in flattened(config).items()]
-        for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
+        remember(start.run_dir, "mlflow", {"uri": uri, "id": self._id})
+        # Once: MLflow refuses another value of a parameter, such as the number of workers after a resume.
+        parameters = [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()]
+        for part in parts_of(parameters, MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=part)
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -326,8 +306,8 @@ class Mlflow(Logger):
         now = int(time.time() * 1000)
         finite = {name: float(value) for name, value in tagged(group, values).items() if math.isfinite(value)}
         metrics = [Metric(name, value, now, step) for name, value in finite.items()]
-        for first in range(0, len(metrics), MOST_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+        for part in parts_of(metrics, MOST_METRICS):
+            self._client.log_batch(self._id, metrics=part)
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._client.log_text(self._id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")
@@ -337,6 +317,11 @@ class Mlflow(Logger):
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def parts_of(entities: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """So many at a time."""
+    return (entities[first : first + most] for first in range(0, len(entities), most))
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What is measured while training: time, throughput, memory by category, model-FLOPs utilisation (MFU).
 
 MFU is the share of the device's arithmetic that the model itself asks for. As in PaLM (Chowdhery et al. 2022, appendix
-B), what is recomputed in the backward does not count. The FLOPs of a sample are counted once for each update of a step,
-in a real micro-batch, by the formulas of torch's FlopCounterMode, and multiplied afterwards.
+B), what is recomputed in the backward does not count. The FLOPs of a sample are counted once for each update, in the
+first step that is logged, by the formulas of torch's FlopCounterMode, and multiplied afterwards.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
 from trainapp.memory.host import HostMemory
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_operators import ATTENTION_OPERATORS, FLOP_FORMULAS
-from trainapp.torch_private import DispatchMode
+from trainapp.torch_private import ATTENTION_OPERATORS, DispatchMode
 
 OF_EVERY_RANK = tuple(
     f"memory/{name}" for name in ("allocated", "reserved", "peak", "peak_reserved", "host_rss", "host_rss_peak")
@@ -76,7 +75,7 @@ class Meter:
 
     communication_buffers, hook_tensors: functions that give tensors in memory which neither model nor optimizer hold;
     the latter what metrics and callbacks keep.
-    counts_tokens: whether the counts of the loss are numbers of tokens.
+    counts_tokens: whether the counts of the loss are numbers of tokens. utilisation: None where it is not known.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class Meter:
         self.communication_buffers = communication_buffers
         self.hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
         self.counts_tokens = False
+        self.utilisation: Utilisation | None = None
         self._window_count: Any = 0  # of tokens; a tensor stays on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
@@ -137,6 +137,11 @@ class Meter:
         self.samples += samples
         self._window_samples += samples
 
+    def counting_flops(self, update: str, samples: int) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch of this update."""
+        own = self.utilisation
+        return contextlib.nullcontext() if own is None else own.counting(update, samples)
+
     def pause(self, seconds: float) -> None:
         """Exclude `seconds`, spent on evaluation, saving or planning, from training time."""
         self.paused += seconds
@@ -167,6 +172,8 @@ class Meter:
         if self.counts_tokens:
             values["tokens_per_second"] = float(self._window_count) / seconds
             self._window_count = 0
+        if self.utilisation is not None and self.utilisation.flops_per_sample:
+            values["mfu"] = self.utilisation.share(values["samples_per_second"])
         for update in state.updates:
             if update.precision.scaler.is_enabled():
                 values[update.named("loss_scale")] = update.precision.scaler.get_scale()
@@ -183,58 +190,37 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
     if given is not None or device.type != "cuda" or mode not in OF_MODE:
         return given
     name = torch.cuda.get_device_name(device)
-    half = half_peak_of(name)
+    half = next((peak for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
     if half is None or (mode == "tf32" and any(part in name for part in WITHOUT_TF32)):
         return None
     return half * OF_MODE[mode]
 
 
-def half_peak_of(name: str) -> float | None:
-    """That of the table for the name of a device; None for others."""
-    return next((peak for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
+class Utilisation:
+    """The model's FLOPs per sample, and their share of what the devices could do.
 
-
-class NoUtilisation:
-    """Stands for a Utilisation where the device's peak is not known."""
-
-    def counting(self, update: str, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
-        """Counts nothing."""
-        return _NOTHING
-
-    def scalars(self, samples_per_second: float, world: int) -> dict[str, float]:
-        """None."""
-        return {}
-
-
-class Utilisation(NoUtilisation):
-    """peak: FLOP/s of one device. in_backward: asked while operations run, whether they belong to a backward.
-
-    recomputes: whether backwards repeat forwards, so that theirs is taken for twice the forward's.
+    peak: FLOP/s of all ranks' devices together. in_backward: asked while operations run, whether they belong to a
+    backward. recomputes: whether backwards repeat forwards, so that theirs is taken for twice the forward's.
     """
 
     def __init__(self, peak: float, in_backward: Callable[[], bool], recomputes: bool):
         self.peak, self._in_backward, self._recomputes = peak, in_backward, recomputes
         self.flops_per_sample: dict[str, float] = {}  # by update
 
-    def counting(self, update: str, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: counts in the update's first that comes to its end."""
-        return self._count(update, samples) if real and update not in self.flops_per_sample else _NOTHING
-
     @contextlib.contextmanager
-    def _count(self, update: str, samples: int) -> Iterator[None]:
-        counter = _Counter(self._in_backward)
-        with counter:
+    def counting(self, update: str, samples: int) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: counts in the update's first that comes to its end."""
+        if update in self.flops_per_sample:
+            yield
+            return
+        with _Counter(self._in_backward) as counter:
             yield
         backward = 2 * counter.forward if self._recomputes else counter.backward
         self.flops_per_sample[update] = (counter.forward + backward) / samples
 
-    def scalars(self, samples_per_second: float, world: int) -> dict[str, float]:
-        """`mfu`, from 0 to 1: where torch.compile hides the operations, none."""
-        flops = sum(self.flops_per_sample.values())
-        return {"mfu": flops * samples_per_second / (world * self.peak)} if flops else {}
-
-
-_NOTHING = contextlib.nullcontext()
+    def share(self, samples_per_second: float) -> float:
+        """From 0 to 1."""
+        return sum(self.flops_per_sample.values()) * samples_per_second / self.peak
 
 
 class _Counter(DispatchMode):
@@ -259,20 +245,15 @@ class _Counter(DispatchMode):
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of one call of a matmul, convolution or attention; 0 for all others."""
-    formula = FLOP_FORMULAS.get(func.overloadpacket)
+    name = func.overloadpacket.__name__
     try:
-        if formula is not None:
+        if (formula := flop_counter.flop_registry.get(func.overloadpacket)) is not None:
             return int(formula(*args, **kwargs, out_val=result))
-        if not is_attention(func):
+        if not name.startswith(ATTENTION_OPERATORS):
             return 0
         # torch 2.13 has no formula for the CPU's kernels of attention.
-        is_backward = func.overloadpacket.__name__.endswith("backward")
-        count = flop_counter.sdpa_backward_flop_count if is_backward else flop_counter.sdpa_flop_count
-        return int(count(*[tensor.shape for tensor in args[: 4 if is_backward else 3]]))
+        if name.endswith("backward"):
+            return int(flop_counter.sdpa_backward_flop_count(*[tensor.shape for tensor in args[:4]]))
+        return int(flop_counter.sdpa_flop_count(*[tensor.shape for tensor in args[:3]]))
     except Exception:  # formulas assert what their authors had in mind; nothing may fail for that
         return 0
-
-
-def is_attention(func: Any) -> bool:
-    """Whether the operator is a kernel of attention, forward or backward."""
-    return func.overloadpacket.__name__.startswith(ATTENTION_OPERATORS)

@@ -39,12 +39,13 @@ class LogFile(logging.FileHandler):
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
-    total: steps of the whole run, or None when it has no known end; step: optimizer steps already done.
+    total: steps of the whole run, or None when it has no known end; step: optimizer steps already done. is_silent:
+    never a bar, for ranks that show nothing.
     """
 
-    def __init__(self, total: int | None, step: int):
+    def __init__(self, total: int | None, step: int, is_silent: bool = False):
         self.total = total
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty() and not is_silent
         self.bar = tqdm(
             total=total,
             initial=step,

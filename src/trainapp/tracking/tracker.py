@@ -110,7 +110,7 @@ class Tracker:
         )
         chosen = {"tensorboard": TensorBoard()} if loggers is None else loggers
         self._loggers = [Guarded(name, logger) for name, logger in chosen.items()]
-        self._tell("start", Start(run_dir, step, config, continues, self.unwritable))
+        self._tell("start", Start(run_dir, step, config, continues))
         self._warned: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self._drawing: Drawing | None = None  # of the first `_drawn` pictures
@@ -147,8 +147,9 @@ class Tracker:
         self._tell("text", tag, text, step)
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        """A PNG file that exists, to the loggers."""
-        self._tell("image", tag, path, step)
+        """A PNG file, to the loggers; nothing where it could not be drawn."""
+        if path.is_file():
+            self._tell("image", tag, path, step)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for logger in self._loggers:
@@ -206,7 +207,7 @@ class SilentTracker:
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir, self.unwritable = run_dir, Unwritable()
-        self.progress = SilentProgress()
+        self.progress = Progress(None, 0, is_silent=True)
         self._pictures: list[Picture] = []
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
@@ -223,19 +224,6 @@ class SilentTracker:
         pass
 
     log = evaluated = scalars = text = image = note = warn_once = oom_report = _nothing
-
-
-class SilentProgress:
-    """A progress bar that shows nothing."""
-
-    def advance(self, step: int) -> None:
-        """Does nothing."""
-
-    def pause(self, seconds: float) -> None:
-        """Does nothing."""
-
-    def set_total(self, total: int | None) -> None:
-        """Does nothing."""
 
 
 def _forget_after(path: Path, step: int) -> None:

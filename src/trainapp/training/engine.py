@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp import torch_direct
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped
@@ -21,6 +20,7 @@ from trainapp.optim.nonfinite import NonFiniteCheck, gradient_norm, scale_gradie
 from trainapp.parallel.strategy import SingleDevice, locals_of
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.techniques.offload import NoOffload, Offload
+from trainapp.torch_private import backward
 from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.training.phase import Phase
 from trainapp.training.session import Attempt, Session, Step
@@ -102,7 +102,7 @@ class Engine:
         """Gradients add up in `p.grad`."""
         self.attempt.phase = Phase.BACKWARD
         with self._around_backward(loss, micro):
-            torch_direct.backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
+            backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
 
     def _around_backward(self, loss: Tensor, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         if self.is_first and micro.last:

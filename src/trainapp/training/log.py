@@ -24,7 +24,6 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
         return
     scalars = session.logged | {"epoch": batches.epochs(progress)}
     scalars |= session.sizes.scalars(batches) | session.meter.scalars()
-    scalars |= session.utilisation.scalars(scalars["samples_per_second"], session.ranks.world)
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
 

@@ -29,13 +29,16 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
 @contextlib.contextmanager
 def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     """Around the forward and backward of a micro-batch. Only the last one of a step sums gradients over ranks."""
-    attempt, sizes, update = session.attempt, session.sizes.train, session.engine.step.update
-    samples = micro.samples * update.every  # that are trained for each of its own
+    attempt, sizes, step = session.attempt, session.sizes.train, session.engine.step
     is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
-    counting = session.utilisation.counting(update.name, samples, micro.real)
     watching = watch_micro_batch(session, sizes, micro.data, None if is_first else micro.samples)
-    with session.strategy.micro_batch(micro.last), watching, counting:
-        yield
+    with session.strategy.micro_batch(micro.last), watching:
+        if step.is_logged and micro.real:
+            # That are trained for each of the update's own.
+            with session.meter.counting_flops(step.update.name, micro.samples * step.update.every):
+                yield
+        else:
+            yield
     if sizes.is_unproven:
         require_all_allocated(session, sizes, session.ranks)
     if not attempt.phase.is_torn:  # a torn step stays torn until it is committed

@@ -22,7 +22,7 @@ from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.loggers import Logger
-from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
+from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training.autotuner import Autotuner
 from trainapp.training.cadences import Cadences, run_length
@@ -114,7 +114,6 @@ class Session:
     metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
     callbacks: Callbacks = field(default_factory=Callbacks)
     loggers: Mapping[str, Logger] = field(default_factory=dict)  # of the tracker
-    utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
     last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
