@@ -364,6 +364,8 @@ def test_what_operators_are():
         bool(torch.ones(()) > 0)
         nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3, is_causal=True)
     assert sum(func in private.READ_OPERATORS for func in run.seen) == 2
+    assert all(private.may_view(op) for op in (aten.t.default, aten.reshape.default, private.LIFT))
+    assert not any(private.may_view(op) for op in (aten.add_.Tensor, aten.mm.default))
     assert {func.overloadpacket.__name__ for func in run.seen} & set(private.ATTENTION_OPERATORS)
     assert all(getattr(aten, name).__name__ == name for name in private.ATTENTION_OPERATORS)
     assert private.schema_of(aten.relu_.default).is_mutable

@@ -279,6 +279,13 @@ READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.ite
 # times per operation, and through every mode. `tensor.device` gives the same answer at once.
 ASKS_DEVICE = torch.ops.prim.device.default
 
+# operator -> bool. Whether what it returns is a view of its first argument or, in inference mode, may be: there, modes
+# see `reshape` and `contiguous` themselves. An attribute of OpOverload, undocumented.
+may_view = operator.attrgetter("is_view")
+
+# What `torch.tensor(data)` dispatches to, with the tensor that it has just made.
+LIFT = torch.ops.aten.lift_fresh.default
+
 # Operators that take random numbers only where they drop something, and are tagged in any case.
 _MAY_DROP = ("attention", "sdp", "rnn", "lstm", "gru")
 

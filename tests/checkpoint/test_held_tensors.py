@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from trainapp.checkpoint import held_tensors
-from trainapp.memory.live_tensors import LiveTensors
-from trainapp.torch_private import storage_id
 
 
 class Model(nn.Module):
@@ -84,16 +82,6 @@ def test_what_has_no_storage_yet_is_passed_over():
     found = list(held_tensors.held_tensors([odd]))
     assert len(found) == 2
     assert found[-1] is T
-    counter = LiveTensors()
-    counter.register_kept(held_tensors.kept_of({"task": odd}))
-    assert counter.live == T.untyped_storage().nbytes()
-
-
-def test_a_file_counts_for_no_memory_and_a_data_sets_is_known(tmp_path):
-    mapped = torch.from_file(str(tmp_path / "table"), shared=True, size=1000)
-    kept = held_tensors.kept_of({"task": [mapped], "data": [mapped]})
-    assert list(kept.owned()) == []
-    assert storage_id(mapped.untyped_storage()) in kept.of_data
 
 
 def test_it_ends_in_a_large_data_set(monkeypatch):

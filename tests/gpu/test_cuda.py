@@ -15,7 +15,7 @@ from trainapp.config import schema
 from trainapp.data.progress import Progress
 from trainapp.data.sets.digits import Digits
 from trainapp.data.source import TrainBatches
-from trainapp.memory import backends
+from trainapp.memory import device as device_memory
 from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -192,7 +192,7 @@ def test_the_counters_are_the_allocators(tmp_path):
 
 
 def test_the_cap_is_the_limit():
-    backends.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
+    device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
@@ -209,7 +209,7 @@ def test_a_backend_without_a_history(tmp_path):
 
 
 def test_without_a_limit_the_cap_is_below_what_is_free():
-    memory = backends.build(schema.Memory(), torch.device("cuda", 0))
+    memory = device_memory.build(schema.Memory(), torch.device("cuda", 0))
     free, total = torch.cuda.mem_get_info(0)
     assert memory.enforced < free + torch.cuda.memory_reserved(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
@@ -219,7 +219,7 @@ def test_without_a_limit_the_cap_is_below_what_is_free():
 
 
 def test_a_refused_allocation_is_counted_though_the_error_is_caught():
-    memory = backends.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
+    memory = device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
     before = memory.refused_allocations()
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")

@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
-from trainapp.memory import backends, cpu, device
-from trainapp.memory.categories import Category
+from trainapp.memory import device
 from trainapp.memory.host import total_bytes
+from trainapp.memory.live_tensors import Category
 from trainapp.training import loop
 
 TAGS = {
@@ -127,7 +127,7 @@ def test_values_are_plausible(tmp_path):
 
 def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
     """Few steps of a proven size are counted: those after an evaluation need what the last counted one did."""
-    monkeypatch.setattr(cpu, "WATCH_INTERVAL", 1e9)
+    monkeypatch.setattr(device, "WATCH_INTERVAL", 1e9)
     settings = (
         "every.log=1",
         "every.eval=2",
@@ -157,10 +157,10 @@ def test_the_limit_is_a_size_or_a_fraction():
         (123456, 123456),
         (None, None),
     ):
-        found = backends.build(schema.Memory(limit=setting), CPU).limit
+        found = device.build(schema.Memory(limit=setting), CPU).limit
         assert found == expected or abs(found - expected) <= 1
     with pytest.raises(UserError, match=r"memory\.limit=100000GiB: .* are more than the"):
-        backends.build(schema.Memory(limit="100000GiB"), CPU)
+        device.build(schema.Memory(limit="100000GiB"), CPU)
 
 
 def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):

@@ -107,7 +107,7 @@ def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(build.backends, "build", "limit")
+    noting(build.device_memory, "build", "limit")
     noting(build.precision, "build", "precision")
     noting(build, "assemble")
     noting(build.DeviceMemory, "enforce", "limit again")

@@ -4,7 +4,7 @@ import torch
 from helpers import metrics
 from torch import nn
 
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.optim import low_precision
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state

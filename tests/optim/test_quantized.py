@@ -7,7 +7,7 @@ from helpers import metrics
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state
 from trainapp.optim.quantized import BLOCKS, Moment, Quantizer, empty_moment

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.checkpoint import directory
 from trainapp.data.loader import Fetcher
 from trainapp.data.stream import Stream
-from trainapp.memory.cpu import CpuMemory
+from trainapp.memory.device import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
 from trainapp.training import loop

@@ -7,7 +7,7 @@ import runs
 
 from trainapp.config import compose
 from trainapp.errors import TrainingStopped
-from trainapp.memory import cpu
+from trainapp.memory.live_tensors import LiveTensors
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
 from trainapp.run import runner
@@ -47,7 +47,7 @@ def measured(folder, *overrides, steps=STEPS):
     try:
         for _ in range(steps):
             loop.train_step(run)
-            peaks.append(run.memory.watched_peak)
+            peaks.append(run.memory.counter.peak)
     finally:
         run.close()
     return peaks
@@ -82,16 +82,8 @@ def test_what_a_model_keeps_until_its_next_forward_is_planned_to_the_byte(tmp_pa
 def test_it_is_counted_in_the_first_step_only_without_what_is_carried(tmp_path, own, monkeypatch):
     """The comparison above can fail."""
     peaks = measured(tmp_path / "right", *own("Remembering", ONE))
-    monkeypatch.setattr(cpu.CpuMemory, "watch", _forgetting(cpu.CpuMemory.watch))
+    monkeypatch.setattr(LiveTensors, "_surviving", lambda self: [])
     assert max(measured(tmp_path / "wrong", *own("Remembering", ONE))) < max(peaks)
-
-
-def _forgetting(watch):
-    def forgetful(self, *arguments, **keywords):
-        self.kept = type(self.kept)()
-        return watch(self, *arguments, **keywords)
-
-    return forgetful
 
 
 def test_an_evaluation_between_steps_leaves_nothing_in_them(tmp_path):
@@ -100,20 +92,11 @@ def test_an_evaluation_between_steps_leaves_nothing_in_them(tmp_path):
     try:
         for _ in range(4):
             loop.train_step(run)
-            peaks.append(run.memory.watched_peak)
+            peaks.append(run.memory.counter.peak)
             evaluate(run)
     finally:
         run.close()
     assert peaks[1] == peaks[2] == peaks[3]
-
-
-def test_a_queue_of_the_task_is_counted_from_the_start(tmp_path):
-    overrides = (*OVER, "model=mlp", "model.width=16", "task=planned_models.Queue")
-    peaks, facts = measured(tmp_path / "run", *overrides), planned(*overrides)
-    plain = measured(tmp_path / "plain", *OVER, "model=mlp", "model.width=16")
-    assert facts["peak_bytes"] == max(peaks)
-    assert facts["categories"]["kept"] == 16_000
-    assert max(plain) + 16_000 <= max(peaks) < max(plain) + 17_000
 
 
 def test_the_parameters_of_a_teacher_count_before_they_are_used(tmp_path):
@@ -133,22 +116,6 @@ def test_the_limit_is_not_exceeded_without_a_word(tmp_path, own, workers):
         runs.run(tmp_path / "limited", *overrides, "batch.micro_size=auto", f"memory.limit={limit}")
 
 
-def test_steps_that_are_not_watched_are_made_up_for(tmp_path, own, monkeypatch):
-    """A proven size: only logged steps are watched, now and then."""
-    peaks = measured(tmp_path / "watched", *own("Bank"), steps=12)
-    monkeypatch.setattr(cpu, "WATCH_INTERVAL", -1.0)
-    run = runs.prepare(tmp_path / "proven", *own("Bank", "oom.clean_steps=2", "every.log=6"))
-    try:
-        for _ in range(12):
-            run.memory.counter = None
-            loop.train_step(run)
-            is_watched = run.memory.watched_peak is not None
-            assert is_watched == (run.state.progress.step in (1, 2, 6, 12))
-    finally:
-        run.close()
-    assert run.memory.watched_peak == peaks[-1]
-
-
 @pytest.mark.slow
 def test_a_rollback_counts_what_the_failed_attempt_has_left_as_long_as_it_lives(tmp_path, own):
     """The bank keeps what the failed attempts have added: no rollback restores plain attributes."""
@@ -165,7 +132,7 @@ def test_a_rollback_counts_what_the_failed_attempt_has_left_as_long_as_it_lives(
         while (failure := runner.attempt(run)) is not None:
             failures.append(failure)
             runner.recover(run, failure)
-        last = run.memory.watched_peak
+        last = run.memory.counter.peak
     finally:
         run.close()
     assert failures
@@ -203,7 +170,7 @@ def test_the_error_names_what_is_kept(tmp_path, own):
     try:
         for _ in range(2):
             loop.train_step(run)
-        run.memory.limit = run.memory.watched_peak
+        run.memory.limit = run.memory.counter.peak
         failure = runner.attempt(run)
     finally:
         run.close()

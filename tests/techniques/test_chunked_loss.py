@@ -10,8 +10,7 @@ from torch import nn
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import InChunks, classification, in_chunks
-from trainapp.memory.categories import Category
-from trainapp.memory.live_tensors import LiveTensors
+from trainapp.memory.live_tensors import Category, LiveTensors
 from trainapp.techniques.catalogue import available
 from trainapp.techniques.chunked_loss import (
     LEAST_ROWS,

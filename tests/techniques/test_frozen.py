@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.errors import UserError
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.models.mlp import MLP
 from trainapp.training import loop
 

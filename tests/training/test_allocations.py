@@ -11,8 +11,8 @@ from oom.conftest import MODELS, tiny
 from oom.inject import Injector, Recorded
 from runs import weights
 
-from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.cuda import refused_allocations
+from trainapp.memory.device import CpuMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NO_ENGINE = "GET was unable to find an engine to execute this computation"  # pytorch/pytorch#108645

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.optim.in_backward import ParameterSteps, require_separable
 from trainapp.planning import planner
 from trainapp.training import in_backward

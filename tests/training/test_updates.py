@@ -338,7 +338,7 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch):
     peaks = []
     try:
         after = loop.after_update
-        noting = lambda run, *rest: (peaks.append(run.memory.watched_peak), after(run, *rest))  # noqa: E731
+        noting = lambda run, *rest: (peaks.append(run.memory.counter.peak), after(run, *rest))  # noqa: E731
         monkeypatch.setattr(loop, "after_update", noting)
         loop.train_step(run)
     finally:

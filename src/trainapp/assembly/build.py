@@ -24,7 +24,7 @@ from trainapp.data.source import TrainBatches
 from trainapp.data.stream_reader import is_stream
 from trainapp.hooks.callbacks import labels_of
 from trainapp.losses import losses
-from trainapp.memory import backends
+from trainapp.memory import device as device_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_initial_weights
@@ -100,7 +100,7 @@ def load_parts(
     components = components or load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
-    memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
+    memory = memory or device_memory.build(config.memory, device)  # before anything is allocated on the device
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)

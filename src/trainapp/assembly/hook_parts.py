@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.held_tensors import held_tensors, kept_of
+from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.errors import UserError
@@ -17,7 +17,6 @@ from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
-from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import Utilisation, peak_of
@@ -98,22 +97,19 @@ def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Se
     session.meter.utilisation = _utilisation_of(session)
     last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
     session.meter.counts_tokens = losses.counts_tokens(last)
-    session.memory.kept = kept = kept_of(session.state.stateful.roots)
-    session.meter.hook_tensors = functools.partial(_tensors_of, session.metrics, callbacks, session.state.model, kept)
+    session.meter.hook_tensors = functools.partial(_tensors_of, session.metrics, callbacks, session.state.model)
     return session
 
 
-def _tensors_of(
-    metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module, kept: KeptStorages
-) -> Iterator[Tensor]:
-    """What metrics and callbacks keep, but for tensors that are the model's or a data set's as well."""
+def _tensors_of(metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
+    """What metrics and callbacks keep in memory, but for tensors that are the model's as well."""
     yield from metrics.tensors()
     held = [tensor for tensor in held_tensors([callbacks], with_modules=True) if tensor.layout is torch.strided]
     if held:  # else the model's storages need not be listed
         others = {storage_id(local(p).untyped_storage()) for p in (*model.parameters(), *model.buffers())}
         for tensor in held:
-            key = storage_id(local(tensor).untyped_storage())
-            if key not in others and key not in kept.of_data:
+            storage = local(tensor).untyped_storage()
+            if storage_id(storage) not in others and storage.filename is None:  # else it is a view of a file
                 yield tensor
 
 

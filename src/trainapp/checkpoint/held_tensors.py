@@ -1,8 +1,7 @@
 """The tensors that a model, a task or a data set holds in plain attributes, lists and dicts, but for modules' own."""
 
-import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,22 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import DEPTH, children
-from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 MOST_LOOKED_INTO = 20_000  # objects of each root, those close to it first: tensors beyond them are not found
 MOST_PLAIN = 1000  # items of a container whose first and last are plain values: longer ones are tables
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
-
-
-def kept_of(roots: Mapping[str, Any]) -> KeptStorages:
-    """What model and task keep from step to step, apart from what the data sets hold. roots: as `Stateful.roots`; what
-    callbacks hold counts elsewhere.
-    """
-    of_data = [root for name, root in roots.items() if name.endswith("data")]
-    others = [root for name, root in roots.items() if not name.endswith("data") and name != "callbacks"]
-    return KeptStorages(functools.partial(_in_memory, others), functools.partial(held_tensors, of_data))
 
 
 def held_tensors(roots: Iterable[Any], with_modules: bool = False) -> Iterator[Tensor]:
@@ -68,13 +57,6 @@ def _has_storage(tensor: Tensor) -> bool:
         return tensor.layout is not torch.strided or local(tensor).untyped_storage() is not None
     except (ValueError, RuntimeError, NotImplementedError):
         return False
-
-
-def _in_memory(roots: Iterable[Any]) -> Iterator[Tensor]:
-    """What is held, but for views of files, of which the system keeps in memory what it likes."""
-    for tensor in held_tensors(roots, with_modules=True):
-        if tensor.layout is not torch.strided or local(tensor).untyped_storage().filename is None:
-            yield tensor
 
 
 def _attributes(module: nn.Module) -> list[Any]:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from trainapp.config.schema import Memory
-from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.live_tensors import Events, Kinds, Resident
+from trainapp.memory.live_tensors import Category, Events, Kinds, Resident
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import memory_snapshot, record_memory_history
 
@@ -49,14 +48,13 @@ class CudaMemory(DeviceMemory):
         # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
-        self._resident: list[tuple[Category, int, int]] = []  # kind, address, bytes
+        self._resident: list[tuple[Category, int, int]] = []  # address, bytes
         self._kind_at: dict[int, Category] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
         self._lapped = (0, 0)  # the highest peaks of the laps since the last window: allocated, reserved
 
     @property
     def enforced(self) -> int:
-        """The allocator's cap."""
         return self._cap
 
     def enforce(self) -> None:
@@ -71,7 +69,6 @@ class CudaMemory(DeviceMemory):
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
 
     def refused_allocations(self) -> int:
-        """The allocator's count, which includes errors that cuDNN catches."""
         return refused_allocations(self.device)
 
     def lap(self) -> tuple[int, int] | None:
@@ -82,7 +79,7 @@ class CudaMemory(DeviceMemory):
         return torch.cuda.memory_allocated(self.device), peak
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
+    def watch(self, resident: Resident) -> Iterator[None]:
         """Records the allocator's history, if it keeps one. The cap is enforced inside and outside the block."""
         if self.watching:
             self._kind_at |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
@@ -93,7 +90,7 @@ class CudaMemory(DeviceMemory):
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
         ]
         try:
-            with self._recording(), self.module_path.watch() if track_modules else contextlib.nullcontext():
+            with self._recording(), self.module_path.watch():
                 yield
         finally:
             self.watching = False
@@ -159,15 +156,12 @@ class CudaMemory(DeviceMemory):
         return True
 
     def forget_record(self) -> None:
-        """Free the snapshot, which holds a Python stack for each of its entries."""
-        self._snapshot = None
+        self._snapshot = None  # which holds a Python stack for each of its entries
 
     def unused_cache(self) -> int:
-        """Bytes reserved but not allocated."""
         return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def window(self) -> dict[str, float]:
-        """The allocator's counters."""
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         (lapped, lapped_reserved), self._lapped = self._lapped, (0, 0)
@@ -180,15 +174,12 @@ class CudaMemory(DeviceMemory):
         )
 
     def used(self) -> int:
-        """Bytes allocated now."""
         return torch.cuda.memory_allocated(self.device)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Free reference cycles, then the allocator's cache."""
         self._note_peaks(*self._lapped)
         self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()

@@ -1,4 +1,4 @@
-"""What all devices have in common: the limit, the peak, and the memory that persists between steps, by kind.
+"""The memory of a device: the limit, the peak, and what persists between steps, by category.
 
 Sizes are bytes. On CUDA they are the allocator's; on the CPU they are live tensor storages, counted in watched steps
 only. On the CPU the peak and the limit are measured alike. On CUDA the limit bounds the reserved peak, which adds cache
@@ -7,7 +7,9 @@ and fragmentation.
 
 import contextlib
 import gc
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
-from trainapp.memory.categories import Category
-from trainapp.memory.kept import KeptStorages
-from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
+from trainapp.memory.host import total_bytes
+from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
+
+WATCH_INTERVAL = 1.0  # seconds between watched steps of a proven size, on the CPU
 
 
 def static_bytes(
@@ -30,7 +33,7 @@ def static_bytes(
     averages: list[Tensor],
     keeps_gradients: bool = True,
 ) -> dict[Category, int]:
-    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now; of
+    """Bytes that persist between steps, by category. Gradients are counted in full, whether or not they exist now; of
     several optimizers, those of the one with the most: each has its turn.
 
     keeps_gradients: whether all of them exist at once, between backward and update.
@@ -65,6 +68,13 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
 
+def build(settings: Memory, device: torch.device) -> "DeviceMemory":
+    """The device's memory, with `memory.limit` enforced. Raises UserError for a limit above what the device has."""
+    from trainapp.memory.cuda import CudaMemory  # which extends the class below
+
+    return {"cpu": CpuMemory, "cuda": CudaMemory, "mps": MpsMemory}[device.type](device, settings)
+
+
 class DeviceMemory:
     """The memory of one device. Subclasses measure it and enforce the limit.
 
@@ -81,8 +91,6 @@ class DeviceMemory:
         self.peak = self.peak_reserved = 0  # of the whole run
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
-        self.kept = KeptStorages()  # of the run; where live tensors are counted
-        self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
         self.compiles = False  # `train.compile`: watched work runs uncompiled
         self.keep_events = False  # keep a successful step's events too, for its timeline
@@ -102,10 +110,11 @@ class DeviceMemory:
         """Whether a logged step of a proven size should be watched, because its memory use is not known otherwise."""
         return False
 
-    @property
-    def watched_peak(self) -> int | None:
-        """The peak of the last watched block; None where it is not known."""
-        return None
+    def watch(self, resident: Resident) -> contextlib.AbstractContextManager[None]:
+        """Measure the work inside the block and enforce the limit on it; note the module in which an error is raised.
+        Blocks may be nested. resident: the tensors that exist before it.
+        """
+        return contextlib.nullcontext()
 
     def lap(self) -> tuple[int, int] | None:
         """Bytes in use now, and the peak since the last call, within a watched block. None where a peak is not known.
@@ -113,16 +122,8 @@ class DeviceMemory:
         """
         return None
 
-    def watch(self, resident: Resident, track_modules: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Measure the work inside the block and enforce the limit on it. Blocks may be nested.
-
-        resident: the tensors that exist before it. track_modules: also note which module is running, so that an error
-        in a backward names it; hooks in every module cost as much as counting.
-        """
-        return contextlib.nullcontext()
-
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
-        """Allocations and frees of the last watched block, and the kinds of their storages, for `timeline`."""
+        """Allocations and frees of the last watched block, and the categories of their storages, for `timeline`."""
         return [], {}
 
     def note_step(self) -> None:
@@ -184,3 +185,105 @@ class DeviceMemory:
 
     def _note_peaks(self, allocated: int, reserved: int) -> None:
         self.peak, self.peak_reserved = max(self.peak, allocated), max(self.peak_reserved, reserved)
+
+
+class CpuMemory(DeviceMemory):
+    """Counts live tensor storages, and enforces the limit on that count."""
+
+    def __init__(self, device: torch.device, settings: Memory):
+        super().__init__(device, settings, total_bytes())
+        self.counter = LiveTensors()  # of the present watched block, or of the last one
+        self._lapped = 0  # the highest peak of the present block's laps
+        self._allocated = self._window_peak = self._step_peak = 0
+        self._watched_at = 0.0  # time.monotonic()
+
+    @property
+    def watch_is_due(self) -> bool:
+        """At most once per WATCH_INTERVAL: watching makes a step of a tiny model several times slower."""
+        return time.monotonic() - self._watched_at > WATCH_INTERVAL
+
+    def lap(self) -> tuple[int, int] | None:
+        counter = self.counter
+        peak, counter.peak = counter.peak, counter.live
+        self._lapped = max(self._lapped, peak)
+        return counter.live, peak
+
+    @contextlib.contextmanager
+    def watch(self, resident: Resident) -> Iterator[None]:
+        """Count storages, and enforce the limit if there is one, until the outermost block ends."""
+        if self.watching:  # nested: only count what is new
+            self.counter.register(resident)
+            yield
+            return
+        counter = self.counter = LiveTensors(self.limit, before=self.counter)
+        self.watching, self._lapped = True, 0
+        try:
+            counter.register(resident)
+            counter.register_kept()
+            with self.module_path.watch(), counter, _uncompiled() if self.compiles else contextlib.nullcontext():
+                yield
+        finally:
+            self.watching, self._watched_at = False, time.monotonic()
+            peak = counter.peak = max(counter.peak, self._lapped)
+            self._allocated, self._window_peak = counter.live, max(self._window_peak, peak)
+            self._note_peaks(peak, peak)
+
+    def note_step(self) -> None:
+        self._step_peak = self.counter.peak
+
+    def note_buffer(self, buffer: Tensor) -> None:
+        if self.watching:
+            self.counter.label(Category.COMMUNICATION_BUFFERS, buffer)
+
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+        """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""
+        for gradient in gradients:
+            self.counter.label(Category.GRADIENTS, gradient)
+        return list(self.counter.events), dict(self.counter.kinds)
+
+    def window(self) -> dict[str, float]:
+        """Live bytes at the end of the last watched block; the peak of the window's blocks, and of the last watched
+        step: later ones are of its size, or they would have been watched.
+        """
+        peak, self._window_peak = max(self._window_peak, self._step_peak), 0
+        return self._scalars(self._allocated, self._allocated, peak, peak)
+
+    def used(self) -> int:
+        """Live bytes at the end of the last watched block."""
+        return self._allocated
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, what `torch.compile` has wrapped runs as it is written.
+
+    A compiled graph allocates where no counter sees it. And a function whose first call is counted would never be
+    compiled at all: torch skips its code for good (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`). That is left
+    so for what a model compiles itself: else it would round otherwise in the steps that the clock chooses to count.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+class MpsMemory(DeviceMemory):
+    """Metal's driver keeps no peak, so the current value is reported in its place."""
+
+    def __init__(self, device: torch.device, settings: Memory):
+        total = torch.mps.recommended_max_memory()
+        super().__init__(device, settings, total)
+        if self.limit:
+            torch.mps.set_per_process_memory_fraction(self.limit / total)
+
+    def window(self) -> dict[str, float]:
+        used, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return self._scalars(used, reserved, used, reserved)
+
+    def used(self) -> int:
+        return torch.mps.current_allocated_memory()
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def release(self) -> None:
+        gc.collect()
+        torch.mps.empty_cache()

@@ -1,4 +1,4 @@
-"""Counts live CPU tensors and enforces a limit on them.
+"""Counts live CPU tensors by category and enforces a limit on them.
 
 The CPU's allocator has no limit of its own, and the system's (RLIMIT_DATA) can crash oneDNN when it is reached.
 Counting live storages in a dispatch mode is exact and repeatable, and an error raised from it leaves autograd intact.
@@ -8,20 +8,58 @@ It costs about 8 microseconds per operation, so it is enabled only while a size 
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainapp.memory.categories import Category
-from trainapp.memory.kept import KeptStorages, WeakStorages
 from trainapp.parallel.strategy import local
-from trainapp.torch_private import ASKS_DEVICE, DispatchMode, ForwardModuleTracker, storage_id
+from trainapp.torch_private import (
+    ASKS_DEVICE,
+    LIFT,
+    DispatchMode,
+    ForwardModuleTracker,
+    is_tracing,
+    may_view,
+    storage_id,
+)
 from trainapp.units import bytes_text
+
+LEAST_KEPT = 64  # bytes; scalars are not kept: a run has a few of its own, which a trace has at another time
+
+
+class Category(str, Enum):
+    """What a piece of memory holds. Listed in the stacking order of a timeline.
+
+    The value is the name in metrics, as in `memory/optimizer_state`, and in a report's JSON; `label` is for people.
+    """
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer_state"
+    BUFFERS = "buffers"
+    WEIGHT_AVERAGE = "weight_average"
+    BATCH = "batch"
+    GRADIENTS = "gradients"
+    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views; FSDP's messages
+    KEPT = "kept"  # what lives on from earlier steps and is none of these: a memory bank in a list, a teacher
+    ACTIVATIONS = "activations"  # whatever is not one of the others
+    # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's
+    # counter does not tell them apart.
+    OUTSIDE_ALLOCATOR = "outside_allocator"
+
+    def __str__(self) -> str:  # Enum's own differs between Python 3.10 and 3.12 inside an f-string
+        return self.value
+
+    @property
+    def label(self) -> str:
+        """The name with spaces: `optimizer state`."""
+        return self.value.replace("_", " ")
+
 
 Resident = Mapping[Category, Iterable[Tensor]]  # the tensors that exist before a piece of work
 Events = list[tuple[int, int]]  # (storage number, bytes) per allocation, (storage number, -bytes) per free
-Kinds = dict[int, Category]  # by storage number; a number without a kind is an activation
+Kinds = dict[int, Category]  # by storage number; a number without a category is an activation
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
@@ -35,74 +73,83 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
         self.operation, self.requested, self.used, self.limit = operation, requested, used, limit
 
 
+class _Counted(NamedTuple):
+    number: int
+    size: int
+    storage: "weakref.ref[torch.UntypedStorage]"  # counting must not keep anything alive
+
+
 class LiveTensors(DispatchMode):
     """While active, counts the bytes of the storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only; devices: the types whose storages count, None for all; ignored: what existed
-    before and never counts, unless `register` names it as something else than a batch.
-    Attributes: `live` and `peak`, in bytes, including what `register` was given; `events` and `kinds`, the record of
-    every allocation and free.
+    limit: bytes, or None to count only. devices: the types whose storages count, None for all. before: the counter of
+    the work before, of which `register_kept` counts what still lives.
+    Attributes: `live` and `peak`, in bytes, including what was registered; `events` and `kinds`, the record of every
+    allocation and free.
     """
 
     def __init__(
         self,
         limit: int | None = None,
         devices: tuple[str, ...] | None = ("cpu",),
-        ignored: WeakStorages | None = None,
+        before: "LiveTensors | None" = None,
     ):
         super().__init__()
         self.limit, self.devices = limit, devices
-        self._ignored = WeakStorages() if ignored is None else ignored
         self.live = self.peak = 0
         self.events: Events = []
         self.kinds: Kinds = {}
-        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # number, bytes, storage
+        self._alive: dict[int, _Counted] = {}  # by storage_id
         self._gathered: list[list[int]] = []  # keys of storages that FSDP fills and empties together
         self._number = 0
+        self._kept = [] if before is None else before._surviving()
 
     def register(self, resident: Resident) -> None:
-        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit."""
-        for kind, tensors in resident.items():
-            self._register(kind, self._storages_of(tensors), may_be_ignored=kind is Category.BATCH)
+        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit.
 
-    def register_kept(self, kept: KeptStorages) -> int:
-        """Count what has been kept from earlier work, after `register`. Returns its bytes. Raises MemoryLimitExceeded
-        as that does.
+        A batch that is a view of something larger does not count: that is the table of a data set.
         """
-        storages = [*kept.carried, *self._storages_of(kept.owned())]
-        new = [storage for storage in storages if storage_id(storage) not in self._alive]
+        for kind, tensors in resident.items():
+            self._register(kind, self._storages_of(tensors, whole=kind is Category.BATCH))
+
+    def register_kept(self) -> int:
+        """Count what has been kept from the work before, after `register`. Returns its bytes, raises as that does."""
         before = self.live
-        self._register(Category.KEPT, new, may_be_ignored=True)
+        self._register(Category.KEPT, (s for s in self._still_kept() if storage_id(s) not in self._alive))
+        self._kept = []
         return self.live - before
 
-    def _register(self, kind: Category, storages: Iterable[torch.UntypedStorage], may_be_ignored: bool) -> None:
+    def _register(self, kind: Category, storages: Iterable[torch.UntypedStorage]) -> None:
         before, first = self.live, len(self.events)
         for storage in storages:
-            self._count_storage(storage, may_be_ignored)
+            self._count_storage(storage)
             self._label(kind, storage)
-        if self.live > before:  # one event per kind: they all existed from the start
+        if self.live > before:  # one event per category: they all existed from the start
             self.events[first:] = [(self._number, self.live - before)]
         if self.limit is not None and self.live > self.limit:
             raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
         self.peak = max(self.peak, self.live)
 
-    def surviving(self) -> Iterator[torch.UntypedStorage]:
-        """What is counted and still exists, but for what FSDP has gathered, which it empties unseen."""
+    def _surviving(self) -> list["weakref.ref[torch.UntypedStorage]"]:
+        """What is counted or kept and still exists, but for what FSDP has gathered, which it empties unseen."""
         gathered = {key for group in self._gathered for key in group}
-        for key, (_, _, ref) in list(self._alive.items()):
-            storage = ref()
-            if storage is not None and key not in gathered:
+        counted = [own for key, own in list(self._alive.items()) if key not in gathered]
+        return [*self._kept, *(own.storage for own in counted if own.size >= LEAST_KEPT)]
+
+    def _still_kept(self) -> Iterator[torch.UntypedStorage]:
+        for reference in self._kept:
+            if (storage := reference()) is not None:
                 yield storage
 
     def label(self, kind: Category, tensor: Tensor) -> None:
-        """Set the kind of a live tensor; no effect if it is not counted."""
+        """Set the category of a live tensor; no effect if it is not counted."""
         if tensor.layout is torch.strided:
             self._label(kind, local(tensor).untyped_storage())
 
     def _label(self, kind: Category, storage: torch.UntypedStorage) -> None:
         counted = self._alive.get(storage_id(storage))
         if counted is not None:
-            self.kinds[counted[0]] = kind
+            self.kinds[counted.number] = kind
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -112,6 +159,8 @@ class LiveTensors(DispatchMode):
         if self._gathered:
             self._note_emptied()
         result = func(*args, **(kwargs or {}))
+        if may_view(func) and func is not LIFT and self._is_view(result, args[0]):  # of what may count or not
+            return result
         added = 0
         if isinstance(result, Tensor):
             added = self._count(result)
@@ -136,7 +185,7 @@ class LiveTensors(DispatchMode):
         storages = [tensor.untyped_storage() for tensor in tensors]
         keys = [storage_id(storage) for storage in storages]
         for key, storage in zip(keys, storages, strict=True):
-            if key in self._alive and self._alive[key][1] != storage.nbytes():
+            if key in self._alive and self._alive[key].size != storage.nbytes():
                 self._forget(key)
         added = sum(self._count(tensor) for tensor in tensors)
         self._gathered = [group for group in self._gathered if group != keys]
@@ -146,7 +195,7 @@ class LiveTensors(DispatchMode):
     def _note_emptied(self) -> None:
         """One storage per group is enough: FSDP2 empties all that it has gathered at once."""
         for group in list(self._gathered):
-            storage = self._alive[group[0]][2]() if group[0] in self._alive else None
+            storage = self._alive[group[0]].storage() if group[0] in self._alive else None
             if storage is None or not storage.nbytes():
                 self._gathered.remove(group)
                 for key in group:
@@ -154,8 +203,30 @@ class LiveTensors(DispatchMode):
 
     def _forget(self, key: int) -> None:
         if (found := self._alive.pop(key, None)) is not None:
-            self.live -= found[1]
-            self.events.append((found[0], -found[1]))
+            self.live -= found.size
+            self.events.append((found.number, -found.size))
+
+    def _is_view(self, result: Any, source: Any) -> bool:
+        if isinstance(result, (tuple, list)):
+            result = result[0] if result else source
+        if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+            return False
+        if (
+            type(source) is not type(result) and is_tracing()
+        ):  # of a real tensor, such as a teacher's weight, a fake one
+            return True
+        storages = self._storage_of(source), self._storage_of(result)
+        return None not in storages and storage_id(storages[0]) == storage_id(storages[1])
+
+    def _storages_of(self, tensors: Iterable[Tensor], whole: bool = False) -> Iterator[torch.UntypedStorage]:
+        """Those that count. whole: without those of which a tensor is only a part.
+
+        One at a time, since the caller's tensors may not be kept alive either: see `Buckets.existing`.
+        """
+        for tensor in tensors:
+            storage = self._storage_of(tensor)
+            if storage is not None and not (whole and storage.nbytes() > local(tensor).nbytes):
+                yield storage
 
     def _storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """The storage that counts for the tensor, if one does."""
@@ -165,21 +236,14 @@ class LiveTensors(DispatchMode):
             return None
         return local(tensor).untyped_storage()
 
-    def _storages_of(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-        """One at a time, since the caller's tensors may not be kept alive either: see `Buckets.existing`."""
-        for tensor in tensors:
-            storage = self._storage_of(tensor)
-            if storage is not None:
-                yield storage
-
     def _count(self, tensor: Tensor) -> int:
         """Bytes that this tensor adds: 0 if its storage is already counted."""
         storage = self._storage_of(tensor)
         return 0 if storage is None else self._count_storage(storage)
 
-    def _count_storage(self, storage: torch.UntypedStorage, may_be_ignored: bool = True) -> int:
+    def _count_storage(self, storage: torch.UntypedStorage) -> int:
         key = storage_id(storage)
-        if key in self._alive or (may_be_ignored and key in self._ignored):
+        if key in self._alive:
             return 0
         size = storage.nbytes()
         number = self._number = self._number + 1
@@ -189,25 +253,33 @@ class LiveTensors(DispatchMode):
                 self.live -= size
                 self.events.append((number, -size))
 
-        self._alive[key] = (number, size, weakref.ref(storage, freed))
+        self._alive[key] = _Counted(number, size, weakref.ref(storage, freed))
         self.live += size
         self.events.append((number, size))
         return size
 
 
 class ModulePath:
-    """The module in which an error was raised, in forward or backward: `at_failure`, "" where there was none."""
+    """The module that is running, in forward or backward, and the one in which an error was raised."""
 
     def __init__(self) -> None:
-        self.at_failure = ""
+        self.at_failure = ""  # "" where there was none
+        self._tracker: ForwardModuleTracker | None = None
+
+    @property
+    def running(self) -> str:
+        """The innermost one, by its name in the whole model; "" outside of all."""
+        names = self._tracker.parents if self._tracker else ()
+        return max(names, key=lambda name: name.count("."), default="").partition(".")[2]  # after the model's class
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Use around forward and backward. Costs a few microseconds per module."""
-        with ForwardModuleTracker() as tracker:
+        with ForwardModuleTracker() as self._tracker:
             try:
                 yield
             except BaseException:
-                deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
-                self.at_failure = deepest.partition(".")[2]  # the first part is the class of the whole model
+                self.at_failure = self.running
                 raise
+            finally:
+                self._tracker = None

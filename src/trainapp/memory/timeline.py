@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from trainapp.files import atomic_write
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.units import bytes_text
 
 KINDS: tuple[Category, ...] = tuple(kind for kind in Category if kind is not Category.OUTSIDE_ALLOCATOR)

@@ -12,8 +12,8 @@ from torch import nn
 
 from trainapp.files import strict_json
 from trainapp.losses import losses
-from trainapp.memory.categories import Category
 from trainapp.memory.detection import broken_part, requested_bytes
+from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques import catalogue

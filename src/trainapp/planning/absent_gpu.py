@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from trainapp.assembly.components import Components
 from trainapp.config.schema import Config, Parallel
 from trainapp.errors import UserError
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.planning import pretend

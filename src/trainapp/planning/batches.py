@@ -243,8 +243,7 @@ def _without_values(
 ) -> Iterator[MicroBatch]:
     """The micro-batches, fetched outside of all modes, with shapes alone."""
     while True:
-        of_data = None if recorder is None else recorder.kept.of_data
-        with outside_dispatch_modes(), LiveTensors(ignored=of_data) as counter:
+        with outside_dispatch_modes(), LiveTensors() as counter:
             fetched = next(real, None)
         if recorder is not None:
             recorder.passes(counter.peak)

@@ -12,7 +12,7 @@ from trainapp.assembly.components import Components
 from trainapp.config.schema import Config, Memory
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
-from trainapp.memory import backends
+from trainapp.memory import device as device_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.batches import planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
@@ -47,7 +47,7 @@ class Measured:
 
     def limit(self, config: Config) -> int:
         """The bytes that a run may use."""
-        memory = backends.build(config.memory, self.device)
+        memory = device_memory.build(config.memory, self.device)
         memory.enforce()
         return memory.enforced
 

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from trainapp.config.schema import Memory
-from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
+from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
 from trainapp.techniques.technique import Technique
-from trainapp.torch_private import ForwardModuleTracker
 from trainapp.training.phase import Phase
 from trainapp.training.session import Attempt
 
@@ -87,13 +85,14 @@ class Recorder(DeviceMemory):
         self._most = most
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the categories of what it made
         self.phase: Phase | None = None
+        self._counter: _Counter | None = None  # of the present watched block
+        self._last: LiveTensors | None = None  # of the one before
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
     def reset(self) -> None:
         """Forget what was measured so far."""
         self.peak, self.highest = 0, Breakdown()
-        self._counter: _Counter | None = None
 
     def enters(self, phase: Phase) -> None:
         """Note that the run is now in this phase."""
@@ -112,40 +111,33 @@ class Recorder(DeviceMemory):
             self._counter.passes(size)
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
+    def watch(self, resident: Resident) -> Iterator[None]:
         """Count until the end of the outermost block."""
         if self._counter is not None:
             self._counter.register(resident)
             yield
             return
-        tracker = ForwardModuleTracker()
-
-        def running() -> str:
-            deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
-            return deepest.partition(".")[2]  # the first part is the class of the whole model
-
-        counter = self._counter = _Counter(running, self._most, self._devices, self.kept.of_data)
+        counter = self._counter = _Counter(self.module_path, self._most, self._devices, self._last)
         counter.marks.append((0, self.phase or Phase.START))
         self.watching = True
         try:
             counter.register(resident)
-            self.kept_before = counter.register_kept(self.kept)
-            with tracker, counter:
+            counter.register_kept()
+            with self.module_path.watch(), counter:
                 yield
             for kind, tensors in self.resident().items():
                 for tensor in tensors:
                     counter.label(kind, tensor)
         finally:
-            self.watching, self._counter = False, None
-            self.kept.carry(counter.surviving())
+            self.watching, self._counter, self._last = False, None, counter
         self.peak = max(self.peak, counter.peak)
         self.highest = self.highest.joined(_breakdown(counter))
 
     def kept_bytes(self) -> int:
         """What exists now and is not resident."""
-        counter = LiveTensors(devices=self._devices, ignored=self.kept.of_data)
+        counter = LiveTensors(devices=self._devices, before=self._last)
         counter.register(self.resident())
-        return counter.register_kept(self.kept)
+        return counter.register_kept()
 
     def window(self) -> dict[str, float]:
         """The scalars of a log step."""
@@ -174,9 +166,11 @@ class PhaseLog(Attempt):
 class _Counter(LiveTensors):
     """Also notes in which module the peak lies, and at which event each phase begins."""
 
-    def __init__(self, running: Callable[[], str], limit: int | None, devices: tuple[str, ...] | None, ignored: Any):
-        super().__init__(limit, devices, ignored)
-        self._running = running
+    def __init__(
+        self, path: ModulePath, limit: int | None, devices: tuple[str, ...] | None, before: LiveTensors | None
+    ):
+        super().__init__(limit, devices, before)
+        self._path = path
         self.module = ""
         self.marks: list[tuple[int, Phase]] = []
 
@@ -184,7 +178,7 @@ class _Counter(LiveTensors):
         before = self.peak
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.peak > before:
-            self.module = self._running()
+            self.module = self._path.running
         return result
 
     def passes(self, size: int) -> None:

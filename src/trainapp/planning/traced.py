@@ -35,10 +35,8 @@ from trainapp.torch_private import (
     buffers_of,
     builds_on_meta,
     fake_tensor_mode,
-    is_fake,
     outside_dispatch_modes,
     parameters_of,
-    storage_id,
     tree_leaves,
 )
 from trainapp.training.evaluate import evaluate
@@ -166,7 +164,7 @@ def _on_fakes(
         if gpu is not None:
             stack.enter_context(gpu.pretended())
         fake: Callable[[Tensor], Tensor] = stack.enter_context(fake_tensor_mode()).from_tensor
-        fake = _of_data_as_before(fake, recorder) if gpu is None else gpu.fake(fake)
+        fake = _views_uncounted(fake) if gpu is None else gpu.fake(fake)
         stack.enter_context(values)
         if gpu is not None:
             stack.enter_context(gpu.engine())
@@ -182,9 +180,7 @@ def _on_fakes(
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
         session = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
-        if gpu is None:
-            recorder.kept.stand_in = _stand_ins(fake)
-        else:
+        if gpu is not None:
             gpu.prepare(session)
         session.attempt = session.engine.attempt = PhaseLog(recorder)
         recorder.resident = session.meter.resident
@@ -206,17 +202,14 @@ def _longest_batches(
     }
 
 
-def _of_data_as_before(fake: Callable[[Tensor], Tensor], recorder: Recorder) -> Callable[[Tensor], Tensor]:
-    """A view of a data set's tensor stays one, which never counts."""
+def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A sample that is a view of a data set's table stays one, which never counts."""
 
     def made(tensor: Tensor) -> Tensor:
-        of_data = recorder.kept.of_data
-        if storage_id(tensor.untyped_storage()) not in of_data:
+        if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
             return fake(tensor)
         with outside_dispatch_modes():  # making it would be counted
-            new = fake(tensor)
-        of_data.add(new.untyped_storage())
-        return new
+            return fake(tensor)
 
     return made
 
@@ -233,20 +226,6 @@ def _settle_shards(session: Session) -> None:
     with torch.no_grad(), session.state.precision.autocast:
         session.strategy.evaluate(session.task, batch)
     session.strategy.finish_accumulation()
-
-
-def _stand_ins(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """One fake for each tensor that existed before the trace: a task may hold some, and use them in every step."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        if is_fake(tensor):
-            return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, fake(tensor)
-        return made[id(tensor)][1]
-
-    return stand_in
 
 
 # --- models without data

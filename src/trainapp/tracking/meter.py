@@ -17,9 +17,9 @@ from torch.utils import flop_counter
 
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import tensors_in
-from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
 from trainapp.memory.host import HostMemory
+from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import ATTENTION_OPERATORS, DispatchMode
 
@@ -103,7 +103,9 @@ class Meter:
 
     def resident(self, batch: Any = None) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by kind."""
+        outside = [own for name, own in self.state.stateful.modules.items() if not name.startswith("callbacks.")]
         return {
+            Category.KEPT: (t for own in outside for t in (*own.parameters(), *own.buffers())),  # such as a teacher
             Category.PARAMETERS: self.state.model.parameters(),
             Category.GRADIENTS: self.gradients(),
             Category.COMMUNICATION_BUFFERS: self.communication_buffers(),

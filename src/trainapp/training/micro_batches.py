@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainapp.data.batch import MicroBatch, tensors_in
-from trainapp.memory.categories import Category
+from trainapp.memory.live_tensors import Category
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.allocations import require_all_allocated
 from trainapp.training.phase import Phase
@@ -54,11 +54,9 @@ def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManage
 def _watched_step(session: Session, step: Step) -> Iterator[None]:
     # Both live on. Created before the block, they are not what a first step leaves behind.
     session.engine.scaled(session.engine.weight_of(step.samples))
-    is_rehearsed = session.rehearsals > 0  # within the block: more than a step
-    with session.memory.watch(session.meter.resident(), track_modules=session.sizes.train.is_unproven):
+    with session.memory.watch(session.meter.resident()):
         yield
-    if not is_rehearsed:
-        session.memory.note_step()
+    session.memory.note_step()
 
 
 def _is_watched(session: Session, step: Step) -> bool:

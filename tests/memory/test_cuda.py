@@ -1,0 +1,260 @@
+"""CudaMemory on a device that is played by this file: its cap, counters and record. The real ones are in tests/gpu."""
+
+import gc
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from trainapp.config.schema import Memory
+from trainapp.memory import cuda
+from trainapp.memory.cuda import HEADROOM, CudaMemory
+from trainapp.memory.live_tensors import Category
+from trainapp.memory.timeline import stacked
+
+MIB, GIB = 2**20, 2**30
+CUDA = torch.device("cuda", 0)
+
+
+class Device:
+    """80 GiB, as `torch.cuda` sees it. Others use `others` bytes, this process has reserved `reserved`, of which
+    `cached` is unused. `calls` has what was done, in order.
+    """
+
+    total = 80 * GIB
+
+    def __init__(self):
+        self.others = self.reserved = self.cached = self.allocated = self.peak = self.peak_reserved = self.refused = 0
+        self.cap, self.backend, self.calls = None, "native", []
+        self.trace, self.blocks, self.most = [], [], None
+
+    def get_device_properties(self, device):
+        return types.SimpleNamespace(total_memory=self.total)
+
+    def get_allocator_backend(self):
+        return self.backend
+
+    def mem_get_info(self, device):
+        self.calls.append("measure")
+        return self.total - self.others - self.reserved, self.total
+
+    def memory_allocated(self, device):
+        return self.allocated
+
+    def memory_reserved(self, device):
+        return self.reserved
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def max_memory_reserved(self, device):
+        return self.peak_reserved
+
+    def reset_peak_memory_stats(self, device):
+        pass
+
+    def memory_stats(self, device):
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.peak,
+            "reserved_bytes.all.current": self.reserved,
+            "reserved_bytes.all.peak": self.peak_reserved,
+            "num_alloc_retries": 2,
+        }
+
+    def memory_stats_as_nested_dict(self, device):
+        return {"num_ooms": self.refused} if self.refused is not None else {}
+
+    def empty_cache(self):
+        self.calls.append("empty")
+        self.reserved, self.cached = self.reserved - self.cached, 0
+
+    def set_per_process_memory_fraction(self, fraction, device):
+        assert type(fraction) is float
+        assert 0 <= fraction <= 1
+        self.calls.append("cap")
+        self.cap = fraction * self.total
+
+    def synchronize(self, device):
+        self.calls.append(f"synchronize {device}")
+
+    def record(self, enabled="all", max_entries=None, **options):
+        assert self.backend == "native", "cudaMallocAsync does not yet support recordHistory"
+        self.calls.append("stop" if enabled is None else "start")
+        self.most = max_entries or self.most
+
+    def snapshot(self, device):
+        assert self.backend == "native"
+        self.calls.append("snapshot")
+        segments = [{"device": 0, "blocks": self.blocks}, {"device": 1, "blocks": [block("active_allocated", 999)]}]
+        return {"segments": segments, "device_traces": [list(self.trace[-self.most :])]}
+
+    def allocate(self, address, size):
+        self.trace.append({"action": "alloc", "addr": address, "size": size})
+
+    def free(self, address, size):
+        self.trace += [{"action": f"free_{what}", "addr": address, "size": size} for what in ("requested", "completed")]
+
+
+def block(state, size):
+    return {"state": state, "size": size + 1, "requested_size": size}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    played = Device()
+    for name in vars(Device):
+        if not name.startswith("_") and hasattr(torch.cuda, name):
+            monkeypatch.setattr(torch.cuda, name, getattr(played, name))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", played.record)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", played.snapshot)
+    monkeypatch.setattr(gc, "collect", lambda: played.calls.append("collect"))
+    return played
+
+
+# The cap
+
+
+def test_without_a_limit_the_allocator_refuses_before_the_driver(device):
+    device.others = 20 * GIB
+    memory = CudaMemory(CUDA, Memory())
+    assert memory.enforced == device.cap == 59 * GIB
+    assert (memory.limit, memory.budget) == (None, 80 * GIB)  # what sizes are saved for must not vary with others
+    device.others, device.reserved = 22 * GIB, 30 * GIB  # what libraries have taken meanwhile, and the model
+    memory.enforce()
+    assert memory.enforced == device.cap == 57 * GIB
+    device.others, device.reserved = 80 * GIB - MIB, 0  # a full device leaves a cap
+    memory.enforce()
+    assert memory.enforced == MIB - 2**17
+    assert HEADROOM == GIB
+
+
+def test_a_limit_is_the_cap_whatever_is_free(device):
+    device.others = 20 * GIB
+    for setting, cap in (("8GiB", 8 * GIB), (1.0, 80 * GIB), (0.5, 40 * GIB)):
+        memory = CudaMemory(CUDA, Memory(limit=setting))
+        assert memory.enforced == memory.limit == device.cap == cap
+
+
+def test_what_an_earlier_run_has_left_is_freed_first(device):
+    device.reserved, device.cached = 70 * GIB, 69 * GIB
+    assert CudaMemory(CUDA, Memory()).enforced == 79 * GIB
+    assert device.calls == ["collect", "empty", "measure", "cap"]
+
+
+# Counters
+
+
+def test_both_peaks_are_reported_with_those_of_laps(device):
+    """A micro-batch's own peak, which resets the allocator's, is part of what a log step reports."""
+    memory = CudaMemory(CUDA, Memory())
+    device.allocated, device.peak, device.peak_reserved = GIB, 3 * GIB, 5 * GIB
+    assert memory.lap() == (GIB, 3 * GIB)
+    device.peak, device.peak_reserved = 2 * GIB, 4 * GIB
+    scalars = memory.window()
+    assert (scalars["memory/peak"], scalars["memory/peak_reserved"]) == (3 * GIB, 5 * GIB)
+    assert (memory.peak, memory.peak_reserved) == (3 * GIB, 5 * GIB)
+    assert memory.window()["memory/peak"] == 2 * GIB
+    device.peak, device.peak_reserved = 2 * GIB, 6 * GIB
+    memory.release()
+    assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(0, 0), (5, 5), (None, 0)])  # None: before CUDA has started
+def test_refused_allocations(device, counted, expected):
+    device.refused = counted
+    assert CudaMemory(CUDA, Memory()).refused_allocations() == expected
+
+
+def test_synchronize_waits_for_this_device(device):
+    CudaMemory(CUDA, Memory()).synchronize()
+    assert device.calls[-1] == "synchronize cuda:0"
+
+
+# The record
+
+
+@pytest.fixture
+def memory(device):
+    made = CudaMemory(CUDA, Memory())
+    device.calls.clear()
+    return made
+
+
+def fails(memory, work, resident=None):
+    """Run `work` in a watched block that runs out of memory."""
+
+    def watched():
+        with memory.watch(resident or {}):
+            work()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        watched()
+
+
+def test_the_entry_of_a_failed_allocation(memory, device):
+    """torch gives it no address (torch 2.13, cuda/memory.py, TraceEntry): reading one ended the recovery."""
+
+    def work():
+        device.allocate(1, MIB)
+        device.trace.append({"action": "oom", "device_free": 3 * MIB, "size": 2 * MIB})
+
+    fails(memory, work)
+    assert memory.events([]) == ([(0, MIB)], {0: Category.ACTIVATIONS})
+
+
+def test_a_backend_without_a_history(device):
+    device.backend = "cudaMallocAsync"
+    memory = CudaMemory(CUDA, Memory())
+    memory.keep_events = True
+    with memory.watch({}):
+        assert memory.watching
+    fails(memory, lambda: None)
+    assert memory.events([]) == ([], {})
+    assert not memory.watching
+
+
+def test_a_snapshot_is_taken_of_a_failure_and_for_a_timeline_and_freed(memory, device, tmp_path):
+    with memory.watch({}):
+        pass
+    assert device.calls == ["start", "stop"]
+    memory.keep_events = True
+    with memory.watch({}):
+        pass
+    assert device.calls[2:] == ["start", "snapshot", "stop"]
+    memory.keep_events = False
+    fails(memory, lambda: device.allocate(1, MIB))
+    assert device.calls[5:] == ["start", "snapshot", "stop"]
+    assert device.most == cuda.MAX_HISTORY <= 20_000
+    assert memory.dump(tmp_path / "snapshot.pickle")
+    memory.forget_record()
+    assert memory.events([]) == ([], {})
+    assert not memory.dump(tmp_path / "second.pickle")
+    fails(memory, lambda: None)
+    with memory.watch({}):  # the next block does not keep the last one's
+        assert memory.events([]) == ([], {})
+
+
+def test_an_overflowing_record_still_ends_at_what_is_allocated(memory, device, monkeypatch):
+    """Only the last entries are kept. What came before them appears as one allocation: no category goes below zero."""
+    monkeypatch.setattr(cuda, "MAX_HISTORY", 5)
+
+    def work():
+        device.allocate(1, 8 * MIB)  # replaced by later entries, and freed below
+        device.allocate(2, 4 * MIB)  # replaced, and still there at the end
+        device.allocate(3, 2 * MIB)
+        device.free(1, 8 * MIB)
+        device.allocate(4, MIB)
+        device.allocate(5, MIB)
+
+    device.blocks = [block("active_allocated", size * MIB) for size in (1, 4, 2, 1, 1)]
+    device.blocks.append(block("inactive", 7 * MIB))
+    fails(memory, work, {Category.PARAMETERS: [torch.zeros(MIB // 4)]})
+    events, kinds = memory.events([])
+    series = stacked(events, kinds)
+    assert series[Category.PARAMETERS][0] == MIB
+    assert all(np.min(values) >= 0 for values in series.values())
+    assert sum(values[-1] for values in series.values()) == 9 * MIB
+    assert max(series[Category.ACTIVATIONS]) == (4 + 8 + 2) * MIB
