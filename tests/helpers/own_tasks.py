@@ -1,4 +1,4 @@
-"""Tasks and models as users write them, for what starts and what is refused."""
+"""Models and tasks as users write them, for what starts and what is refused, on one rank and on several."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainapp.losses.losses import classification, next_token
+from trainapp.losses.losses import classification
+from trainapp.tasks import EmbeddingTask
 
 
 class Net(nn.Module):
@@ -32,36 +33,6 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
-CALLS = [0]
-LOGITS: list[Tensor] = []
-
-
-def with_globals(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Any]]:
-    """A loss that depends on how often the task was called, and on what it returned."""
-    CALLS[0] += 1
-    logits = model(batch["inputs"]) / CALLS[0] + sum(LOGITS)
-    LOGITS.append(logits.detach())
-    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
-
-
-class Pairs(Net):
-    """Multiplies the features with themselves."""
-
-    def __init__(self, num_classes: int):
-        super().__init__(num_classes)
-        self.pairs = nn.Bilinear(16, 16, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        features = self.features(inputs).float()  # torch's bilinear takes nothing else under autocast
-        return self.pairs(features, features)
-
-
-class Frozen(Net):
-    def __init__(self, num_classes: int):
-        super().__init__(num_classes)
-        self.requires_grad_(False)
-
-
 class Lazy(nn.Module):
     def __init__(self, num_classes: int):
         super().__init__()
@@ -73,12 +44,6 @@ class Lazy(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.body(inputs))
-
-
-class LazyButUnused(Lazy):
-    def __init__(self, num_classes: int):
-        super().__init__(num_classes)
-        self.spare = nn.LazyLinear(3)
 
 
 class Sparse(nn.Module):
@@ -97,20 +62,15 @@ class Sparse(nn.Module):
         return self.head(F.embedding(values, self.embedding.weight, sparse=True).flatten(1))
 
 
-class Unregistered(nn.Module):
-    """The classic mistake: a plain list of layers."""
-
-    def __init__(self, num_classes: int):
-        super().__init__()
-        self.layers = [nn.Linear(64, 8)]
-        self.head = nn.Linear(8, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.layers[0](inputs.flatten(1)))
+# Sums over samples
 
 
 def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
+
+
+def total(model, batch):
+    return cross_entropy(model, batch), len(batch["targets"]), {}
 
 
 def reads_attributes(model, batch):
@@ -136,52 +96,6 @@ def reads_a_blocks_weight(model, batch):
     return cross_entropy(model, batch) + penalty * len(batch["targets"]), len(batch["targets"]), {}
 
 
-def plain_metrics(model, batch):
-    loss, count = cross_entropy(model, batch), len(batch["targets"])
-    return loss, count, {
-        "a_float": 0.1 * count,
-        "an_int": count,
-        "a_bool": torch.ones((), dtype=torch.bool),
-        "a_numpy_number": np.float32(0.5 * count),
-        "an_array": np.array(0.25 * count),
-        "called": lambda: 2.0 * count,
-    }  # fmt: skip
-
-
-def several_metrics(model, batch):
-    logits = model(batch["inputs"])
-    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
-    return loss, len(logits), {"right": logits.argmax(-1) == batch["targets"]}
-
-
-def text_metric(model, batch):
-    return cross_entropy(model, batch), len(batch["targets"]), {"name": "good"}
-
-
-def no_metrics(model, batch):
-    return cross_entropy(model, batch), len(batch["targets"]), None
-
-
-def detached(model, batch):
-    return cross_entropy(model, batch).detach(), len(batch["targets"]), {}
-
-
-def vector(model, batch):
-    return F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="none"), len(batch["targets"]), {}
-
-
-def number(model, batch):
-    return cross_entropy(model, batch).item(), len(batch["targets"]), {}
-
-
-def only_a_loss(model, batch):
-    return cross_entropy(model, batch)
-
-
-def a_pair(model, batch):
-    return cross_entropy(model, batch), len(batch["targets"])
-
-
 class WithParameters(nn.Module):
     """A loss that is a module with a parameter of its own."""
 
@@ -195,13 +109,6 @@ class WithParameters(nn.Module):
 
 with_parameters = WithParameters()
 with_frozen_parameters = WithParameters().requires_grad_(False)
-_CENTRES = nn.Embedding(10, 10)
-
-
-def uses_a_global_module(model, batch):
-    logits = model(batch["inputs"])
-    loss = (logits - _CENTRES(batch["targets"])).square().sum()
-    return loss, len(logits), {}
 
 
 def nan_in_evaluation(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
@@ -233,41 +140,6 @@ class InfOnce:
         self.has_evaluated = state["has_evaluated"]
 
 
-def leaves_torch(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Tensors without data cannot do that."""
-    batch["inputs"].numpy()
-    return classification(model, batch)
-
-
-KEPT: dict[str, Tensor] = {}
-
-
-def keeps_weights(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Makes its weights at first use."""
-    if not KEPT:
-        KEPT["weights"] = torch.full((10,), 0.5)
-    loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], weight=KEPT["weights"], reduction="sum")
-    return loss, len(batch["targets"]), {}
-
-
-class Bank:
-    """next_token with 400 KB in a list beside the model."""
-
-    def __init__(self):
-        self.bank = [torch.zeros(100_000)]
-
-    def __call__(self, model, batch):
-        return next_token(model, batch)
-
-
-def dropout_and_data(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Classification that draws a random number and counts its calls in an attribute, which scales the loss."""
-    loss, count, _ = classification(model, batch)
-    calls = model.calls = getattr(model, "calls", 0) + 1
-    logits = model(batch["inputs"]).detach()
-    return loss * (calls + torch.rand(())), count, {"accuracy": (logits.argmax(-1) == batch["targets"]).sum()}
-
-
 class CountsInPlace:
     """Counts its calls in a tensor and in an array, which scale the loss."""
 
@@ -280,3 +152,86 @@ class CountsInPlace:
         self.calls += 1
         self.by_half[int(self.calls) % 2] += 1
         return loss * (float(self.calls) + float(self.by_half[0])), count, {"accuracy": metrics["accuracy"]}
+
+
+# What is no sum, or cannot be trained
+
+
+def mean(model, batch):
+    count = len(batch["targets"])
+    return cross_entropy(model, batch) / count, count, {}
+
+
+def detached(model, batch):
+    return cross_entropy(model, batch).detach(), len(batch["targets"]), {}
+
+
+def several_metrics(model, batch):
+    logits = model(batch["inputs"])
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss, len(logits), {"right": logits.argmax(-1) == batch["targets"]}
+
+
+# Losses that compare the samples of a batch
+
+
+class Encoder(nn.Module):
+    """Dropout, BatchNorm, a generator of its own, and a temperature that is trained."""
+
+    def __init__(self, num_classes: int, width: int = 16, dropout: float = 0.3, norm: bool = True):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, width), nn.BatchNorm1d(width) if norm else nn.Identity(), nn.ReLU())
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, num_classes)
+        self.scale = nn.Parameter(torch.ones(1))  # FSDP takes no scalars
+        self.generator = torch.Generator().manual_seed(1)
+        self.noise = 0.1 if dropout else 0.0
+
+    def blocks(self):
+        return [self.body]
+
+    def forward(self, inputs):
+        hidden = self.dropout(self.body(inputs.flatten(1)))
+        if self.training and self.noise:
+            hidden = hidden + self.noise * torch.rand((), generator=self.generator)
+        return self.head(hidden)
+
+
+def infonce(first, second):
+    """Each row against all rows of the other (Chen et al. 2020)."""
+    logits = first @ second.T
+    own = torch.arange(len(logits), device=logits.device)
+    return F.cross_entropy(logits, own, reduction="sum"), len(logits), {"own": logits.diagonal().detach().sum()}
+
+
+class Mirrored(EmbeddingTask):
+    """Each image against all mirror images."""
+
+    def embed(self, model, batch):
+        first, second = (F.normalize(model(x), dim=1) for x in (batch["inputs"], batch["inputs"].flip(3)))
+        return {"first": first * model.scale.exp(), "second": second, "targets": batch["targets"]}
+
+    def loss_of_embeddings(self, embeddings):
+        return infonce(embeddings["first"], embeddings["second"])
+
+
+mirrored = Mirrored()
+
+
+def per_micro_batch(model, batch):
+    """The wrong variant: each sample against those of its micro-batch."""
+    return mirrored(model, batch)
+
+
+class Whole:
+    """The same, which says so. sizes: of the batches that it was given in training."""
+
+    whole_batch = True
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, model, batch):
+        if model.training:
+            self.sizes.append(len(batch["targets"]))
+        return mirrored(model, batch)

@@ -7,10 +7,10 @@ from .faults import fail_at
 from .test_equality import assert_same, errors
 
 OWN = (
-    *("model=mlp", "model._target_=embedding_tasks.Encoder", "~model.depth", "model.width=16", "model.dropout=0"),
-    *("+model.norm=false", "data=digits", "user_packages=[embedding_tasks]", "every.eval=4"),
+    *("model=mlp", "model._target_=own_tasks.Encoder", "~model.depth", "model.width=16", "model.dropout=0"),
+    *("+model.norm=false", "data=digits", "user_packages=[own_tasks]", "every.eval=4"),
 )
-TASK = "task=embedding_tasks.mirrored"
+TASK = "task=own_tasks.mirrored"
 SPREADS = ["ddp", pytest.param("fsdp", marks=needs_reset), pytest.param("hsdp", marks=[needs_reset, pytest.mark.slow])]
 
 
@@ -46,7 +46,7 @@ def test_as_on_one_rank_with_uneven_shares(cell, spread):
 
 def test_the_samples_of_one_rank_are_another_loss(cell):
     """Negative control."""
-    wrong = ("task=embedding_tasks.per_micro_batch", "train.check_loss=false", "batch.micro_size=8")
+    wrong = ("task=own_tasks.per_micro_batch", "train.check_loss=false", "batch.micro_size=8")
     for record in run(cell, 2, *wrong, "parallel=ddp"):
         assert record.error is None
         assert errors(record, reference(cell))[0] > 0.05

@@ -544,17 +544,17 @@ def test_frozen_groups_of_one_update_leave_the_others(tmp_path):
     assert {"generator.3.weight", "discriminator.0.weight"} <= trained
 
 
-@pytest.mark.parametrize("task", ["mean", "no_loss"])
+@pytest.mark.parametrize("task", ["mean", "detached"])
 def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
     """Seen before the first step, or while training."""
-    rules = {"mean": "the loss is a mean", "no_loss": r"must return \(loss_sum, count, metrics\)"}
+    rules = {"mean": "the loss is a mean", "detached": "its loss needs no gradient"}
     one, other = (
-        f"{{name: {name}, task: checked_tasks.{task}, parameters: [{name}], optimizer: {{lr: 0.01}}}}"
-        for name, task in (("body", "cross_entropy"), ("head", task))
+        f"{{name: {name}, task: own_tasks.{task}, parameters: [{name}], optimizer: {{lr: 0.01}}}}"
+        for name, task in (("body", "total"), ("head", task))
     )
     own = ("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout")
-    own = (*own, "data=digits", "user_packages=[own_models,checked_tasks]")
-    with pytest.raises(UserError, match=rf"^updates\.1\.task=checked_tasks\.{task}: {rules[task]}"):
+    own = (*own, "data=digits", "user_packages=[own_models,own_tasks]")
+    with pytest.raises(UserError, match=rf"^updates\.1\.task=own_tasks\.{task}: {rules[task]}"):
         runs.run(tmp_path, *own, f"updates=[{one}, {other}]")
 
 
