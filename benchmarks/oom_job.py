@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainapp.config.validation import NonNegativeInt, PositiveInt
 from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.models.gpt import GPT
+from trainapp.validation import NonNegativeInt, PositiveInt
 
 
 class LongTail(SyntheticTokens):

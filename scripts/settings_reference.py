@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainapp.config.schema import Config
-from trainapp.config.validation import as_yaml
+from trainapp.config.targets import as_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE, CONF = ROOT / "docs/configuration.md", ROOT / "conf"

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import trainapp
-from trainapp.config import command_line, compose, data_of_run, names
+from trainapp.config import command_line, compose
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, one_run
@@ -86,14 +86,14 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # with Hydra, its own
     command_line.add_import_paths(sys.argv[1:])
-    sys.argv[1:] = command_line.with_own_classes(data_of_run.expanded(sys.argv[1:]))
+    sys.argv[1:] = command_line.for_hydra(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:
         job()
     except (Exception, Reported) as caught:
         error = caught.error if isinstance(caught, Reported) else caught
-        message = str(error) if isinstance(error, UserError) else names.explain(error, sys.argv[1:])
+        message = str(error) if isinstance(error, UserError) else command_line.explain(error, sys.argv[1:])
         if wants_traceback or message is None:
             if error is caught:
                 raise

@@ -1,5 +1,6 @@
-"""Sizes and lists as people write and read them. Imports nothing that takes time."""
+"""Sizes, lists and names as people write and read them. Imports nothing that takes time."""
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -41,3 +42,9 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'depth'?`, or nothing when no choice is close."""
+    close = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

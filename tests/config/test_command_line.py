@@ -1,32 +1,20 @@
-"""Overrides that the program writes are read back by Hydra as they were meant; a `_target_` begins an empty group."""
-
-import random
+"""Overrides that the program writes are read back by Hydra as they were meant; a `_target_` begins an empty group; what
+a user reads about a name that does not exist. tests/test_cli.py tests the messages of whole commands.
+"""
 
 import pytest
 import runs
 from helpers import run_cli
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from trainapp.config import command_line, compose
+from trainapp.errors import UserError
 
-NAMES = [
-    *("/runs/a", "runs", "1", "null", "true", "1e3", "/größe/é/日本", "/a b", "/a,b", "/a=[{(:", "/\t\n"),
-    *(
-        "/it's",
-        "/a\\'b",
-        "/a\\\\'",
-        "/a\\",
-        "/a\\\\",
-        '/"',
-        "/${oc.env:HOME}",
-        "/\\${x}",
-        "/${",
-        "/$",
-        "/a\\\\${x}\\\\",
-    ),
-]
+NAMES = ["/runs/a", "runs", "1", "null", "1e3", "/größe/日本", "/a b,c", "/a=[{(:", "/it's", "/a\\\\'", "/a\\", '/"']
+NAMES += ["/${oc.env:HOME}", "/\\${x}", "/a\\\\${x}\\\\"]
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +30,13 @@ def test_a_name_is_read_back(read_back, name):
     assert read_back(command_line.override("place", name)) == name
 
 
-@pytest.mark.slow
-def test_any_name_is_read_back(read_back):
-    drawn = random.Random(0)
-    parts = ["\\", "'", '"', "$", "{", "}", "${", "a", " ", ",", "[", "=", ":", "ü", "("]
-    for _ in range(100):
-        name = "/" + "".join(drawn.choices(parts, k=drawn.randrange(8)))
-        assert read_back(command_line.override("place", name)) == name
-
-
 def test_a_plain_path_stays_as_it_is():
     assert command_line.override("hydra.run.dir", "/runs/a-1_b.c") == "hydra.run.dir=/runs/a-1_b.c"
 
 
 # A class in place of an option
 
+OF_A_RUN = ["mode=predict", "checkpointing.resume=x"]
 RMSPROP = "optimizer._target_=torch.optim.RMSprop"
 
 
@@ -77,10 +57,15 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
         ),
         (["model={_target_: a.B, width: 5}"], ["~model", "++model={_target_: a.B, width: 5}"]),
         (["model={width: 5}", "task={_target_: a.b}"], ["model={width: 5}", "task={_target_: a.b}"]),
+        # Settings of a run's data, unless other data is chosen.
+        ([*OF_A_RUN, "data.path=x", "model.width=1"], [*OF_A_RUN, "++data.path=x", "model.width=1"]),
+        ([*OF_A_RUN, "data=digits", "data.seed=1"], [*OF_A_RUN, "data=digits", "data.seed=1"]),
+        ([*OF_A_RUN, "experiment=mine", "data.seed=1"], [*OF_A_RUN, "experiment=mine", "data.seed=1"]),
+        (["checkpointing.resume=x", "data.seed=1"], ["checkpointing.resume=x", "data.seed=1"]),
     ],
 )
-def test_what_a_class_in_place_of_an_option_stands_for(given, meant):
-    assert command_line.with_own_classes(given) == meant
+def test_what_stands_for_hydras_overrides(given, meant):
+    assert command_line.for_hydra(given) == meant
 
 
 def test_it_has_the_defaults_of_its_class_and_common_settings_stay():
@@ -111,3 +96,49 @@ def test_in_a_sweep(tmp_path):
         text = (tmp_path / f"sweep/{number}/.hydra/config.yaml").read_text()
         assert "betas" not in text
         assert "momentum: 0.5" in text
+
+
+# Names that do not exist
+
+
+def refusal(*overrides):
+    with pytest.raises(UserError) as refused:
+        compose.from_command_line(overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch.micro_sze=3", "batch.micro_sze: no such setting; did you mean 'micro_size'?"),
+        ("+batch.foo=1", "batch.foo: no such setting; known here: eval_micro_size, global_size"),
+        ("experment=x", "experment: no such setting; did you mean 'experiment'?"),
+        ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
+        ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
+        ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
+        ("predict", "Error parsing override 'predict'"),
+        ("seed=3", "seed: no such setting; here it is train.seed"),
+        ("train.precision=bf16", "train.precision: no such setting; here it is precision"),
+        ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
+    ],
+)
+def test_a_name_that_does_not_exist(override, message):
+    assert refusal(override).startswith(message)
+
+
+def test_where_a_plus_is_named_it_works():
+    assert "is added with +optimizer.amsgrad=VALUE" in refusal("optimizer.amsgrad=true")
+    assert compose.from_command_line(["+optimizer.amsgrad=true"]).optimizer.arguments["amsgrad"] is True
+
+
+@pytest.mark.parametrize("override", ["old.name=1", "+old.name=1", "precision=old", "precision.mode=old"])
+def test_an_old_name_is_an_error_that_names_the_new_one(monkeypatch, override):
+    own = {"old.name": "is now train.seed", "precision=old": "is now precision=bf16", "old": "is now train"}
+    monkeypatch.setattr(command_line, "RENAMED", own)
+    new = "precision=bf16" if "precision" in override else "train"
+    assert f"is now {new}" in refusal(override)
+
+
+def test_an_error_that_is_not_about_a_name_keeps_its_words():
+    assert command_line.explain(HydraException("something else"), []) == "something else"
+    assert command_line.explain(ValueError("something else"), []) is None

@@ -9,10 +9,8 @@ TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, pa
 REFUSED = [
     ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
     ("batch.micro_size=100", "batch.micro_size=100 with batch.global_size=64: a micro-batch is at most the global"),
-    ("batch.micro_schedule={1:{64:99}}", "batch.micro_schedule with batch.global_size=64: a micro-batch is at most"),
     ("accumulation.steps=65", "accumulation.steps=65 with batch.global_size=64: a micro-batch has at least one sample"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
-    ("parallel=ddp parallel.vote_on_oom=never", "parallel.vote_on_oom=never with batch.micro_size=auto: each size"),
     ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: its loss scale lets"),
     ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
     (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),
@@ -22,7 +20,6 @@ REFUSED = [
     ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it has sizes for each"),
     (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
     (f"{TWO}|oom.keep_global_batch=false", "oom.keep_global_batch=false with updates: all updates of a step"),
-    ("export.merge=true adapter=none", "export.merge=true with adapter=none: there is nothing to merge"),
     ("export.merge_dtype=bf16", "export.merge_dtype=bf16 with export.merge=false: it is the format of merged weights"),
     (
         "adapter=lora adapter.base_dtype=bf16",
@@ -35,7 +32,6 @@ REFUSED = [
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each rank predicts with"),
     ("mode=generate checkpointing.resume=x generate.prompts=['']", "mode=generate with generate.prompts: there is"),
     ("mode=lr_find lr_find.min=1 lr_find.max=0.1", "lr_find.min=1.0 with lr_find.max=0.1: the rates grow"),
-    ("mode=lr_find parallel=ddp", "mode=lr_find with parallel=ddp: the rate is that of the global batch"),
     (f"mode=lr_find|{TWO}", "mode=lr_find with updates: the losses of several optimizers"),
     ("mode=lr_find checkpointing.resume=x", "mode=lr_find with checkpointing.resume=x: it begins with initial weights"),
     (

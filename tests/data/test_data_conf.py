@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from trainapp.config.validation import check_arguments
+from trainapp.config.targets import check_arguments
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

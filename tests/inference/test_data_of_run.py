@@ -2,15 +2,14 @@
 
 import csv
 import json
-import shutil
 
 import hf_files
 import pytest
 import runs
 from helpers import run_cli, train
 
-from trainapp.config import data_of_run
 from trainapp.errors import UserError
+from trainapp.run import resume
 
 ROWS = [("the quick brown fox", "fox"), ("jumps over", "none"), ("the lazy dog", "dog")] * 10
 
@@ -23,66 +22,24 @@ def trained(tmp_path_factory):
     return folder
 
 
-def expanded(trained, *overrides, mode="predict"):
-    return data_of_run.expanded([f"mode={mode}", f"checkpointing.resume={trained}", *overrides])
+def of_run(trained, tmp_path, *overrides, mode="predict"):
+    config = runs.configure(tmp_path, f"mode={mode}", f"checkpointing.resume={trained}", *overrides)
+    return resume.as_saved(config, trained / "checkpoints/step_00000002")
 
 
-def test_only_what_is_changed_differs_from_the_runs_data(trained):
-    checkpoint = trained / "checkpoints/step_00000002"
-    for resume in (trained, checkpoint, f"'{trained}'"):
-        _, _, target, *own, changed = expanded(resume, "data.seed=3")
-        assert (target, changed) == ("data._target_=trainapp.data.sets.digits.Digits", "data.seed=3")
-        assert "data.augment=true" in own
+def test_only_what_is_changed_differs_from_the_runs_data(trained, tmp_path):
+    config = of_run(trained, tmp_path, "data.seed=3", "+data.more.deep=[1]", "data.num_workers=2")
+    assert config.data.target == "trainapp.data.sets.digits.Digits"
+    assert config.data.arguments == {"augment": True, "seed": 3, "more": {"deep": [1]}}
+    assert (config.loader.num_workers, config.loader.drop_last) == (2, False)
+    assert config.model.arguments["width"] == 24
+    assert of_run(trained, tmp_path, "~data.augment").data.arguments == {}
 
 
-def test_every_name_of_a_checkpoint_is_known_and_copies_are_not(trained, tmp_path):
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(trained / "checkpoints/step_00000002", folder / "step_00000002")
-    for name, seed in (("step_00000002_backup", 5), ("step_00000001", 7)):
-        data = {"target": "trainapp.data.sets.digits.Digits", "arguments": {"seed": seed}}
-        (folder / name).mkdir()
-        (folder / name / "manifest.json").write_text(json.dumps({"config": {"data": data}}))
-    (folder / "best").write_text("step_00000001\n")
-    (folder / "latest").write_text("step_00000002\n")
-    for name in ("", "checkpoints", "checkpoints/latest", "checkpoints/step_00000002/manifest.json"):
-        assert "data.augment=true" in expanded(tmp_path / name, "data.seed=3"), name
-    assert "data.seed=7" in expanded(folder / "best", "data.augment=true")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("data.num_workers=0",),
-        ("data.sampling.weights=[1]",),
-        ("data=digits", "data.augment=false"),
-        ("data._target_=mine.Data", "data.x=1"),
-        ("experiment=mine", "data.augment=false"),
-    ],
-)
-def test_what_stays_as_it_is(trained, overrides):
-    assert expanded(trained, *overrides)[2:] == list(overrides)
-
-
-def test_without_a_checkpoint_and_in_training_nothing_changes(trained, tmp_path):
-    change = "data.augment=false"
-    assert expanded(tmp_path, change)[2:] == [change]
-    assert expanded(trained, change, mode="train")[2:] == [change]
-    (tmp_path / "manifest.json").write_text("[1]")
-    assert expanded(tmp_path, change)[2:] == [change]
-
-
-@pytest.mark.parametrize("value", ["a'b", "${oc.env:HOME}", "x,y", "null", 'back\\slash "q"', "", "1"])
-def test_texts_are_quoted_for_hydra(trained, tmp_path, value):
-    folder = tmp_path / "checkpoints/step_00000001"
-    folder.mkdir(parents=True)
-    arguments = {"path": value, "more": [1, 2.5, None, True, value], "nested": {"a b": [value]}}
-    data = {"target": "my.Data", "arguments": arguments}
-    (folder / "manifest.json").write_text(json.dumps({"config": {"data": data}}))
-    config = runs.configure(
-        tmp_path / "out", "user_packages=[my]", *expanded(tmp_path, "data.new=1"), "predict.output=x"
-    )
-    assert config.data.arguments == {**arguments, "new": 1}
+def test_other_data_is_chosen_as_a_whole(trained, tmp_path):
+    assert of_run(trained, tmp_path, "data=digits", "data.augment=false").data.arguments == {"augment": False}
+    own = of_run(trained, tmp_path, "data._target_=mine.Data", "data.x=1").data
+    assert (own.target, own.arguments) == ("mine.Data", {"x": 1})
 
 
 def test_an_evaluation_takes_the_model_from_the_run(trained, tmp_path):

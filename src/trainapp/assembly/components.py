@@ -12,7 +12,7 @@ import torch
 from trainapp.assembly.hook_parts import Hooks, load_hooks
 from trainapp.config import targets
 from trainapp.config.schema import Config
-from trainapp.config.validation import check_arguments
+from trainapp.config.targets import check_arguments
 from trainapp.data.stream_reader import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.losses import losses

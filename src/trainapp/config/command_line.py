@@ -1,5 +1,5 @@
-"""What the command line says beyond Hydra: import paths of users' modules, classes named in place of an option, and
-the command that resumes a run. Imports no torch.
+"""The words of the command line: what it takes beyond Hydra's overrides, how they are written, and what a user reads
+about a name that does not exist. Imports no torch.
 """
 
 import os
@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import cast
 
 from hydra.conf import HydraConf
+from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from trainapp.config.schema import Config
+from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.files import CONF
+from trainapp.units import suggest
 
 _OWN_CLASS = re.compile(r"\+?(data|model|optimizer|schedule)(\._target_=|=\{.*_target_)", re.DOTALL)
 
@@ -32,20 +36,27 @@ def add_import_paths(arguments: Sequence[str]) -> None:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
-def with_own_classes(arguments: Sequence[str]) -> list[str]:
-    """Hydra's overrides, where `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` begins without the
-    settings of the default option, which are those of another class: its arguments then need no `+`.
+# From what a user writes to Hydra's overrides
 
-    Where an option is chosen, too, as in `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other
-    arguments of the command line may be among the overrides.
+
+def for_hydra(arguments: Sequence[str]) -> list[str]:
+    """Hydra's overrides, with its own marks where trainapp needs none. Other arguments may be among them.
+
+    `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` begins without the settings of the default option,
+    which are those of another class. Where an option is chosen, too, as in `optimizer=sgd optimizer._target_=mine.SGD`,
+    its settings stay. `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which
+    the default option need not have: see `run.resume`.
     """
     groups = {match[1] for text in arguments if (match := _OWN_CLASS.match(text))}
     groups = {group for group in groups if not any(_chooses(text, group) for text in arguments)}
+    values = dict(text.partition("=")[::2] for text in arguments)
+    keeps_data = not values.keys() & {"data", "data._target_", "experiment"}
+    changes_data = values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values and keeps_data
     texts = []
     for text in arguments:
         group = next((own for own in groups if re.match(rf"(\+{{0,2}}|~){own}[.=]", text)), None)
         if group is None:
-            texts.append(text)
+            texts.append(f"++{text}" if changes_data and text.startswith("data.") else text)
         elif not text.startswith("~"):  # a setting of the option, which is not there
             texts += [f"~{group}"] * bool(_OWN_CLASS.match(text)) + [f"++{text.lstrip('+')}"]
     return texts
@@ -53,6 +64,9 @@ def with_own_classes(arguments: Sequence[str]) -> list[str]:
 
 def _chooses(text: str, group: str) -> bool:
     return text == f"~{group}" or (text.startswith(f"{group}=") and not _OWN_CLASS.match(text))
+
+
+# Commands and overrides that a user may type
 
 
 def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str | Path] = ()) -> str:
@@ -100,3 +114,85 @@ def size_overrides(config: Config, size: int) -> list[str]:
     others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
     others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
     return [*others, f"batch.micro_size={size}"]
+
+
+# Names that do not exist
+
+# Settings and options (`group=option`) of earlier versions, and what became of them.
+RENAMED = {
+    "activation_checkpointing=budget": "is now activation_checkpointing=auto",
+    "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
+    "activation_checkpointing.every": "is gone; activation_checkpointing.modes has a mode per block",
+    "oom.plan": "is gone: an out-of-memory error is answered with what the failed step measured",
+    "oom.remember": "is gone: a run depends on its configuration and its checkpoint alone",
+    "optimizer=adamw_fp8": "is gone; use optimizer=adamw_8bit",
+    "plan.levers": "is now plan.techniques",
+}
+
+# The last part of a setting in other programs, and what is meant, most likely.
+_ELSEWHERE = {
+    "batch_size": "batch.global_size=N (of the step, over all ranks; micro-batches are found)",
+    "compile": "train.compile",
+    "dataset": "data",
+    "device": "train.device",
+    "epochs": "train.max_epochs",
+    "gradient_accumulation_steps": "accumulation.steps",
+    "gradient_checkpointing": "activation_checkpointing=full",
+    "gradient_clip_val": "train.grad_clip",
+    "learning_rate": "optimizer.lr",
+    "logger": "tracker",
+    "loss": "task",
+    "lr": "optimizer.lr",
+    "lr_scheduler": "schedule",
+    "max_epochs": "train.max_epochs",
+    "max_grad_norm": "train.grad_clip",
+    "max_steps": "train.max_steps",
+    "num_train_epochs": "train.max_epochs",
+    "num_workers": "data.num_workers",
+    "output_dir": "hydra.run.dir",
+    "precision": "precision",
+    "resume_from_checkpoint": "checkpointing.resume",
+    "scheduler": "schedule",
+    "seed": "train.seed",
+    "weight_decay": "optimizer.weight_decay",
+}
+
+
+def renamed(setting: str, value: object = None) -> str | None:
+    """What became of a setting, or of its value, of an earlier version; None for all others."""
+    for name in (setting, f"{setting}={value}", f"{setting.removesuffix('.mode')}={value}"):
+        if name in RENAMED:
+            return f"{name}: {RENAMED[name]}"
+    return None
+
+
+def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The message for a mistake on the command line that Hydra has found; None for an error that needs its traceback.
+    Hydra's own words, with the name that is meant where it can be guessed.
+    """
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # names no group
+        given = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false)", text)), str(error))
+        return f"{given}: an option is chosen by its name; `trainapp --help` lists them"
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    text = str(error).strip().partition("\nConfig search path:")[0].strip()
+    if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, name = option.groups()
+        choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
+        available = f"no such option{suggest(name.lower(), choices)}; available: {', '.join(choices) or 'none'}"
+        return renamed(group, name) or f"{group}={name}: {available}"
+    if setting := re.search(r"Could not override '([^']+)'", text):
+        return renamed(setting[1]) or f"{setting[1]}: no such setting{_meant(setting[1], error)}"
+    cause = str(error.__cause__ or "").strip()
+    return text if cause in text else f"{text}\n{cause}"
+
+
+def _meant(path: str, error: BaseException) -> str:
+    """A guess, and what may be done where it is an argument of a class that the YAML files do not list."""
+    parent, _, key = path.rpartition(".")
+    node = getattr(error.__cause__ or error, "parent_node", None)
+    listed = [str(name) for name in node] if node is not None and OmegaConf.is_dict(node) else []
+    known = f"; `trainapp --cfg job` shows all; what the YAML files do not list is added with +{path}=VALUE"
+    if _ELSEWHERE.get(key, path) != path:
+        return f"; here it is {_ELSEWHERE[key]}"
+    return suggest(key, [*listed, *(() if parent else (folder.name for folder in CONF.iterdir()))]) or known

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, data_of_run, excludes, names, sections
-from trainapp.config.schema import Config, Update
-from trainapp.config.validation import messages
+from trainapp.config import command_line, excludes
+from trainapp.config.schema import Config, Loader, Update
+from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
 
@@ -31,14 +31,14 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
     config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
     """
-    given = command_line.with_own_classes(data_of_run.expanded(as_overrides(overrides)))
+    given = command_line.for_hydra(as_overrides(overrides))
     folder = None if config_dir is None else _folder(config_dir)
     search_path = [] if folder is None else [f"hydra.searchpath=[{command_line.quoted(str(folder))}]"]
     try:
         with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *search_path])
     except Exception as error:
-        message = names.explain(error, given)
+        message = command_line.explain(error, given)
         if message is None:
             raise
         raise UserError(message) from None
@@ -63,12 +63,10 @@ def _without_callers_hydra() -> Iterator[None]:
 
 def as_overrides(given: Iterable[str]) -> list[str]:
     """The overrides of a call from Python. Raises UserError for anything but a list of strings."""
-    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    overrides = list(given) if is_list else []
+    if not is_list or not all(isinstance(override, str) for override in overrides):
         raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
-    overrides = list(given)
-    for index, override in enumerate(overrides):
-        if not isinstance(override, str):
-            raise UserError(f"overrides[{index}]={override!r}: must be a string, such as 'model=gpt'")
     return overrides
 
 
@@ -95,12 +93,9 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
 def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given: Sequence[str] = ()) -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = [f"{key}: no such setting" for key in FILLED_IN if key in plain]
-    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
-    settings |= sections.split(plain, errors)
+    filled_in = {"run_dir": run_dir, "command": command, "given": [*given]}
     try:
-        config = TypeAdapter(Config).validate_python(
-            settings | {"run_dir": run_dir, "command": command, "given": [*given]}
-        )
+        config = TypeAdapter(Config).validate_python(_in_sections(plain) | filled_in)
     except pydantic.ValidationError as error:
         errors += [_as_written(line) for line in messages(error, "", _known_keys)]
     if not errors:
@@ -110,14 +105,49 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
     return config
 
 
+def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
+    """In the layout of `Config`: how data is loaded apart from the data, and a task's arguments apart from its name."""
+    sections = _with_task(plain)
+    data = plain.get("data")
+    if isinstance(data, dict):
+        loading = {own.name for own in dataclasses.fields(Loader)}
+        sections["data"] = {key: value for key, value in data.items() if key not in loading}
+        sections["loader"] = {key: value for key, value in data.items() if key in loading}
+    for group in ("metrics", "callbacks", "tracker"):
+        nodes = plain.get(group)
+        if nodes is None or isinstance(nodes, dict):
+            sections[group] = {name: node for name, node in (nodes or {}).items() if node is not None}
+    sections["eval"] = plain.get("eval") or {}
+    if isinstance(plain.get("updates"), list):
+        sections["updates"] = [_with_optimizer(update, plain.get("optimizer")) for update in plain["updates"]]
+    return sections
+
+
+def _with_task(node: dict[str, Any]) -> dict[str, Any]:
+    """A node whose `task` may be a mapping of `_target_` and arguments."""
+    task = node.get("task")
+    if not isinstance(task, dict) or "_target_" not in task:
+        return dict(node)
+    arguments = {key: value for key, value in task.items() if key != "_target_"}
+    return node | {"task": task["_target_"], "task_arguments": arguments}
+
+
+def _with_optimizer(update: Any, common: Any) -> Any:
+    """One of `updates`: its optimizer starts from `optimizer`, the common one, unless it names a class of its own."""
+    if not isinstance(update, dict):
+        return update
+    own = update.get("optimizer") or {}
+    if isinstance(own, dict) and "_target_" not in own and isinstance(common, dict):
+        own = {key: value for key, value in common.items() if key != "groups"} | own
+    return _with_task(update) | {"optimizer": own}
+
+
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them, and about a former one what became of it."""
     setting, value = re.split(r"[=:]", line.partition(": ")[0] + "=", maxsplit=2)[:2]
-    if former := names.renamed(setting, value):
+    if former := command_line.renamed(setting, value):
         return former
-    line = re.sub(
-        r"^((?:updates\.\d+\.)?(?:data|model|optimizer|schedule|eval\.[^.]+))\.target\b", r"\1._target_", line
-    )
+    line = re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
     return re.sub(r"^loader\.", "data.", line)
 
 

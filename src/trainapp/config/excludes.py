@@ -6,9 +6,8 @@ What needs the built model, the data or the machine is checked where those are.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainapp.config.micro_schedule import entries, is_by_update
-from trainapp.config.schema import INFERENCE, Config
-from trainapp.config.validation import as_yaml
+from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.config.targets import as_yaml
 
 # Settings that users choose by the option of a group.
 _OF_GROUP = {
@@ -52,41 +51,16 @@ def _with_value(name: str, config: Config) -> str:
     return name if isinstance(value, list | dict) and value else f"{name}={as_yaml(value)}"
 
 
-def _largest_scheduled(config: Config) -> int:
-    sizes = [size for _, of_step in entries(config.batch.micro_schedule or {}) for size in _sizes(of_step)]
-    return max(sizes, default=0)
-
-
-def _searches(config: Config) -> bool:
-    """Whether a training looks for the micro-batch that fits."""
-    return (
-        config.mode == "train" and config.oom.enabled and config.batch.micro_size == config.accumulation.steps == "auto"
-    )
-
-
-def _sizes(of_step: Any) -> list[int]:
-    return list(of_step.values()) if isinstance(of_step, dict) else [of_step]
-
-
 def _misses_updates(config: Config) -> bool:
-    schedule = config.batch.micro_schedule
-    if not schedule:
-        return False
-    names = {update.name for update in config.updates}
-    return is_by_update(schedule) != bool(names) or (bool(names) and not set(schedule) <= names)
+    """Whether `batch.micro_schedule` has other names than the updates, or names without updates."""
+    names = {update.name for update in config.updates} or {""}
+    return config.batch.micro_schedule is not None and not config.batch.schedules.keys() <= names
 
 
 def _names_twice(config: Config) -> bool:
     names = [update.name for update in config.updates]
     return len(set(names)) < len(names)
 
-
-def _has_argument(config: Config, name: str, value: Any) -> bool:
-    """Of an optimizer."""
-    return any(own.arguments.get(name) == value for own in config.optimizers.values())
-
-
-_OWN_LOADING = ("eval", "export", *INFERENCE)  # modes that are about a checkpoint
 
 EXCLUSIONS = (
     # The length of a run and its batches
@@ -103,12 +77,6 @@ EXCLUSIONS = (
         "use batch.micro_size=auto",
     ),
     Exclusion(
-        ("batch.micro_schedule", "batch.global_size"),
-        lambda c: _largest_scheduled(c) > c.batch.global_size,
-        "a micro-batch is at most the global batch",
-        "use smaller sizes",
-    ),
-    Exclusion(
         ("accumulation.steps", "batch.global_size"),
         lambda c: c.accumulation.steps != "auto" and c.accumulation.steps > c.batch.global_size,
         "a micro-batch has at least one sample",
@@ -119,12 +87,6 @@ EXCLUSIONS = (
         lambda c: c.accumulation.steps != "auto" and c.batch.micro_size != "auto",
         "both fix the micro-batch",
         "set one of them to auto",
-    ),
-    Exclusion(
-        ("parallel.vote_on_oom", "batch.micro_size"),
-        lambda c: c.parallel.vote_on_oom == "never" and c.parallel.strategy != "single" and _searches(c),
-        "each size that fails would restart all workers",
-        "set batch.micro_size=N, or parallel.vote_on_oom=unproven",
     ),
     Exclusion(
         ("train.detect_anomaly", "precision"),
@@ -243,14 +205,14 @@ EXCLUSIONS = (
         "the backward would wait for the host once per parameter",
         "use one of them",
     ),
-    *(
-        Exclusion(
-            (f"optimizer.state_dtype={kind}", "parallel"),
-            lambda c, kind=kind: _has_argument(c, "state_dtype", kind) and c.parallel.strategy == "fsdp",  # type: ignore[misc]
-            "the values that share a scale would change with the number of ranks",
-            "use optimizer=adamw_bf16, or parallel=ddp",
-        )
-        for kind in ("8bit", "4bit")
+    Exclusion(
+        ("optimizer=adamw_8bit or adamw_4bit", "parallel"),
+        lambda c: (
+            c.parallel.strategy == "fsdp"
+            and any(own.arguments.get("state_dtype") in ("8bit", "4bit") for own in c.optimizers.values())
+        ),
+        "the values that share a scale would change with the number of ranks",
+        "use optimizer=adamw_bf16, or parallel=ddp",
     ),
     Exclusion(
         ("optimizer=adafactor", "parallel"),  # torch 2.13 has no rule for some of its sums on shards
@@ -274,12 +236,6 @@ EXCLUSIONS = (
         "use parallel=fsdp, or leave it out",
     ),
     # Adapters and exports
-    Exclusion(
-        ("export.merge", "adapter"),
-        lambda c: c.export.merge and c.adapter.kind == "none" and c.chooses("adapter"),
-        "there is nothing to merge",
-        "leave export.merge out",
-    ),
     Exclusion(
         ("export.merge_dtype", "export.merge"),
         lambda c: c.export.merge_dtype != "fp32" and not c.export.merge,
@@ -307,13 +263,13 @@ EXCLUSIONS = (
     ),
     Exclusion(
         ("mode", "checkpointing.resume"),
-        lambda c: c.mode in _OWN_LOADING and c.checkpointing.resume in ("auto", "none"),
+        lambda c: c.mode in ABOUT_A_RUN and c.checkpointing.resume in ("auto", "none"),
         "it is about a trained model",
         "name the checkpoint or the run directory, as checkpointing.resume=RUN",
     ),
     Exclusion(
         ("mode", "parallel"),
-        lambda c: c.mode == "generate" and c.parallel.strategy != "single",
+        lambda c: c.mode in ("generate", "lr_find") and c.parallel.strategy != "single",
         "it runs in one process, which loads checkpoints of any number of ranks",
         "use parallel=single",
     ),
@@ -335,12 +291,6 @@ EXCLUSIONS = (
         lambda c: c.mode == "lr_find" and c.lr_find.min >= c.lr_find.max,
         "the rates grow from the first to the second",
         "use a smaller lr_find.min",
-    ),
-    Exclusion(
-        ("mode", "parallel"),
-        lambda c: c.mode == "lr_find" and c.parallel.strategy != "single",
-        "the rate is that of the global batch, which one process finds as well",
-        "use parallel=single",
     ),
     Exclusion(
         ("mode", "updates"),

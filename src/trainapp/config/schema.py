@@ -5,21 +5,24 @@ these. `excludes` has the settings that exclude each other.
 """
 
 import dataclasses
+import json
 import re
+from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
-from trainapp.config import durations, micro_schedule
-from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
+from trainapp.config import durations
 from trainapp.units import parse_memory_size
+from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 STRICT = ConfigDict(extra="forbid")
 INFERENCE = ("predict", "generate")  # modes
 WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that leave files, and nothing to plot
+ABOUT_A_RUN = ("eval", *WITHOUT_NUMBERS)  # modes that need a checkpoint
 OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # what other metrics and files are named by
 
 
@@ -53,6 +56,26 @@ def _update_name(value: str) -> str:
     return value
 
 
+def _micro_schedule(value: Any, checked: Callable[[Any], Any]) -> Any:
+    """All of it may be the text of a JSON object, such as the one in result.json."""
+    try:
+        return checked(json.loads(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise ValueError(
+            "must give sizes by the step from which they hold, such as {1: 64, 30: 32}, or by step and elements per "
+            "sample, such as {1: {128: 64, 256: 32}}; with updates, one of these by the name of each; null for none"
+        ) from None
+
+
+def _split(node: Any, own: set[str]) -> Any:
+    """A node `{_target_: CLASS, KEY: VALUE}` with the keys in `own`, and all others as arguments of the class."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        return node
+    settings = {key: value for key, value in node.items() if key in own}
+    arguments = {key: value for key, value in node.items() if key not in own and key != "_target_"}
+    return settings | {"target": node["_target_"], "arguments": arguments}
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -69,9 +92,14 @@ def _changes_something(group: dict[str, Any]) -> dict[str, Any]:
 Auto = Literal["auto"]
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
 UpdateName = Annotated[str, AfterValidator(_update_name)]
+Count = Annotated[int, Field(gt=0)]  # in JSON, keys are texts
+NotEmpty = Field(min_length=1)
+SizesByStep = Annotated[dict[Count, PositiveInt | Annotated[dict[Count, PositiveInt], NotEmpty]], NotEmpty]
+SizesByUpdate = Annotated[dict[UpdateName, SizesByStep], NotEmpty]
+MicroSchedule = Annotated[SizesByStep | SizesByUpdate, WrapValidator(_micro_schedule)]
 EvalName = Annotated[Str, AfterValidator(_eval_name)]
+HookName = Annotated[Str, Field(pattern=r"^\w[\w.-]*$")]
 Goal = Annotated[str, AfterValidator(_objective)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 
@@ -91,6 +119,21 @@ if TYPE_CHECKING:
     ParameterGroup = dict[str, Any]
 else:
     ParameterGroup = Annotated[_Group, AfterValidator(_changes_something)]
+
+
+@dataclass(config=STRICT)
+class Target:
+    """An object to build: a dotted name and the keyword arguments of its constructor."""
+
+    target: Str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, node: Any) -> Any:
+        if isinstance(node, dict) and not {"_target_", "target"} & node.keys():
+            raise ValueError("must have a `_target_`, the class to build")
+        return _split(node, {own.name for own in dataclasses.fields(cls)} - {"target", "arguments"})
 
 
 @dataclass(config=STRICT)
@@ -116,6 +159,12 @@ class Batch:
     micro_size: Literal["auto", "plan"] | PositiveInt = "auto"
     eval_micro_size: Auto | PositiveInt = "auto"
     micro_schedule: MicroSchedule | None = None
+
+    @property
+    def schedules(self) -> dict[str, dict[int, Any]]:
+        """`micro_schedule` by the name of the update; "" stands for the only one."""
+        schedule: Any = self.micro_schedule or {}
+        return schedule if isinstance(next(iter(schedule), None), str) else {"": schedule}
 
 
 @dataclass(config=STRICT)
@@ -156,12 +205,16 @@ class Schedule:
     target: Str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, node: Any) -> Any:
+        return _split(node, {"warmup"})
+
 
 @dataclass(config=STRICT)
-class Optimizer:
+class Optimizer(Target):
     """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
 
-    target: Str
     lr: PositiveFloat | None = None  # the class's own
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
@@ -169,7 +222,6 @@ class Optimizer:
     offload: Bool = False
     groups: list[ParameterGroup] = field(default_factory=list)
     layer_decay: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(config=STRICT)
@@ -319,14 +371,6 @@ class Adapter:
 
 
 @dataclass(config=STRICT)
-class Target:
-    """An object to build: a dotted name and the keyword arguments of its constructor."""
-
-    target: Str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(config=STRICT)
 class Model(Target):
     init_from: Str | None = None
     init_strict: Bool = True
@@ -363,9 +407,9 @@ class Config:
     plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     stopping: Stopping = field(default_factory=Stopping)
-    metrics: dict[str, Target] = field(default_factory=dict)
-    callbacks: dict[str, Target] = field(default_factory=dict)
-    tracker: dict[str, Target] = field(default_factory=dict)
+    metrics: dict[HookName, Target] = field(default_factory=dict)
+    callbacks: dict[HookName, Target] = field(default_factory=dict)
+    tracker: dict[HookName, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
     lr_find: LrFind = field(default_factory=LrFind)
     predict: Predict = field(default_factory=Predict)

@@ -3,16 +3,21 @@
 Hydra's own block-list is no security boundary (torch.load and os._exit pass it), so this is an allow-list.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import types
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from trainapp.config.validation import check_arguments, holds_target, suggest
+import pydantic
+from pydantic import TypeAdapter
+
 from trainapp.errors import UserError
+from trainapp.units import suggest
 
 ALLOWED_PACKAGES = (
     "trainapp.models",
@@ -47,21 +52,11 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     except ImportError as error:
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
-        if module_name.startswith("trainapp.data."):
-            raise UserError(
-                f"{setting}={target}: there is no module {module_name}; data sets are in trainapp.data.sets, as in "
-                "trainapp.data.sets.digits.Digits"
-            ) from None
         require_package(module_name.partition(".")[0], f"{setting}={target}")
         raise UserError(
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
             "in --config-dir, and on PYTHONPATH"
         ) from None
-    except SystemExit as error:  # else the program would end without a word about it
-        raise UserError(
-            f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
-            'does under `if __name__ == "__main__":`'
-        ) from error
     located = getattr(module, name, None)
     if not callable(located):
         names = [own for own in dir(module) if not isinstance(vars(module).get(own), types.ModuleType)]
@@ -125,7 +120,7 @@ def construct(
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
     Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
-    UserError for all arguments that do not fit, and all nodes that name nothing allowed.
+    UserError for all arguments that do not fit, and for nodes that name nothing allowed.
     """
     return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
 
@@ -141,11 +136,9 @@ def arguments_of(
     takes = inspect.signature(target).parameters
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
-    errors = check_arguments(target, arguments, setting, provided)
-    built = {name: _build(value, f"{setting}.{name}", user_packages, errors) for name, value in arguments.items()}
-    if errors:
+    if errors := check_arguments(target, arguments, setting, provided):
         raise UserError("\n".join(errors))
-    return {**built, **provided}
+    return {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()} | provided
 
 
 def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:
@@ -158,42 +151,123 @@ def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
-def _build(node: Any, setting: str, user_packages: Sequence[str], errors: list[str]) -> Any:
-    """The value that a node of plain containers stands for. Mistakes are added to `errors`; then its value is void.
+def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
+    """The value that a node of plain containers stands for.
 
     A mapping with `_target_` becomes what that class or function returns for the other keys; `_args_` is a list of
     positional arguments, and `_partial_: true` gives a function that still takes more.
     """
     if isinstance(node, list):
-        return [_build(child, f"{setting}.{index}", user_packages, errors) for index, child in enumerate(node)]
+        return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    values = {k: _build(v, f"{setting}.{k}", user_packages, errors) for k, v in node.items() if k != "_target_"}
+    values = {k: _build(v, f"{setting}.{k}", user_packages) for k, v in node.items() if k != "_target_"}
     if "_target_" not in node:
         return values
+    target = locate(node["_target_"], f"{setting}._target_", user_packages)
+    positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
+    if is_partial:
+        return functools.partial(target, *positional, **values)
     try:
-        target = locate(node["_target_"], f"{setting}._target_", user_packages)
-        positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
-        if is_partial:
-            return functools.partial(target, *positional, **values)
-        errors += _misfits(target, positional, values, node, setting)
-        return None if errors else _call(target, positional, values, setting)
-    except UserError as error:
-        errors.append(str(error))
-        return None
-
-
-def _misfits(
-    target: Callable[..., Any], positional: list[Any], values: dict[str, Any], node: dict[str, Any], setting: str
-) -> list[str]:
-    """Arguments of a nested node that do not fit; none for a class written in C, without a signature."""
-    try:
-        if not positional:
-            plain = {name: value for name, value in values.items() if not holds_target(node[name])}
-            return check_arguments(target, plain, setting, values.keys() - plain.keys())
         inspect.signature(target).bind(*positional, **values)
     except TypeError as error:
-        return [f"{setting}: {node['_target_']}: {error}"]
-    except (NameError, ValueError):
+        raise UserError(f"{setting}: {node['_target_']}: {error}") from None
+    except ValueError:  # a class written in C, without a signature
         pass
-    return []
+    return _call(target, positional, values, setting)
+
+
+# Values against annotations: pydantic's rules, as messages that say what to change
+
+_TYPES = ("int", "float", "str", "bool", "constrained-int", "constrained-float")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def messages(
+    error: pydantic.ValidationError, prefix: str, known: Callable[[tuple[Any, ...]], Iterable[str]]
+) -> list[str]:
+    """One line per mistake: `prefix.key=value: rule`. known: the keys that exist at a location."""
+    rules: dict[str, list[str]] = {}  # a union gives one error per branch: joined by "or"
+    for item in error.errors():
+        # Of a union, the location also names the branch.
+        location = tuple(part for part in item["loc"] if isinstance(part, int) or not ("[" in part or part in _TYPES))
+        path = ".".join(str(part) for part in (prefix, *location) if str(part))
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            start, rule = path, unknown(str(location[-1]), known(location[:-1]))
+        elif item["type"] in ("missing", "missing_argument"):
+            start, rule = path, "required, but not set"
+        else:
+            start = f"{path}={as_yaml(item['input'])}"
+            rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        alternatives = rules.setdefault(start, [])
+        if rule not in alternatives:
+            alternatives.append(rule)
+    return [
+        f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
+        for start, (first, *rest) in rules.items()
+    ]
+
+
+def unknown(word: str, choices: Iterable[str]) -> str:
+    """The rule for a name that does not exist among `choices`."""
+    names = sorted(choices)
+    return f"no such setting{suggest(word, names) or '; known here: ' + ', '.join(names)}"
+
+
+def as_yaml(value: Any) -> Any:
+    """The value as a user writes it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
+
+
+def check_arguments(
+    target: Callable[..., Any], arguments: dict[str, Any], path: str, provided: Iterable[str] = ()
+) -> list[str]:
+    """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
+
+    target: a class or function; what has no annotation, or one that pydantic cannot check, accepts anything, as do
+    arguments that hold a `_target_`: they are judged once they are built. path: the setting that the arguments come
+    from, such as `model`, for the messages. provided: parameters that the application fills in.
+    """
+    parameters = inspect.signature(target).parameters
+    named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    settable = [name for name in named if name not in ("params", "self")]
+    unknowns = [] if is_open else [name for name in arguments if name not in named]
+    errors = [f"{path}.{name}: {unknown(name, settable)}" for name in unknowns]
+    required = (name for name in named if parameters[name].default is inspect.Parameter.empty)
+    errors += [f"{path}.{name}: required, but not set" for name in required if name not in {*arguments, *provided}]
+    hints = _hints(target)
+    for name, value in arguments.items():
+        if name in hints and not _holds_target(value) and (adapter := _adapter(hints[name])) is not None:
+            try:
+                adapter.validate_python(value)
+            except pydantic.ValidationError as error:
+                errors += messages(error, f"{path}.{name}", lambda location: [])
+    return errors
+
+
+def _holds_target(node: Any) -> bool:
+    """Whether a value of plain containers has a `_target_` somewhere in it: something that is yet to be built."""
+    if isinstance(node, dict):
+        return "_target_" in node or any(map(_holds_target, node.values()))
+    return isinstance(node, list) and any(map(_holds_target, node))
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a class's constructor or of a function; none where one of them cannot be resolved."""
+    own = inspect.unwrap(target)
+    try:
+        return typing.get_type_hints(own.__init__ if inspect.isclass(own) else own, include_extras=True)
+    except Exception:  # a NameError, and whatever an expression in an annotation raises
+        return {}
+
+
+def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
+    """Pydantic's check for the annotation; None where it has none, as for names that are unresolved."""
+    # without a configuration for a type that has one of its own
+    for config in (pydantic.ConfigDict(arbitrary_types_allowed=True), None):
+        with contextlib.suppress(Exception):
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
+            if adapter.pydantic_complete:
+                return adapter
+    return None

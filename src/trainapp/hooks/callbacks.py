@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from trainapp.config.validation import NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import logged_name, logged_name_of, setting_name
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.validation import NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 METHODS = ("after_step", "after_evaluation", "on_end")

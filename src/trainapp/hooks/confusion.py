@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
 from trainapp.hooks.predictions import ClassDim
+from trainapp.validation import PositiveInt, Str
 
 MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
 

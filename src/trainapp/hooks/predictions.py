@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
+from trainapp.validation import PositiveInt, Str
 
 SHOWN = 60  # characters of a cell in the trackers' table
 

@@ -57,7 +57,7 @@ def require_uncut(config: Config, world: int, samples: int) -> None:
         )
     if config.accumulation.steps not in ("auto", 1):
         raise UserError(f"accumulation.steps={config.accumulation.steps}: {why}; use accumulation=auto")
-    plans = (batch.micro_schedule or {}).values()
+    plans = [plan for own in batch.schedules.values() for plan in own.values()]
     if any(size < needed for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])):
         raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; leave it out")
     if not config.oom.keep_global_batch:

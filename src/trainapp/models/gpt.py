@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainapp.config.validation import Bool, Fraction, PositiveFloat, PositiveInt
 from trainapp.torch_private import KeepsBufferDtypes
+from trainapp.validation import Bool, Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 times slower, through denormals
 

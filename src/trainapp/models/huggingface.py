@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainapp.config.validation import Bool, NonNegativeInt, PositiveInt, Str, suggest
 from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.torch_private import is_tracing
-from trainapp.units import listed
+from trainapp.units import listed, suggest
+from trainapp.validation import Bool, NonNegativeInt, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor, nn
 
-from trainapp.config.validation import Fraction, PositiveInt
+from trainapp.validation import Fraction, PositiveInt
 
 
 class MLP(nn.Module):

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trainapp.config.validation import PositiveInt
 from trainapp.errors import UserError
+from trainapp.validation import PositiveInt
 
 # from 64 pixels on, the 7x7 stem's 4-fold reduction leaves the first stage 16 x 16 or more
 SMALL_STEM_BELOW = 64

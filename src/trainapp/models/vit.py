@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainapp.config.validation import Fraction, PositiveFloat, PositiveInt
+from trainapp.validation import Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02
 LARGEST_PATCH = 16  # of `auto`, in pixels

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainapp.assembly.components import Components
-from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
 from trainapp.data.progress import Progress
@@ -56,7 +55,7 @@ def given_size(config: Config, share: int) -> int | None:
     """The micro-batch that the configuration fixes, if it does."""
     batch, parts = config.batch, config.accumulation.steps
     if batch.micro_schedule is not None:
-        plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
+        plans = [plan for own in batch.schedules.values() for plan in own.values()]
         largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
         return min(largest, share)
     if parts != "auto":

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from trainapp.config import micro_schedule
-from trainapp.config.schema import WITHOUT_NUMBERS
+from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write, strict_json
 from trainapp.tracking.tracker import RESULT
@@ -123,7 +122,7 @@ def read(run_dir: Path) -> RunResult | None:
     """The result that `write` has left; None where there is none that can be read, or one of an older version."""
     try:
         facts = {"objective_note": None} | json.loads((run_dir / RESULT).read_text())
-        facts["micro_schedule"] = micro_schedule.check(facts["micro_schedule"] or {1: facts["micro_size"]})
+        facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
         return RunResult(**{own.name: facts[own.name] for own in fields(RunResult)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -88,6 +88,11 @@ def _with_parts_of(config: Config, path: Path) -> Config:
     """
     saved = read_manifest(path)["config"]
     taken = {name: saved[name] for name in _missing(config) if name in saved}
+    for name, values in (("data", config.data.arguments), ("loader", dataclasses.asdict(config.loader))):
+        if name in taken:
+            own = taken[name]["arguments"] if name == "data" else taken[name]
+            for setting in _settings_of_data(config)[name]:
+                _change(own, values, setting.split("."))
     try:
         return TypeAdapter(Config).validate_python(dataclasses.asdict(config) | taken)
     except pydantic.ValidationError as error:
@@ -99,21 +104,41 @@ def _with_parts_of(config: Config, path: Path) -> Config:
 
 def _missing(config: Config) -> list[str]:
     """What the command line leaves to the checkpoint, each section by itself: a run's model may predict on other data.
-    How data is loaded is no choice of it. An experiment chooses everything.
+    Single settings change the run's own data. An experiment chooses everything.
     """
-    loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
-    of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
-    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
-    chosen["task_arguments"] = config.chooses("task")
     if config.chooses("experiment"):
         return []
+    is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
+    chosen = {"data": is_other_data, "loader": is_other_data, "task_arguments": config.chooses("task")}
     if config.mode in INFERENCE:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
             chosen["eval"] = True  # no other data is opened
-    elif chosen["data"]:
+    elif is_other_data or _settings_of_data(config)["data"]:
         chosen["eval"] = True  # sets that go with the run's own data
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
+
+
+def _settings_of_data(config: Config) -> dict[str, list[str]]:
+    """Settings below `data` that the command line names: arguments of the data set, and how it is loaded."""
+    named = [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
+    loading = {own.name for own in dataclasses.fields(Loader)}
+    own: dict[str, list[str]] = {"data": [], "loader": []}
+    for name in named:
+        own["loader" if name.partition(".")[0] in loading else "data"].append(name)
+    return own
+
+
+def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:
+    """Set one setting, nested as `path` says, to its value in `source`; remove it where that has none."""
+    name, *rest = path
+    if rest and name in source:
+        settings[name] = dict(settings.get(name) or {})
+        _change(settings[name], source[name], rest)
+    elif name in source:
+        settings[name] = source[name]
+    else:
+        settings.pop(name, None)
 
 
 def restore(session: Session, path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
 from trainapp.data.source import TrainBatches
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
@@ -169,8 +168,7 @@ def initial_sizes(
     plan = functools.cache(planned if batch.micro_size == "plan" else lambda: None)
     is_given = isinstance(batch.micro_size, int) or sizes.parts is not None
     for name, own in sizes.by_update.items():
-        schedule = micro_schedule.of_update(batch.micro_schedule, name) or {}
-        own.schedule = _from_attempt(schedule, attempts + 1, share)
+        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
         _begin_training(own, key_of(name), attempts + 1, restart, is_given, saved, plan)
     evaluation, key = sizes.evaluation, "eval_micro"
     if key in restart:

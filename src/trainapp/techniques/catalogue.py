@@ -12,14 +12,16 @@ import torch
 import torch.distributed as dist
 
 from trainapp.config import targets
-from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.techniques import chunked_loss
 from trainapp.techniques.technique import Situation, Technique
+
+IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
+_ADAM = "torch.optim.Adam"
 
 
 def require_suited(situation: Situation) -> None:
@@ -43,6 +45,17 @@ def available(situation: Situation) -> list[Technique]:
         return found
     # AdamW in fewer bits is the same algorithm for AdamW alone.
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
+
+
+def is_adamw(optimizer: Optimizer) -> bool:
+    """Whether the algorithm is AdamW, in any precision: also Adam's whose decay is not in the loss, or is 0. Not that
+    of its relatives (NAdam, RAdam, Adamax) or with amsgrad, nor a class of the user's, of which only the name is known.
+    """
+    arguments = optimizer.arguments
+    if optimizer.target not in (_ADAM, "torch.optim.AdamW", IN_FEWER_BITS) or arguments.get("amsgrad"):
+        return False
+    decays = [optimizer.weight_decay, *(group.get("weight_decay") or 0 for group in optimizer.groups)]
+    return optimizer.target != _ADAM or not any(decays) or bool(arguments.get("decoupled_weight_decay"))
 
 
 def before_any_batch(situation: Situation) -> list[Technique]:

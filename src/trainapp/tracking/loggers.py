@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainapp.config.validation import Str
 from trainapp.files import atomic_write
+from trainapp.validation import Str
 
 log = logging.getLogger(__name__)
 CSV_NAMES = {"train": "metrics", "eval": "evaluations"}  # other groups: as they are called

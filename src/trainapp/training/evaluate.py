@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainapp.config.validation import suggest
 from trainapp.data.batch import MicroBatch
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
@@ -24,6 +23,7 @@ from trainapp.training.micro_batches import watch_micro_batch
 from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluated, Objective, Session
 from trainapp.training.totals import Totals
+from trainapp.units import suggest
 
 T = TypeVar("T")
 

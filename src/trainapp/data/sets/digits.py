@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainapp.config.validation import Bool, NonNegativeInt
 from trainapp.data.counter_rng import uniform
 from trainapp.data.sets.batched import BatchedDataset
+from trainapp.validation import Bool, NonNegativeInt
 
 # Of the training split's pixels, which lie in 0..16.
 MEAN, STD = 4.892, 6.019

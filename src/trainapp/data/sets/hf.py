@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainapp.config.validation import Fraction, PositiveInt, Str
 from trainapp.data.sets import tokenizer as tokenizers
 from trainapp.data.sets.batched import Windows
 from trainapp.data.sets.token_store import TokenStore, cache_directory, key_of, token_store
 from trainapp.errors import UserError
 from trainapp.units import listed
+from trainapp.validation import Fraction, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from trainapp.config.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.data.sets import image_files, image_pixels
 from trainapp.errors import UserError
+from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 

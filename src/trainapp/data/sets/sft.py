@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainapp.config.validation import Bool, Fraction, PositiveInt, Str
 from trainapp.data.sets import tokenizer as tokenizers
 from trainapp.data.sets.examples import ANSWER, message_tokens, prompt_tokens, read_examples, tokenized
 from trainapp.data.sets.token_store import cache_directory, find_files, key_of, stamps, token_store
 from trainapp.errors import UserError
+from trainapp.validation import Bool, Fraction, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 

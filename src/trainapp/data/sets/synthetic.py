@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainapp.config.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 from trainapp.data.counter_rng import uniform
 from trainapp.data.sets.batched import BatchedDataset
+from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 # What `uniform` takes as the epoch: synthetic samples are the same in every epoch and differ between splits.
 STREAMS = {"train": 0, "val": 1}

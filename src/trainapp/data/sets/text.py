@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainapp.config.validation import Fraction, PositiveInt, Str
 from trainapp.data.sets.batched import Windows
 from trainapp.data.sets.token_store import cache_directory, find_files, key_of, stamps, token_store
 from trainapp.errors import UserError
+from trainapp.validation import Fraction, PositiveInt, Str
 
 CHUNK = 1 << 20  # bytes read at a time
 
