@@ -206,7 +206,10 @@ def test_all_refusals_at_once(tmp_path):
     [
         ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel=single: only shards"),
         ("+parallel.fsdp.meta_init=true", "parallel.fsdp.meta_init=true with parallel=single: only shards are drawn"),
-        ("optimizer=adamw_8bit parallel=fsdp", "optimizer=adamw_8bit or adamw_4bit with parallel=fsdp: the values that"),
+        (
+            "optimizer=adamw_8bit parallel=fsdp",
+            "optimizer=adamw_8bit or adamw_4bit with parallel=fsdp: the values that",
+        ),
         ("optimizer=adafactor parallel=fsdp", "optimizer=adafactor with parallel=fsdp: it needs whole matrices"),
         ("optimizer.offload=true parallel=fsdp", "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards"),
         (
