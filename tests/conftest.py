@@ -23,6 +23,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Drawing a picture costs more than a tiny run; oom/test_report.py covers the drawing."""
+    from trainapp.tracking.tracker import Tracker
+
+    monkeypatch.setattr(Tracker, "picture", lambda *_: None)
+
+
 # Longest first, so that no process ends up with one of them last.
 LONGEST = (
     "test_pairs.py",

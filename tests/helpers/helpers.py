@@ -17,7 +17,6 @@ PROGRAM = (sys.executable, "-m", "trainapp")
 ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
-PLAN_FILES = {".plan/config.yaml", ".plan/hydra.yaml", ".plan/overrides.yaml", "plan.log"}  # with mode=plan
 LR_FIND_FILES = {".lr_find/config.yaml", ".lr_find/hydra.yaml", ".lr_find/overrides.yaml", "lr_find.log"}
 
 

@@ -38,13 +38,6 @@ class Normed(nn.Module):
         return self.head(self.body(inputs.flatten(1)))
 
 
-class ScratchInEvaluation(Scratch):
-    """The same, but only in evaluation."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs.flatten(1)) if self.training else super().forward(inputs)
-
-
 class Fourier(nn.Module):
     """With complex weights, as Fourier neural operators have."""
 
@@ -54,21 +47,6 @@ class Fourier(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(torch.fft.irfft(torch.fft.rfft(inputs.flatten(1).float()) * self.weight, n=64))
-
-
-class Widening(nn.Module):
-    """A second layer of twice the width: at half the batch it requests what the first requested."""
-
-    def __init__(self, num_classes: int, width: int = 64):
-        super().__init__()
-        self.last = nn.Linear(1, num_classes)
-        self.width = width
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        total = torch.zeros(len(inputs))
-        for width in (self.width, 2 * self.width):
-            total = total + torch.ones(len(inputs), width).sum(1)
-        return self.last(total[:, None] * inputs.mean((1, 2, 3))[:, None])
 
 
 class HeadInBlock(GPT):
@@ -88,41 +66,3 @@ class ScaledHead(GPT):
 def training_digits(split: str, augment: bool = False) -> Digits | None:
     """Data without a validation split."""
     return Digits("train", augment=augment) if split == "train" else None
-
-
-class Counts(nn.Module):
-    """Noise of a generator of its own, and a scale that grows with each forward, in every mode."""
-
-    def __init__(self, num_classes: int):
-        super().__init__()
-        self.head, self.dropout, self.generator = nn.Linear(64, num_classes), nn.Dropout(0.1), torch.Generator()
-        self.forwards = 0
-
-    def get_extra_state(self):
-        return {"forwards": self.forwards}
-
-    def set_extra_state(self, state):
-        self.forwards = state["forwards"]
-
-    def forward(self, inputs):
-        self.forwards += 1
-        inputs = inputs.flatten(1)
-        noise = torch.randn(inputs.shape, generator=self.generator)
-        return self.dropout(self.head(inputs + 0.1 * noise)) * (1 + 0.01 * self.forwards)
-
-
-class Noisy:
-    """Samples whose noise a generator of the data set draws."""
-
-    in_memory = True
-    task = "classification"
-    spec = {"num_classes": 3}  # noqa: RUF012
-
-    def __init__(self, split: str):
-        self.generator = torch.Generator()
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return {"inputs": torch.randn(64, generator=self.generator), "targets": torch.tensor(index % 3)}

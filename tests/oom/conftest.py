@@ -11,7 +11,6 @@ import runs
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.tracking.tracker import Tracker
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
@@ -60,12 +59,6 @@ def tiny(
 def cell(model: str, precision: str) -> tuple[str, ...]:
     """The overrides of a model and a precision of the grid."""
     return (*MODELS[model], *PRECISIONS[precision])
-
-
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """Drawing a picture costs more than a tiny run; test_report.py covers the drawing."""
-    monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import Snapshot
 from trainapp.training import cached_gradients, loop, transaction
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "without_pictures")
 OWN = (
     *("model=mlp", "user_packages=[own_tasks,test_cached_gradients]", "model._target_=own_tasks.Encoder"),
     *("~model.depth", "model.width=16", "model.dropout=0.3", "data=digits", "objective=min loss", "oom.grow=false"),

@@ -1,4 +1,6 @@
-"""Several optimizers: updates in turn, each a transaction of its own. Errors in either: tests/zoo."""
+"""Several optimizers: updates in turn, each a transaction of its own, some of them only in every Nth step. Errors in
+either: tests/zoo.
+"""
 
 import copy
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 import runs
 import torch
 from helpers import metrics, result, run_cli
+from planning import traced_peak
 from zoo.gans import discriminate, distance, generate
 
+from trainapp.data.progress import due_updates
 from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
@@ -17,6 +21,7 @@ from trainapp.training import loop
 from trainapp.training.engine import Engine
 
 TESTS = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("without_pictures")
 DISCRIMINATOR = "{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.02}}"
 GENERATOR = (
     "{name: generator, task: zoo.gans.generate, parameters: [generator], "
@@ -28,45 +33,57 @@ PARTS = (
     *("schedule=constant", "batch.micro_size=16"),
 )
 OWN = (*PARTS, UPDATES)
+RARELY = (*PARTS, UPDATES.replace("name: generator", "name: generator, every: 3"))
+BOTH = pytest.mark.parametrize("own", [OWN, RARELY], ids=["in turn", "one in every third step"])
 
 
-def by_hand(model, samples, settings):
-    """The loop that a user would write, with the same optimizers and the same clipping."""
-    parts = {"discriminator": model.discriminator, "generator": model.generator}
-    optimizers = {name: kind(parts[name].parameters(), **options) for name, (kind, options) in settings.items()}
-    losses = []
+def by_hand(model, samples, is_due):
+    """The loop that a user would write, with the same optimizers and the same clipping: its losses."""
+    optimizers = {
+        "discriminator": torch.optim.AdamW(model.discriminator.parameters(), lr=0.02, weight_decay=0.0),
+        "generator": torch.optim.SGD(model.generator.parameters(), lr=0.05, momentum=0.9),
+    }
+    losses = {}
     for step, batch in enumerate(samples, start=1):
         for number, (name, task) in enumerate((("discriminator", discriminate), ("generator", generate))):
+            if name == "generator" and not is_due(step):
+                continue
             seed_from(torch.device("cpu"), 0, step, number, 0)
             model.zero_grad()
             loss, count, _ = task(model, batch)
             (loss / count).backward()
-            torch.nn.utils.clip_grad_norm_(parts[name].parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(getattr(model, name).parameters(), 1.0)
             optimizers[name].step()
-            losses.append((loss / count).item())
+            losses[step, name] = (loss / count).item()
     return losses
 
 
-def test_it_is_the_loop_that_a_user_would_write(tmp_path):
-    run = runs.prepare(tmp_path, *OWN, "optimizer.weight_decay=0", "train.max_steps=3")
+@BOTH
+def test_it_is_the_loop_that_a_user_would_write(tmp_path, own):
+    """A rare update is made in the first step and in every third."""
+    run = runs.prepare(tmp_path, *own, "optimizer.weight_decay=0", "train.max_steps=7")
     model, data = copy.deepcopy(run.state.model), run.batches.dataset
     loop.train(run)
     run.close()
-    order = epoch_order(0, 0, len(data)) + epoch_order(0, 1, len(data))
-    samples = [{"inputs": data.inputs[order[start:end]]} for start, end in ((0, 16), (16, 32), (32, 40))]
-    losses = by_hand(
-        model,
-        samples,
-        {
-            "discriminator": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.0}),
-            "generator": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-        },
-    )
-    logged = [line[f"{name}/loss"] for line in metrics(tmp_path) for name in ("discriminator", "generator")]
+    orders = [epoch_order(0, epoch, len(data)) for epoch in range(3)]
+    samples = [{"inputs": data.inputs[order[start : start + 16]]} for order in orders for start in (0, 16, 32)]
+    losses = by_hand(model, samples[:7], lambda step: own is OWN or step in (1, 3, 6))
+    names = ("discriminator", "generator")
+    logged = {
+        (line["step"], name): line[f"{name}/loss"]
+        for line in metrics(tmp_path)
+        for name in names
+        if f"{name}/loss" in line
+    }
     assert logged == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(runs.weights(run.state.model), runs.weights(model), rtol=1e-4, atol=1e-6)
-    assert run.state.progress.step == 3
+    assert run.state.progress.step == 7
     assert all(p.requires_grad for p in run.state.model.parameters())
+
+
+def test_which_are_due():
+    steps = [due_updates(step, (1, 3, 2)) for step in range(7)]
+    assert steps == [[0, 1, 2], [0, 2], [0, 1], [0, 2], [0], [0, 1, 2], [0]]
 
 
 def test_metrics_of_all_updates_are_logged(tmp_path):
@@ -97,9 +114,10 @@ def test_only_the_parameters_of_an_update_have_gradients(tmp_path):
     assert seen == [("discriminator", {"discriminator"}), ("generator", {"generator"})]
 
 
+@BOTH
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, stop):
-    settings = (*OWN, "train.max_steps=5", "every.eval=2", "train.ema=0.9")
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, own, stop):
+    settings = (*own, "train.max_steps=5", "every.eval=2", "train.ema=0.9")
     runs.run(tmp_path / "a", *settings)
     runs.run_until(tmp_path / "b", stop, *settings)
     runs.run(tmp_path / "b", *settings)
@@ -107,6 +125,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, stop):
     assert runs.differences(resumed, whole) == []
     assert set(whole["optimizer"]) == {"discriminator", "generator"}
     assert "momentum_buffer" in whole["optimizer"]["generator"]["generator.0.weight"]
+
+
+def test_an_error_in_a_rare_update_is_retried_bit_for_bit(tmp_path):
+    settings = (*RARELY, "train.max_steps=4", "oom.grow=false", "batch.micro_size=8")
+    failing_run(tmp_path / "a", SecondOf("generator"), *settings)
+    runs.run(tmp_path / "b", *settings, "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 4}}")
+    assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
+
+
+@BOTH
+def test_batches_are_fetched_ahead(tmp_path, own):
+    run = runs.prepare(tmp_path / "a", *own, "train.max_steps=8")
+    source, opened = run.batches._loader, []
+    batches = source.batches
+    source.batches = lambda requests: opened.append(requests) or batches(requests)
+    loop.train(run)
+    run.close()
+    assert len(opened) == 1
 
 
 class Relative:
@@ -320,31 +356,18 @@ def end(run_dir, step):
     return state
 
 
-@pytest.mark.slow
-def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch):
-    from trainapp import plan
-
-    overrides = [
-        *runs.TINY,
-        *OWN,
-        "batch.global_size=512",
-        "data.size=600",
-        "batch.micro_size=512",
-        "plan.techniques=false",
-    ]
-    overrides += ["every.eval=null"]
-    both = plan(overrides)["peak_bytes"]
-    run = runs.prepare(tmp_path, *overrides)
-    peaks = []
-    try:
-        after = loop.after_update
-        noting = lambda run, *rest: (peaks.append(run.memory.counter.peak), after(run, *rest))  # noqa: E731
-        monkeypatch.setattr(loop, "after_update", noting)
-        loop.train_step(run)
-    finally:
-        run.close()
-    assert both == max(peaks)
+@BOTH
+def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch, own):
+    settings = (*own, "batch.global_size=512", "data.size=600", "batch.micro_size=512", "every.eval=null")
+    planned = traced_peak(runs.configure(tmp_path, *settings), 512)
+    run = runs.prepare(tmp_path, *settings)
+    after, peaks = loop.after_update, []
+    noting = lambda run, *rest: (peaks.append(run.memory.counter.peak), after(run, *rest))  # noqa: E731
+    monkeypatch.setattr(loop, "after_update", noting)
+    loop.train_step(run)
+    run.close()
     assert len(set(peaks)) == 2
+    assert planned == max(peaks)
 
 
 # Callbacks and metrics
@@ -369,15 +392,6 @@ def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path)
     assert above.failed == [16, 8]
     assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
     assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
-
-
-def in_tokens(model, batch):
-    """The generator's loss, as of three tokens per sample."""
-    loss, count, sums = generate(model, batch)
-    return 3 * loss, 3 * count, sums
-
-
-in_tokens.counts = "tokens"
 
 
 # Numerics
@@ -479,7 +493,6 @@ def generating(text, other):
             updates(DISCRIMINATOR),
             r"updates: no update trains generator\.0\.weight, .* add them to the parameters of one",
         ),
-        (updates(DISCRIMINATOR, DISCRIMINATOR), "updates: two of them have the same name"),
         (
             generating("parameters: [generator]", "parameters: ['*']"),
             r"updates: discriminator\.0\.weight is among the parameters of discriminator and of generator",
@@ -496,17 +509,10 @@ def generating(text, other):
             generating("momentum", "momentun"),
             r"updates\.1\.optimizer\.momentun: no such setting; did you mean 'momentum'",
         ),
+        (generating("name: generator", "name: generator, every: 0"), r"updates\.1\.every=0: must be greater than 0"),
         (
-            generating("lr: 0.05", "lr: -1.0"),
-            r"updates\.1\.optimizer\.lr=-1\.0: must be",
-        ),
-        (
-            generating("name: generator", "name: eval_generator"),
-            r"updates\.1\.name=eval_",
-        ),
-        (
-            generating("task:", "tsak:"),
-            r"updates\.1\.tsak: no such setting; did you mean",
+            (*RARELY[:-1], f"updates=[{GENERATOR.replace('name:', 'every: 3, name:')}, {DISCRIMINATOR}]"),
+            r"updates: the first update is made in every step",
         ),
         (
             (*OWN, "optimizer.in_backward=true", "train.grad_clip=null"),
