@@ -111,7 +111,7 @@ def test_parallel_option_trains_a_step(tmp_path, option):
 def test_every_precision_with_every_model(tmp_path, mode, model):
     skip_without_package(mode)
     if model == "resnet" and mode in ("int8", "fp8"):
-        pytest.skip("refused: tests/optim/test_quantized_products.py")
+        pytest.skip("refused: tests/optim/test_matmuls.py")
     more = ("optimizer=adamw_bf16", *(["model.norm=group"] if model == "resnet" else [])) if mode == "bf16_pure" else ()
     ended = runs.run(tmp_path, *MODELS[model], f"precision={mode}", *more, "train.max_steps=2", "every.eval=2")
     lines = metrics(tmp_path)

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.assembly import build
-from trainapp.optim.nonfinite import NonFiniteCheck
-from trainapp.optim.precision import Precision
+from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
 from trainapp.parallel.strategy import local, whole
 from trainapp.planning.batches import FakeBatches

@@ -5,8 +5,7 @@ import torch
 from helpers import evaluations, run_cli
 from torch import nn
 
-from trainapp.optim.ema import WeightAverage, _parts
-from trainapp.torch_private import fake_tensor_mode
+from trainapp.optim.ema import WeightAverage
 from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
@@ -38,21 +37,6 @@ def test_once_for_each_step_however_often_it_is_called():
     for _ in range(3):
         average.catch_up(1)
     torch.testing.assert_close(average.averages[0], start + 0.5)
-
-
-def test_goes_on_where_memory_ran_out():
-    """In the middle of an update: no tensor is averaged twice."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    average = WeightAverage(model, 0.5)
-    starts = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-        average.averages[0].lerp_(average.weights[0], 0.5)
-    average.position = 1
-    average.catch_up(1)
-    for start, value in zip(starts, average.averages, strict=True):
-        torch.testing.assert_close(value, start + 0.5)
 
 
 def test_evaluation_uses_it_and_training_does_not(tmp_path):
@@ -101,37 +85,6 @@ def test_a_skipped_step_does_not_count(tmp_path):
     run.tracker.close()
     assert run.state.progress.skipped == 1
     assert torch.equal(vector(run.state.average.averages), before)
-
-
-def test_on_cuda_one_part_per_dtype_elsewhere_one_per_tensor():
-    def tensors(device):
-        return [torch.ones(2, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
-
-    with fake_tensor_mode():
-        assert _parts(tensors("cuda:0")) == [[0, 2], [1]]
-        assert _parts(tensors("cpu")) == [[0], [1], [2]]
-    assert _parts([]) == []
-
-
-@pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]])
-def test_in_whatever_parts_it_is_the_same_average(parts):
-    """Bit for bit that of one `lerp_` per tensor, also when it resumes after a part."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    average = WeightAverage(model, 0.999)
-    expected = [a.clone() for a in average.averages]
-    average._parts = parts
-    for step in (1, 2, 3):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p))
-            for kept, p in zip(expected, model.parameters(), strict=True):
-                kept.lerp_(p, 1 - 0.999)
-            first = parts[0]
-            torch._foreach_lerp_([average.averages[i] for i in first], [average.weights[i] for i in first], 1 - 0.999)
-        average.position = 1  # interrupted there
-        average.catch_up(step)
-    assert all(map(torch.equal, average.averages, expected))
 
 
 @pytest.mark.slow

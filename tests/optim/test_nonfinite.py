@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.errors import TrainingStopped
-from trainapp.optim.nonfinite import MAX_SKIPPED, NonFiniteCheck, gradient_norm, scale_gradients
+from trainapp.optim.precision import MAX_SKIPPED, NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.training import loop
 

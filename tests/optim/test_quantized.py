@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state
-from trainapp.optim.quantized import BLOCKS, Moment, Quantizer, empty_moment
+from trainapp.optim.low_precision import BLOCKS, Quantized, Quantizer, empty_moment
 
 KINDS = ("8bit", "4bit")
 CPU = torch.device("cpu")
@@ -19,14 +19,14 @@ BIG = (*runs.MODELS["gpt"], "model.width=64", "data.vocab_size=256", "model.drop
 
 
 def moment(count, kind, of_roots=False):
-    return Moment(*empty_moment(count, kind, CPU), Quantizer(kind, of_roots, CPU))
+    return Quantized(*empty_moment(count, kind, CPU), Quantizer(kind, of_roots, CPU))
 
 
 def stored(values, kind, of_roots=False, seed=0):
     """What is read after the values have been written."""
     kept = moment(len(values), kind, of_roots)
-    kept.write(0, values.clone(), torch.Generator().manual_seed(seed))
-    return kept.read(0, len(values))
+    kept.write(slice(0, len(values)), values.clone(), torch.Generator().manual_seed(seed))
+    return kept.read(slice(0, len(values)))
 
 
 @pytest.mark.parametrize("of_roots", [False, True])
@@ -58,9 +58,9 @@ def test_no_second_moment_vanishes(kind):
     values[0] = 1.0
     assert (stored(values, kind, of_roots=True) > 0).all()
     kept = moment(300, kind, of_roots=True)
-    kept.write(0, torch.zeros(300), torch.Generator())
+    kept.write(slice(0, 300), torch.zeros(300), torch.Generator())
     assert not kept.codes.any()
-    assert not kept.read(0, 300).any()
+    assert not kept.read(slice(0, 300)).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

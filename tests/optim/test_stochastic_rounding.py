@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainapp.optim.stochastic_rounding import copy_rounded
+from trainapp.optim.low_precision import copy_rounded
 
 
 def rounded(values, seed=0, dtype=torch.bfloat16):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.optim.in_backward import ParameterSteps, require_separable
+from trainapp.optim.optimizers import require_separable, step_alone
 from trainapp.planning import planner
 from trainapp.training import in_backward
 
@@ -227,7 +227,7 @@ def test_only_the_one_parameter_is_updated():
     optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.5)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    ParameterSteps(optimizer).step(parameters[1])
+    step_alone(optimizer, parameters[1], optimizer.param_groups[0])
     assert [p[0].item() for p in parameters] == [1, 0.5, 1]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 

@@ -29,8 +29,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
-from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.on_host import copies_of
+from trainapp.optim.precision import NonFiniteCheck
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest

@@ -24,7 +24,7 @@ from trainapp.losses import losses
 from trainapp.losses.inputs import beside_inputs, inputs_and_targets
 from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
-from trainapp.optim import quantized_products
+from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
@@ -189,14 +189,14 @@ def _require_same_forward(
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, others)
 
 
-def _quantize_products(model: nn.Module, kind: quantized_products.Kind) -> None:
-    layers = quantized_products.quantizable(blocks_of(model, f"precision={kind}"))
+def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
+    layers = matmuls.quantizable(blocks_of(model, f"precision={kind}"))
     if not layers:
         raise UserError(
             f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
-            f"multiples of {quantized_products.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+            f"multiples of {matmuls.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
         )
-    quantized_products.quantize(layers, kind)
+    matmuls.quantize(layers, kind)
     total = sum(isinstance(module, nn.Linear) for module in model.modules())
     log.info("precision=%s: the products of %d of %d linear layers are in %s", kind, len(layers), total, kind)
 

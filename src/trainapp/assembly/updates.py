@@ -17,9 +17,9 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import blocks_of
-from trainapp.optim import groups, in_backward
+from trainapp.optim import groups
 from trainapp.optim.groups import all_names, matching
-from trainapp.optim.optimizers import build_optimizer
+from trainapp.optim.optimizers import build_optimizer, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
 from trainapp.units import listed
@@ -129,7 +129,7 @@ def _optimizer(config: Config, model: nn.Module, device: torch.device, setting: 
     blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
     optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
     if settings.in_backward:
-        in_backward.require_separable(optimizer)
+        require_separable(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

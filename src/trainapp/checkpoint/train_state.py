@@ -231,7 +231,7 @@ class TrainState:
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
         self.data_order = saved["sampler"]["order"]
-        self.average.step, self.average.position = saved["average_step"], 0
+        self.average.step = saved["average_step"]
 
     def load_stateful(self, saved: list[dict[str, Any]], rank: int = 0, world: int = 1) -> None:
         """Continue from the states of what owns some, by rank or one for all. Errors of their methods are their own."""

@@ -10,32 +10,20 @@ from trainapp.torch_private import foreach_lerp_, local_part
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
-
-    An update interrupted by an out-of-memory error resumes where it stopped: `position` counts the updated parts. A
-    part is a single tensor, or on CUDA all tensors of a dtype: one launch then updates them, and needs no memory.
-    """
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept."""
 
     def __init__(self, model: nn.Module, decay: float | None):
         self._share = 0.0 if decay is None else 1 - decay  # of the new weights
-        self.weights = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
+        self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
         self.averages = [p.detach().clone() for p in self.weights]
-        self._parts = _parts(self.averages)
         self.step = 0
-        self.position = 0
 
+    @torch.no_grad()
     def catch_up(self, step: int) -> None:
         """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
-        if self.step == step:
-            return
-        if self.weights:
-            with torch.no_grad():
-                while self.position < len(self._parts):
-                    part = self._parts[self.position]
-                    averages, weights = ([tensors[i] for i in part] for tensors in (self.averages, self.weights))
-                    foreach_lerp_(averages, weights, self._share)
-                    self.position += 1
-        self.step, self.position = step, 0
+        if self.step != step and self.weights:
+            foreach_lerp_(self.averages, self.weights, self._share)  # in place, and so without memory that might lack
+        self.step = step
 
     @torch.no_grad()
     def start_at_weights(self) -> None:
@@ -55,16 +43,16 @@ class WeightAverage:
     def replace_weights(self) -> None:
         """Make the averages, if any, the weights for good. Nothing is averaged from then on."""
         self._swap()
-        self.weights, self.averages, self._parts = [], [], []
+        self.weights, self.averages = [], []
 
     def _swap(self) -> None:
-        swapped: list[tuple[nn.Parameter, Tensor]] = []
+        swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for pair in zip(self.weights, self.averages, strict=True):
                 _exchange(*pair)
                 swapped.append(pair)
         except BaseException:  # out of memory for the copy of a shard: all or none
-            for pair in reversed(swapped):
+            for pair in swapped:
                 _exchange(*pair)
             raise
 
@@ -78,14 +66,3 @@ def _exchange(weight: Tensor, average: Tensor) -> None:
     kept = own.clone()
     own.copy_(other)
     other.copy_(kept)
-
-
-def _parts(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of the tensors that one call updates: on CUDA all of one dtype, since a list of several would take a
-    launch per tensor (ForeachTernaryOp.cu at pytorch's commit 22476fd); elsewhere one, since an error would leave part
-    of a list updated.
-    """
-    parts: dict[object, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        parts.setdefault((tensor.device, tensor.dtype) if tensor.device.type == "cuda" else i, []).append(i)
-    return list(parts.values())

@@ -8,7 +8,7 @@ first block and is in none, such as the head, has the full rate.
 import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +21,25 @@ from trainapp.units import listed
 _OF_THE_WHOLE = ("fused", "foreach", "capturable", "differentiable")
 
 
-class Own(NamedTuple):
-    """What a parameter has of its own. group: its place in `optimizer.groups`, None for none; layer: its number."""
+def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters under each of their names: tied weights have several."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
-    group: int | None = None
-    layer: int | None = None
+
+def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
+    """The names that a pattern matches: a parameter's, those in a module, or by shell wildcards, whose `*` matches
+    dots, too. Raises UserError for a pattern that names nothing.
+
+    setting: with the pattern, and owner: the model's name, for the message.
+    """
+    named = [name for name in parameters if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
+    if not named:
+        modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
+        raise UserError(
+            f"{setting}: {owner} has no parameter or module of this name; at the top are {modules or 'none'}; name one "
+            f"of them, a parameter such as {next(iter(parameters), 'weight')}, or use wildcards"
+        )
+    return named
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], settings: Optimizer, owner: str, setting: str = "optimizer") -> None:
@@ -36,7 +50,7 @@ def freeze(parameters: Mapping[str, nn.Parameter], settings: Optimizer, owner: s
     """
     for number, group in enumerate(settings.groups):
         if group.get("freeze"):
-            for name in _names(group, number, parameters, setting, owner):
+            for name in _names(group, f"{setting}.groups.{number}", parameters, owner):
                 parameters[name].requires_grad_(False)
 
 
@@ -48,25 +62,35 @@ def split(
     blocks: Sequence[nn.Module],
     setting: str = "optimizer",
 ) -> list[dict[str, Any]]:
-    """The parameter groups, or parameters, of an optimizer of class `kind`, split by what is said of each parameter.
+    """The parameter groups, or parameters, of an optimizer of class `kind`, split by what is said of each parameter,
+    with the `label` that each is logged under.
 
     blocks: of the model, in order, for `layer_decay`. Raises UserError for a pattern that matches nothing or only
-    frozen parameters, for parameters that two groups match, and for options that the class does not have.
+    frozen parameters, and for parameters that two groups match.
     """
-    of_group = _by_parameter(model, settings, setting)
-    layers = layer_numbers(model, blocks) if settings.layer_decay is not None else {}
+    number_of = _numbers(model, settings, setting)
+    layer_of = layer_numbers(model, blocks) if settings.layer_decay is not None else {}
     base = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-    entries: dict[tuple[int, Own], dict[str, Any]] = {}
+    parts: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
     for position, group in enumerate(base):
         for parameter in group["params"]:
-            own = Own(of_group.get(id(parameter)), layers.get(id(parameter)))
-            entry = entries.setdefault((position, own), {**group, "params": []})
-            entry["params"].append(parameter)
-    with_matrices = {own.group for (_, own), entry in entries.items() if any(p.ndim >= 2 for p in entry["params"])}
-    rate = _rate(settings, kind)
-    for (_, own), entry in entries.items():
-        _give_options(entry, own, settings, rate, len(blocks), own.group in with_matrices)
-    return list(entries.values())
+            key = position, number_of.get(id(parameter)), layer_of.get(id(parameter))
+            parts.setdefault(key, {**group, "params": []})["params"].append(parameter)
+    with_matrices = {number for (_, number, _), part in parts.items() if any(p.ndim >= 2 for p in part["params"])}
+    for (_, number, layer), part in parts.items():
+        labels = []
+        if number is not None:
+            options = _options(settings.groups[number])
+            if number in with_matrices and all(p.ndim < 2 for p in part["params"]):
+                options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
+            part.update(options)
+            labels.append(",".join(settings.groups[number]["match"]))
+        if layer is not None and settings.layer_decay is not None:
+            part["lr"] = part.get("lr", _rate(settings, kind)) * settings.layer_decay ** (len(blocks) + 1 - layer)
+            labels.append(f"layer_{layer}")
+        if labels:
+            part["label"] = ":".join(labels)
+    return list(parts.values())
 
 
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -83,24 +107,27 @@ def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, in
     return layers
 
 
-def _names(
-    group: dict[str, Any], number: int, parameters: Mapping[str, nn.Parameter], setting: str, owner: str
-) -> list[str]:
-    return [
-        name
-        for pattern in group["match"]
-        for name in matching(pattern, parameters, f"{setting}.groups.{number}.match={pattern}", owner)
-    ]
+def require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str = "optimizer") -> None:
+    """Raises UserError for options of groups that the optimizer does not have, or reads for all parameters alike: torch
+    takes any.
+    """
+    options = [name for name in optimizer.defaults if name not in _OF_THE_WHOLE]
+    for number, group in enumerate(settings.groups):
+        if unknown := [name for name in _options(group) if name not in options]:
+            raise UserError(
+                f"{setting}.groups.{number}.{unknown[0]}: {type(optimizer).__name__} has no {unknown[0]} of a group; "
+                f"it may have {', '.join(options)}"
+            )
 
 
-def _by_parameter(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
+def _numbers(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
     """By the id of each parameter that a group matches, the number of that group."""
     parameters = all_names(model)
-    group_of: dict[int, int] = {}
+    number_of: dict[int, int] = {}
     for number, group in enumerate(settings.groups):
-        names = _names(group, number, parameters, setting, type(model).__name__)
+        names = _names(group, f"{setting}.groups.{number}", parameters, type(model).__name__)
         for name in names:
-            other = group_of.setdefault(id(parameters[name]), number)
+            other = number_of.setdefault(id(parameters[name]), number)
             if other != number:
                 raise UserError(
                     f"{setting}.groups: {name} is matched by group {other} ({listed(settings.groups[other]['match'])}) "
@@ -112,76 +139,24 @@ def _by_parameter(model: nn.Module, settings: Optimizer, setting: str) -> dict[i
                 f"optimizer ({listed(names)}): it is frozen, or another update's; leave the group out, or change "
                 "model.freeze"
             )
-    return group_of
+    return number_of
+
+
+def _names(group: dict[str, Any], setting: str, parameters: Mapping[str, nn.Parameter], owner: str) -> list[str]:
+    named = (matching(pattern, parameters, f"{setting}.match={pattern}", owner) for pattern in group["match"])
+    return [name for names in named for name in names]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group sets of its optimizer."""
+    options = {name: value for name, value in group.items() if name not in ("match", "freeze")}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return options | ({"lr": float(options["lr"])} if "lr" in options else {})
 
 
 def _rate(settings: Optimizer, kind: Any) -> float:
-    if settings.lr is not None:
-        return settings.lr
-    default = inspect.signature(kind).parameters["lr"].default if "lr" in inspect.signature(kind).parameters else None
-    return float(default) if isinstance(default, (int, float)) else 1.0
-
-
-def _give_options(
-    entry: dict[str, Any], own: Own, settings: Optimizer, rate: float, blocks: int, has_matrices: bool
-) -> None:
-    """Put the options into a group, in place, and the name that it is logged under."""
-    labels = []
-    if own.group is not None:
-        group = settings.groups[own.group]
-        options = _own_options(group)
-        if has_matrices and all(p.ndim < 2 for p in entry["params"]):
-            options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
-        if "betas" in options:
-            options["betas"] = tuple(options["betas"])
-        entry.update({name: float(value) if name == "lr" else value for name, value in options.items()})
-        labels.append(",".join(group["match"]))
-    if own.layer is not None and settings.layer_decay is not None:
-        entry["lr"] = entry.get("lr", rate) * settings.layer_decay ** (blocks + 1 - own.layer)
-        labels.append(f"layer_{own.layer}")
-    if labels:
-        entry["label"] = ":".join(labels)
-
-
-def require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str = "optimizer") -> None:
-    """Raises UserError for options of groups that the optimizer does not have, or reads for all parameters alike."""
-    options = [name for name in optimizer.defaults if name not in _OF_THE_WHOLE]
-    for number, group in enumerate(settings.groups):
-        for name in _own_options(group):
-            if name not in options:
-                raise UserError(
-                    f"{setting}.groups.{number}.{name}: {type(optimizer).__name__} has no {name} of a group; it may "
-                    f"have {', '.join(options)}"
-                )
-
-
-def _own_options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group sets of its optimizer."""
-    return {name: value for name, value in group.items() if name not in ("match", "freeze")}
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a parameter: by its name, by that of a module that holds it, or by shell wildcards, whose
-    `*` matches dots, too.
-    """
-    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
-
-
-def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters under each of their names: tied weights have several."""
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
-    """The names that the pattern matches. Raises UserError where there is none.
-
-    setting: that the pattern comes from, and owner: whose parameters these are, for the message.
-    """
-    named = [name for name in parameters if matches(pattern, name)]
-    if not named:
-        modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
-        raise UserError(
-            f"{setting}: {owner} has no parameter or module of this name; at the top are {modules or 'none'}; name one "
-            f"of them, a parameter such as {next(iter(parameters), 'weight')}, or use wildcards"
-        )
-    return named
+    """The configured rate, or the class's own."""
+    parameter = inspect.signature(kind).parameters.get("lr")
+    default = 1.0 if parameter is None or not isinstance(parameter.default, (int, float)) else parameter.default
+    return settings.lr if settings.lr is not None else default

@@ -1,23 +1,38 @@
-"""AdamW with states, and if need be parameters, in less than fp32."""
+"""AdamW with states, and if need be parameters, in less than fp32: in bf16, or as codes of 8 or 4 bits.
 
-from collections.abc import Callable, Iterable, Iterator
+What is stored in bf16 is rounded up or down by chance, such that the mean is right. Rounding to nearest loses every
+change below half of a bf16's last bit, 1/512 of the value: weights with small updates, and second moments with a decay
+of 0.999, would stand still. By chance they move the right distance on average (Zamirai et al. 2020, arXiv:2010.06192).
+
+Codes have one scale per block of values, and of each value the number of a level: Dettmers et al. 2022
+(arXiv:2110.02861) for 8 bits and blocks, Li et al. 2023 (arXiv:2309.01507) for 4 bits, and for second moments without a
+level of zero, by which an update would be divided. What differs here: second moments are stored as their roots, which
+halves their range, and values are rounded by chance, so that slow averages keep moving.
+
+The optimizers of torchao 0.18 (torchao/optim/adam.py) are not used: their step is always compiled, except under a
+dispatch mode, where torch runs it uncompiled. A step whose memory is counted would have other bits than its replay.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trainapp.optim.quantized import BLOCKS, SMALLEST, Kind, Moment, Quantizer, empty_moment
-from trainapp.optim.stochastic_rounding import copy_rounded
 from trainapp.rng import new_generator
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+SMALLEST = 4096  # elements: smaller parameters, such as norms and biases, keep moments in fp32
+Kind = Literal["8bit", "4bit"]
+StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
+BLOCKS: dict[Kind, int] = {"8bit": 256, "4bit": 128}  # values that share a scale
 # Elements that are computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches,
 # and 96 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
-StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
+_LOW = 1 << 16  # what fp32 has below the last bit of bf16
 
 
 class AdamW(torch.optim.Optimizer):
@@ -26,11 +41,11 @@ class AdamW(torch.optim.Optimizer):
     Complex and fp64 parameters have moments of their own dtype, and are updated in their own precision: complex ones as
     pairs of real and imaginary parts, as by torch's AdamW.
 
-    What is stored in less than fp32 is rounded by chance (`stochastic_rounding`, `quantized`), the parameters too if
-    they are bf16. The chance depends on the number of the step and on the parameter's place alone: a run repeats
-    itself, also after a resume, all ranks round the same values alike, and the parameters may be updated in any order.
-    The fused kernels of torch 2.13 are not used: on the CPU they refuse states of another dtype than the parameters',
-    and on CUDA they round to nearest (torchtitan, docs/bf16_optimizer_states.md).
+    What is stored in less than fp32 is rounded by chance, the parameters too if they are bf16. The chance depends on
+    the number of the step and on the parameter's place alone: a run repeats itself, also after a resume, all ranks
+    round the same values alike, and the parameters may be updated in any order. The fused kernels of torch 2.13 are not
+    used: on the CPU they refuse states of another dtype than the parameters', and on CUDA they round to nearest
+    (torchtitan, docs/bf16_optimizer_states.md).
     """
 
     rounds_by_chance = True
@@ -44,13 +59,12 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         state_dtype: StateDtype = "bf16",
     ):
-        self._kind = state_dtype
+        self._kind: Any = state_dtype
         self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for device in {p.device for p in self._places} if self._kind in BLOCKS else ():
-            kind = self._as_quantized()
-            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
+            self._quantizers[device] = Quantizer(state_dtype, False, device), Quantizer(state_dtype, True, device)
 
     @property
     def state_form(self) -> str:
@@ -63,12 +77,8 @@ class AdamW(torch.optim.Optimizer):
         return [table for pair in self._quantizers.values() for quantizer in pair for table in quantizer.tables]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         generators: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -77,7 +87,6 @@ class AdamW(torch.optim.Optimizer):
                     if device not in generators:
                         generators[device] = new_generator(device)
                     self._update(parameter, group, generators[device])
-        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[parameter]
@@ -87,19 +96,21 @@ class AdamW(torch.optim.Optimizer):
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         generator.manual_seed(state["step"] * 65_537 + self._places.setdefault(parameter, len(self._places)))
         assert parameter.grad is not None
-        weight, gradient = _real(_local(parameter)), _real(_local(parameter.grad))
+        weight = _real(_local(parameter))
+        flat, gradient = weight.reshape(-1), _real(_local(parameter.grad)).reshape(-1)
         mean, square = self._stored(parameter, state)
         dtype = _computed_in(weight)
-        is_flat = all(t.is_contiguous() for t in (weight, gradient)) and mean.is_flat and square.is_flat
-        for piece in _pieces(weight, is_flat):
-            new_mean, new_square = mean.read(piece, weight), square.read(piece, weight)
-            values = weight if piece is None else weight.view(-1)[piece]
-            new_weight = values.to(dtype, copy=True)
-            change = (gradient if piece is None else gradient.view(-1)[piece]).to(dtype, copy=True)
+        size = PIECES.get(weight.device.type, PIECE)  # temporaries stay small however large a parameter is
+        for start in range(0, len(flat), size):
+            piece = slice(start, min(start + size, len(flat)))
+            new_mean, new_square = mean.read(piece), square.read(piece)
+            new_weight, change = flat[piece].to(dtype, copy=True), gradient[piece].to(dtype, copy=True)
             _adamw(new_weight, change, new_mean, new_square, state["step"], group)
             mean.write(piece, new_mean, generator)
             square.write(piece, new_square, generator)
-            copy_rounded(values, new_weight, generator)
+            copy_rounded(flat[piece], new_weight, generator)
+        if not weight.is_contiguous():  # then `flat` may be a copy
+            weight.copy_(flat.view(weight.shape))
 
     def allocate_state(self) -> None:
         """As the first step does, for all parameters: moments of 0."""
@@ -109,73 +120,30 @@ class AdamW(torch.optim.Optimizer):
 
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = 0
-        if self._kind in _DTYPES or parameter.numel() < SMALLEST or not has_moments_in_fewer_bits(parameter):
-            dtype = _DTYPES.get(self._kind, torch.float32)
-            dtype = dtype if has_moments_in_fewer_bits(parameter) else parameter.dtype
-            state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
+        kind = self._kind
+        if kind not in BLOCKS or parameter.numel() < SMALLEST or not has_moments_in_fewer_bits(parameter):
+            dtype = _DTYPES.get(kind, torch.float32) if has_moments_in_fewer_bits(parameter) else parameter.dtype
+            layout = torch.contiguous_format
+            state |= {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout) for name in _MOMENTS}
             return
         assert _local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
-            state[name], state[f"{name}_scale"] = empty_moment(
-                parameter.numel(), self._as_quantized(), parameter.device
-            )
+            state[name], state[f"{name}_scale"] = empty_moment(parameter.numel(), kind, parameter.device)
 
-    def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[_Stored, _Stored]":
+    def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[Plain | Quantized, Plain | Quantized]":
         if f"{_MOMENTS[0]}_scale" not in state:
-            return _Plain(_real(_local(state[_MOMENTS[0]]))), _Plain(_real(_local(state[_MOMENTS[1]])))
-        mean, square = (
-            _Quantized(Moment(state[name], state[f"{name}_scale"], quantizer))
-            for name, quantizer in zip(_MOMENTS, self._quantizers[parameter.device], strict=True)
+            mean, square = (Plain(_real(_local(state[name])).view(-1)) for name in _MOMENTS)
+            return mean, square
+        of_mean, of_square = self._quantizers[parameter.device]
+        return (
+            Quantized(state["exp_avg"], state["exp_avg_scale"], of_mean),
+            Quantized(state["exp_avg_sq"], state["exp_avg_sq_scale"], of_square),
         )
-        return mean, square
-
-    def _as_quantized(self) -> Kind:
-        assert self._kind in BLOCKS
-        return self._kind
 
 
 def has_moments_in_fewer_bits(parameter: Tensor) -> bool:
     """Whether `AdamW` stores this parameter's moments in its `state_dtype`: not those of complex and fp64 ones."""
     return not parameter.is_complex() and parameter.dtype is not torch.float64
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """A moment as a tensor of its parameter's layout. piece: of the flat tensor; None: all of it, in its layout."""
-
-    tensor: Tensor
-
-    @property
-    def is_flat(self) -> bool:
-        return self.tensor.is_contiguous()
-
-    def read(self, piece: slice | None, weight: Tensor) -> Tensor:
-        return self._part(piece).to(_computed_in(weight), copy=True)
-
-    def write(self, piece: slice | None, values: Tensor, generator: torch.Generator) -> None:
-        copy_rounded(self._part(piece), values, generator)
-
-    def _part(self, piece: slice | None) -> Tensor:
-        return self.tensor if piece is None else self.tensor.view(-1)[piece]
-
-
-@dataclass(frozen=True)
-class _Quantized:
-    """The same of a quantized one."""
-
-    moment: Moment
-    is_flat = True
-
-    def read(self, piece: slice | None, weight: Tensor) -> Tensor:
-        if piece is None:
-            return self.moment.read(0, weight.numel()).view(weight.shape)
-        return self.moment.read(piece.start, piece.stop)
-
-    def write(self, piece: slice | None, values: Tensor, generator: torch.Generator) -> None:
-        self.moment.write(piece.start if piece else 0, values.view(-1), generator)
-
-
-_Stored = _Plain | _Quantized
 
 
 def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
@@ -186,16 +154,6 @@ def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step:
     denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
-
-
-def _pieces(weight: Tensor, is_flat: bool) -> Iterator[slice | None]:
-    """Slices of the flat tensors: temporaries stay small however large a parameter is. None: they are not flat."""
-    if not is_flat:
-        yield None
-        return
-    size, count = PIECES.get(weight.device.type, PIECE), weight.numel()
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
 
 
 def _computed_in(weight: Tensor) -> torch.dtype:
@@ -210,3 +168,149 @@ def _real(tensor: Tensor) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard of an FSDP2 parameter."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+    """`target.copy_(source)`; into bf16, each value is rounded up or down by chance: on average it is the source's.
+    Infinities and NaN stay what they are.
+
+    source: fp32, of the target's shape; its memory is overwritten if the target is bf16. generator: on their device.
+    """
+    if target.dtype is torch.bfloat16:
+        bits = source.view(torch.int32)
+        noise = torch.randint(0, _LOW, source.shape, dtype=torch.int32, device=source.device, generator=generator)
+        bits.add_(noise).bitwise_and_(-_LOW)  # now a bf16 in fp32: the copy below is exact
+    target.copy_(source)
+
+
+# --- moments as they are stored: flat, read and written in pieces, in the dtype that is computed in
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Values, [n]."""
+
+    values: Tensor
+
+    def read(self, piece: slice) -> Tensor:
+        """A copy."""
+        return self.values[piece].to(_computed_in(self.values), copy=True)
+
+    def write(self, piece: slice, values: Tensor, generator: torch.Generator) -> None:
+        """Store the values. Overwrites them."""
+        copy_rounded(self.values[piece], values, generator)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes and scales; of a second moment, those of its roots. codes, scales: see `empty_moment`."""
+
+    codes: Tensor
+    scales: Tensor
+    quantizer: "Quantizer"
+
+    def read(self, piece: slice) -> Tensor:
+        """The values in fp32. The piece begins where a block does."""
+        count = piece.stop - piece.start
+        values = self.quantizer.decoded(self.codes[self._bytes(piece)])[:count]
+        for block, scale in self._blocks(values, piece.start):
+            block.mul_(scale)
+        return values.square_() if self.quantizer.of_roots else values
+
+    def write(self, piece: slice, values: Tensor, generator: torch.Generator) -> None:
+        """Store the values. Overwrites them."""
+        if self.quantizer.of_roots:
+            values.sqrt_()
+        for block, scale in self._blocks(values, piece.start):
+            largest = block.abs().amax(-1, keepdim=True)
+            scale.copy_(largest)
+            block.div_(largest.masked_fill_(largest == 0, 1))
+        self.codes[self._bytes(piece)] = self.quantizer.encoded(values, generator)
+
+    def _bytes(self, piece: slice) -> slice:
+        per_byte = _per_byte(self.quantizer.kind)
+        return slice(piece.start // per_byte, -(-piece.stop // per_byte))
+
+    def _blocks(self, values: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
+        """Views [blocks, block] of the values with their scales [blocks, 1]; the last block may be short."""
+        size = BLOCKS[self.quantizer.kind]
+        whole, first = len(values) // size, start // size
+        parts = []
+        if whole:
+            parts.append((values[: whole * size].view(whole, size), self.scales[first : first + whole, None]))
+        if len(values) % size:
+            parts.append((values[None, whole * size :], self.scales[first + whole : first + whole + 1, None]))
+        return parts
+
+
+def empty_moment(count: int, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, flat) and scales (fp32, one per block: its largest magnitude) of a moment of `count` zeros."""
+    codes = torch.zeros(-(-count // _per_byte(kind)), dtype=torch.uint8, device=device)
+    return codes, torch.zeros(-(-count // BLOCKS[kind]), device=device)
+
+
+class Quantizer:
+    """Stores values between -1 and 1 as codes. of_roots: values between 0 and 1, never read as 0."""
+
+    def __init__(self, kind: Any, of_roots: bool, device: torch.device):
+        self.kind, self.of_roots = kind, of_roots
+        if kind == "8bit":
+            levels = _dynamic(8, of_roots)
+        else:
+            levels = [level / 16 for level in range(1, 17)] if of_roots else _dynamic(4, of_roots)
+        self._levels = torch.tensor(levels, device=device)  # ascending
+        self._zero = 0 if of_roots else levels.index(0.0)  # has code 0: an empty state is all zeros
+        self._mask = 255 if kind == "8bit" else 15
+        by_code = [0.0] * (self._mask + 1)
+        for number, level in enumerate(levels):
+            by_code[number - self._zero & self._mask] = level
+        self._by_code = torch.tensor(by_code, device=device)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The levels, in order and by code."""
+        return self._levels, self._by_code
+
+    def decoded(self, codes: Tensor) -> Tensor:
+        """In fp32."""
+        if self.kind == "4bit":
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten()
+        return self._by_code.index_select(0, codes.int())  # by `[]` it takes 100 times as long on the CPU
+
+    def encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Each value becomes one of its two neighbours, by chance, such that the mean is right. Overwrites the values.
+
+        generator: on their device.
+        """
+        below = torch.bucketize(values, self._levels[1:-1], right=True, out_int32=True)
+        lower = self._levels.index_select(0, below)
+        gap = self._levels.index_select(0, below + 1).sub_(lower)
+        share = values.sub_(lower).div_(gap)
+        is_above = torch.rand(share.shape, device=share.device, generator=generator).lt_(share)
+        codes = is_above.to(torch.int32).add_(below).sub_(self._zero).bitwise_and_(self._mask)
+        codes = codes.to(torch.uint8)
+        if self.kind == "4bit":
+            codes = torch.cat((codes, codes.new_zeros(len(codes) % 2)))
+            codes = codes[::2] | codes[1::2] << 4
+        return codes
+
+
+def _per_byte(kind: Kind) -> int:
+    return 2 if kind == "4bit" else 1
+
+
+def _dynamic(bits: int, of_roots: bool) -> list[float]:
+    """The levels of arXiv:2110.02861: per power of ten twice as many as for the next smaller one.
+
+    Stretched such that the largest are -1 and 1: beyond the last level, values could not be right on average.
+    Of roots: twice as many, all positive; the lowest is a tenth of the next.
+    """
+    upper: list[float] = []
+    for power in range(bits - 1):
+        count = 2 ** (power + of_roots)
+        width = 0.9 / count
+        upper += [(0.1 + (number + 0.5) * width) * 10.0 ** (power - bits + 2) for number in range(count)]
+    if of_roots:
+        return [upper[0] / 10, *upper, 1.0]
+    upper = [level / upper[-1] for level in upper]
+    return [*(-level for level in reversed(upper)), 0.0, *upper]

@@ -1,6 +1,6 @@
 """Muon for matrices with AdamW for all other parameters, as one optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -37,41 +37,29 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not any(group is matrix for matrix in matrices)]
         if not matrices:
             raise ValueError("optimizer=muon: the model has no hidden matrix; use optimizer=adamw")
-        parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr, **of_muon)]
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr, **of_muon)]
         if others:
-            parts.append(torch.optim.AdamW(others, lr, **of_adamw))
-        self._parts = parts
-        for part in parts:  # the groups are the same dictionaries in both; so is the state
+            self._parts.append(torch.optim.AdamW(others, lr, **of_adamw))
+        for part in self._parts:  # the groups are the same dictionaries in both; so is the state
             part.state = self.state
 
     @staticmethod
     def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """The parameter groups of a model: hidden matrices, other weights, and norms and biases, which do not decay."""
         outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        outside |= {id(p) for p in _parameters(getattr(model, "head", None))}
+        head = getattr(model, "head", None)
+        outside |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim == 2 and id(p) not in outside]
-        inside = {id(p) for p in matrices}
-        others = [p for p in trained if p.ndim >= 2 and id(p) not in inside]
-        plain = [p for p in trained if p.ndim < 2]
+        others = [p for p in trained if p.ndim > 2 or (p.ndim == 2 and id(p) in outside)]
         groups = [
             {"params": matrices, "weight_decay": weight_decay, "is_matrix": True},
             {"params": others, "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update by both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for part in self._parts:
             part.step()
-        return loss
-
-
-def _parameters(module: Any) -> list[nn.Parameter]:
-    return list(module.parameters()) if isinstance(module, nn.Module) else []

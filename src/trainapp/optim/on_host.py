@@ -9,13 +9,12 @@ The update allocates nothing on the device. Nothing has changed until all gradie
 update itself leaves it half done, as on the device.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainapp.torch_private import is_tracing
+from trainapp.torch_private import has_values
 
 
 class HostCopies:
@@ -34,10 +33,13 @@ class HostCopies:
     def of(self, parameter: Tensor) -> Tensor:
         """The parameter's copy, the same for every call."""
         if id(parameter) not in self._on_host:
-            copy = _empty_on_host(parameter).copy_(parameter.detach())
+            copy = self._empty(parameter).copy_(parameter.detach())
             self._on_host[id(parameter)], self._on_device[id(copy)] = copy, parameter
-            self._gradients[id(parameter)] = _empty_on_host(parameter)
+            self._gradients[id(parameter)] = self._empty(parameter)
         return self._on_host[id(parameter)]
+
+    def _empty(self, parameter: Tensor) -> Tensor:
+        return torch.empty_like(parameter, device="cpu", pin_memory=_on_cuda(parameter), requires_grad=False)
 
     def of_groups(self, groups: list[Any]) -> list[Any]:
         """Parameter groups, or plain parameters, with the copies in them."""
@@ -46,19 +48,17 @@ class HostCopies:
             for group in groups
         ]
 
-    def fetch(self) -> None:
-        """Copy all gradients that exist to the host, and the parameters that have one."""
+    def fetch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy existing gradients and their parameters to the host, and let groups and state have the copies."""
         for parameter in self._on_device.values():
-            copy, gradient = self._on_host[id(parameter)], self._gradients[id(parameter)]
-            if parameter.grad is None:
-                copy.grad = None
-                continue
-            gradient.copy_(parameter.grad, non_blocking=True)
-            copy.copy_(parameter, non_blocking=True)
-            copy.grad = gradient
-        for device in {p.device for p in self._on_device.values()}:
-            if device.type == "cuda" and not is_tracing():
-                torch.cuda.current_stream(device).synchronize()  # the host reads what has been copied
+            if parameter.grad is not None:
+                copy, gradient = self._on_host[id(parameter)], self._gradients[id(parameter)]
+                gradient.copy_(parameter.grad, non_blocking=True)
+                copy.copy_(parameter, non_blocking=True)
+                copy.grad = gradient
+        for device in {p.device for p in self._on_device.values() if _on_cuda(p)}:
+            torch.cuda.current_stream(device).synchronize()  # the host reads what has been copied
+        _rename(optimizer, self._on_host)
 
     def give_back(self) -> None:
         """Copy the parameters that had a gradient back. The next `fetch` waits for it, by the order of the stream."""
@@ -67,66 +67,45 @@ class HostCopies:
             if copy.grad is not None:
                 parameter.copy_(copy, non_blocking=True)
 
-    def forget_gradients(self) -> None:
-        """The copies have no gradients any more; the memory of these stays."""
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let groups and state have the parameters instead of the copies, which have no gradients any more."""
         for copy in self._on_host.values():
             copy.grad = None
-
-    def put_into(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let groups and state have the copies instead of the parameters."""
-        _rename(optimizer, self._on_host)
-
-    def take_out_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let groups and state have the parameters instead of the copies."""
         _rename(optimizer, self._on_device)
 
 
-def on_host(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of the same name, so that the checkpoints are the same ones, whose steps run on the host.
+def move_to_host(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
+    """Let an optimizer that was built for the copies of the parameters step on the host. Between its steps, groups and
+    state are those of the parameters.
 
-    Give its constructor the copies of the parameters, and call `expose` when it is built: from then on groups and state
-    are those of the parameters, except during a step.
+    Its class becomes a subclass of the same name, so that the checkpoints are the same ones.
     """
-    # Without the record for the profiler and the hooks, which the subclass has around its own.
-    update = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
+    kind = type(optimizer)
 
-    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+    @torch.no_grad()
+    def step(self: Any, closure: None = None) -> None:
         """One update of every parameter that has a gradient."""
-        copies: HostCopies | None = vars(self).get("host_copies")
-        if copies is None:
-            return update(self, closure)
-        if closure is not None:
-            raise TypeError(f"{kind.__name__} on the host takes no closure")
-        with torch.no_grad():
-            copies.fetch()
-            copies.put_into(self)
-            try:
-                result = update(self)
-                copies.give_back()
-            finally:
-                copies.take_out_of(self)
-                copies.forget_gradients()
-        return result
+        copies.fetch(self)
+        try:
+            kind.step(self)
+            copies.give_back()
+        finally:
+            copies.release(self)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {"step": step, **names})
-
-
-def expose(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
-    """From now on groups and state are those of the parameters; see `on_host`."""
-    copies.take_out_of(optimizer)
-    vars(optimizer)["host_copies"] = copies
+    optimizer.__class__ = type(kind.__name__, (kind,), {"step": step, "host_copies": copies, **names})
+    copies.release(optimizer)
 
 
 def copies_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors that, in addition to the state, an optimizer on the host keeps; none for others."""
-    copies: HostCopies | None = vars(optimizer).get("host_copies")
+    copies: HostCopies | None = getattr(optimizer, "host_copies", None)
     return [] if copies is None else copies.tensors
 
 
-def _empty_on_host(parameter: Tensor) -> Tensor:
-    pinned = parameter.device.type == "cuda" and not is_tracing()
-    return torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False)
+def _on_cuda(tensor: Tensor) -> bool:
+    """And not only in a trace."""
+    return tensor.device.type == "cuda" and has_values(tensor)
 
 
 def _rename(optimizer: torch.optim.Optimizer, others: dict[int, Tensor]) -> None:

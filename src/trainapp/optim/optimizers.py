@@ -1,4 +1,4 @@
-"""Builds the optimizer: parameter groups, the fused kernel where available, state allocated before the first step."""
+"""Builds the optimizer: its groups, the fused kernel where available, state allocated before the first step."""
 
 import dataclasses
 import inspect
@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.optim import groups as own_groups
-from trainapp.optim.on_host import HostCopies, expose, on_host
+from trainapp.optim.on_host import HostCopies, move_to_host
+from trainapp.torch_private import step_optimizer
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
@@ -56,21 +57,27 @@ def build_optimizer(
             f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
             "leave some parameters unfrozen"
         )
-    # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
-    # create it beforehand.
-    dampened = arguments.get("momentum") and arguments.get("dampening")
-    can_be_fused = "fused" in takes and not dampened
-    is_auto = settings.fused == "auto"
-    if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
-        can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
-    place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
+    is_auto, place = settings.fused == "auto", "cpu" if settings.offload else device.type
+    # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
+    # create it beforehand.
+    can_be_fused = "fused" in takes and not arguments.get("dampening")
+    if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
+        can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
 
     def ready(arguments: dict[str, Any]) -> torch.optim.Optimizer:
         # Made anew because an optimizer writes its settings into the groups that it is given.
         groups = _groups(kind, settings, model, blocks, setting)
-        return _ready(kind, arguments, groups, settings, user_packages, setting)
+        copies = HostCopies() if settings.offload else None
+        provided: dict[str, Any] = {"params": groups if copies is None else copies.of_groups(groups)}
+        provided |= {} if settings.lr is None else {"lr": settings.lr}
+        optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
+        own_groups.require_known(settings, optimizer, setting)
+        _allocate_state(optimizer, settings, setting)
+        if copies is not None:
+            move_to_host(optimizer, copies)
+        return optimizer
 
     if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
@@ -92,35 +99,6 @@ def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[n
     return groups
 
 
-def _ready(
-    kind: Any,
-    arguments: dict[str, Any],
-    groups: list[Any],
-    settings: Optimizer,
-    user_packages: Sequence[str],
-    setting: str,
-) -> torch.optim.Optimizer:
-    copies = HostCopies()
-    if settings.offload:
-        kind, groups = on_host(kind), copies.of_groups(groups)
-    provided = {"params": groups} | ({} if settings.lr is None else {"lr": settings.lr})
-    optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
-    own_groups.require_known(settings, optimizer, setting)
-    try:
-        materialise_state(optimizer)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
-        optimizer.zero_grad(set_to_none=True)
-        raise UserError(
-            f"{setting}._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
-            "choose another"
-        ) from error
-    if settings.offload:
-        expose(optimizer, copies)
-    return optimizer
-
-
 def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer, update: int = 0) -> tuple[Config, bool]:
     """The configuration with `foreach=false` where that saves memory, and whether it does. update: the optimizer's.
 
@@ -138,6 +116,22 @@ def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer, update: int
     updates = list(config.updates)
     updates[update] = dataclasses.replace(updates[update], optimizer=lean)
     return dataclasses.replace(config, updates=updates), True
+
+
+# --- state before the first step
+
+
+def _allocate_state(optimizer: torch.optim.Optimizer, settings: Optimizer, setting: str) -> None:
+    try:
+        materialise_state(optimizer)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
+        optimizer.zero_grad(set_to_none=True)
+        raise UserError(
+            f"{setting}._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
+            "choose another"
+        ) from error
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -198,3 +192,31 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     copies: dict[type, Callable[[Any], Any]] = {torch.Tensor: torch.clone, list: list, dict: dict}
     own = {name: value for name, value in group.items() if name != "params"}
     return {name: copies[type(value)](value) if type(value) in copies else value for name, value in own.items()}
+
+
+# --- one parameter at a time, as its gradient is complete: LOMO's method (arXiv:2306.09782), with any optimizer whose
+# update of a parameter needs no other gradient than that parameter's
+
+
+def require_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for an optimizer that may need several gradients at once, or count its calls."""
+    kind = type(optimizer)
+    if not (_is_known(kind) or getattr(kind, "updates_parameters_alone", False)):
+        raise UserError(
+            f"optimizer.in_backward=true with {kind.__name__}: it is called once per parameter, and may need all "
+            "gradients at once; if it does not, say so with `updates_parameters_alone = True` in its class, else use "
+            "optimizer.in_backward=false"
+        )
+
+
+def step_alone(optimizer: torch.optim.Optimizer, parameter: Tensor, own: dict[str, Any]) -> None:
+    """Update this parameter alone. own: the group that it is in."""
+    groups = optimizer.param_groups
+    all_parameters = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [parameter] if group is own else []
+    try:
+        step_optimizer(optimizer)
+    finally:
+        for group, parameters in zip(groups, all_parameters, strict=True):
+            group["params"] = parameters

@@ -1,4 +1,5 @@
-"""Turns a precision mode into autocast, a loss scaler and dtypes.
+"""The numbers of a step: a precision mode as autocast, a loss scaler and dtypes; norms of gradients; and steps without
+a usable update, whose loss, gradients or count are not finite.
 
 | mode      | weights  | matrix products            | loss scale |
 |-----------|----------|----------------------------|------------|
@@ -15,17 +16,21 @@ Autocast stays on in bf16_pure for what a model or a loss mixes: fp32 inputs, bu
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from trainapp.config import schema
-from trainapp.errors import UserError
-from trainapp.optim import quantized_products
-from trainapp.torch_private import forget_unscaling, found_inf, step_optimizer
+from trainapp.errors import NotFinite, TrainingStopped, UserError
+from trainapp.optim import matmuls
+from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
+
+MAX_SKIPPED = 100  # steps in a row: such a run makes no progress and will not recover
 
 _AUTOCAST = {
     "bf16": torch.bfloat16,
@@ -99,37 +104,23 @@ class Precision:
             forget_unscaling(self.scaler)
 
 
-class _AutocastOnCpu(torch.autocast):
-    """Without the fast path of nn.TransformerEncoder, which torch itself leaves out under autocast on CUDA only.
-
-    It is one operation that calls others inside. Under a dispatch mode, such as the counter of live tensors, autocast
-    does not reach those: an evaluation whose memory is counted would have another result.
-    """
-
-    def __enter__(self) -> Any:
-        self._had_fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        torch.backends.mha.set_fastpath_enabled(self._had_fast_path)
-        return super().__exit__(*error)
-
-
 def build(settings: schema.Precision, device: torch.device) -> Precision:
-    """Also sets torch's global switches for TF32. Raises UserError where the device cannot compute in this mode."""
+    """Also sets torch's switches for TF32 and attention. Raises UserError where the device cannot compute like this."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode)
-    autocast = _AutocastOnCpu if device.type == "cpu" else torch.autocast
+    # Under autocast on CUDA torch itself leaves the fast path of nn.TransformerEncoder out. It is one operation that
+    # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
+    # would have another result.
+    torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or dtype is None)
     if dtype is not None:
         _probe(settings.mode, dtype, device)
     if settings.mode in ("int8", "fp8"):
-        quantized_products.require_kernels(settings.mode, device)
+        matmuls.require_kernels(settings.mode, device)
     return Precision(
         mode=settings.mode,
         compute_dtype=dtype or torch.float32,
-        autocast=autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
+        autocast=torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
         scaler=torch.amp.GradScaler(
             device.type,
             enabled=settings.mode == "fp16",
@@ -156,3 +147,140 @@ def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
         ) from cause
     if result.dtype != dtype:
         raise UserError(f"precision={mode}: this device ({device}) has no {dtype} autocast; use precision=fp32")
+
+
+# --- gradients
+
+
+def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The 2-norm of all gradients together, a scalar tensor on their device. dtype: to add their squares in."""
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
+
+
+def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The 2-norm of each. dtype: real, to add the squares in, also those of complex gradients."""
+    if dtype is not None:  # torch takes only a complex one for complex tensors
+        gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
+    return list(foreach_norm(gradients, 2, dtype))
+
+
+def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a scalar tensor on their device."""
+    if factor.device.type == "cpu":
+        foreach_mul_(gradients, factor)
+        return
+    # One launch per dtype. For a factor of another dtype, such as the fp64 of counts summed over ranks, and for lists
+    # of several dtypes, CUDA launches a kernel per gradient, which rounds the factor to the gradient's dtype all the
+    # same (ForeachBinaryOpScalarTensor.cu at pytorch's commit 0eb8214).
+    for dtype in {gradient.dtype for gradient in gradients}:
+        foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
+
+
+# --- steps without a usable update
+
+
+Number = Tensor | float
+
+
+class NonFiniteCheck:
+    """Decides whether a step may update the parameters.
+
+    policy: "stop" ends the run with an error that names the step and the metric; "skip" leaves the step out.
+    scaled: whether a loss scaler is in use, which skips a step whose scaled gradients overflow itself.
+    last_checkpoint: names the last checkpoint, for the message.
+
+    On the CPU, and for "skip", the values are read before every update; on a GPU that is a wait for the device per
+    step. "stop" does without: there the first bad step is recorded on the device, and `check` reads it. It is called
+    before anything is logged or saved, so no bad step reaches a checkpoint.
+    """
+
+    def __init__(self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None]):
+        self.policy, self.scaled, self.last_checkpoint = policy, scaled, last_checkpoint
+        self._names = ("count", "loss", *(() if scaled else ("gradient norm",)))
+        self._reads_every_step = device.type == "cpu" or policy == "skip"
+        self._first_bad = torch.full((len(self._names),), -1, dtype=torch.int64, device=device)  # step, by name
+        self._good = torch.ones((), dtype=torch.bool, device=device)
+        self._skipped: Counter[str] = Counter()  # steps in a row, by update
+
+    def allows_update(self, step: int, loss: Number, norm: Number, count: Number, update: str = "") -> bool:
+        """Whether the step may be applied.
+
+        step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
+        skipped under either policy. update: its name, where a step has several. Raises TrainingStopped for "stop", for
+        a negative count, or after too many skipped steps.
+        """
+        values = dict(zip(self._names, (count, loss, norm), strict=False))
+        if self._reads_every_step:
+            values = {name: float(value) for name, value in values.items()}
+        # On a GPU too, some are numbers, known without a wait.
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        if numbers.get("count") == 0:
+            why = "because the loss's count was 0; it is what the task returns next to the loss"
+            self.count(False, step, why, update)
+            return False
+        if numbers.get("count", 1) < 0:
+            self._stop_for_count(step, f"negative ({numbers['count']:g})", update)
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                if self.policy == "stop":
+                    self._stop(step, name, value, update)
+                self.count(False, step, update=update)
+                return False
+        if len(numbers) < len(values):
+            self._record(step, values)
+        return True
+
+    def _record(self, step: int, values: Mapping[str, Number]) -> None:
+        """Record a bad step on the device."""
+        flags = []
+        for name, value in values.items():
+            good = torch.isfinite(value) if isinstance(value, Tensor) else self._good
+            if isinstance(value, Tensor) and name == "count":
+                good = good & (value > 0)
+            # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
+            flags.append(good.to(self._good.device, non_blocking=True))
+        self._first_bad = torch.where(torch.stack(flags) | (self._first_bad >= 0), self._first_bad, step)
+
+    def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
+        """Count steps that were not applied, and for what `reason` if not for their gradients. Raises TrainingStopped
+        after more than MAX_SKIPPED in a row.
+        """
+        self._skipped[update] = 0 if applied else self._skipped[update] + 1
+        if self._skipped[update] > MAX_SKIPPED:
+            advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
+            reason = reason or f"for gradients that are not finite; {advice}"
+            raise TrainingStopped(
+                f"step {step + 1}{_of(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
+            )
+
+    def check(self) -> None:
+        """Raises TrainingStopped when a step since the last call was not finite. Waits for the device on a GPU."""
+        if self._reads_every_step:
+            return
+        for name, step in zip(self._names, self._first_bad.tolist(), strict=True):
+            if step >= 0 and name == "count":
+                self._stop_for_count(step, "0, negative or not finite (train.nonfinite=skip leaves out those with 0)")
+            elif step >= 0:
+                self._stop(step, name, math.nan)
+
+    def _stop(self, step: int, name: str, value: float, update: str = "") -> NoReturn:
+        raise NotFinite(
+            f"step {step + 1}{_of(update)}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, "
+            "a longer schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; "
+            "debug=nonfinite finds where it comes from"
+        )
+
+    def _stop_for_count(self, step: int, problem: str, update: str = "") -> NoReturn:
+        raise TrainingStopped(
+            f"step {step + 1}{_of(update)}: the count that the loss is divided by is {problem}; {self._saved()}. The "
+            "task must return the number of samples or tokens, or the sum of their weights"
+        )
+
+    def _saved(self) -> str:
+        return f"the last good checkpoint is {self.last_checkpoint() or 'none'}"
+
+
+def _of(update: str) -> str:
+    return f" ({update})" if update else ""

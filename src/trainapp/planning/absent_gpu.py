@@ -20,7 +20,7 @@ from trainapp.config.schema import Config, Parallel
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
 from trainapp.optim import precision
-from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.optim.precision import NonFiniteCheck
 from trainapp.planning import pretend
 from trainapp.planning.measured import Measured
 from trainapp.planning.recorder import Breakdown

@@ -16,7 +16,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics
-from trainapp.optim.nonfinite import NonFiniteCheck, gradient_norm, scale_gradients
+from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.strategy import SingleDevice, locals_of
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.techniques.offload import NoOffload, Offload

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.optim.in_backward import ParameterSteps
-from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
+from trainapp.optim.optimizers import step_alone
+from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
 from trainapp.training.engine import Engine, count_factor
 from trainapp.training.phase import Phase
 from trainapp.training.session import Step
@@ -35,7 +35,7 @@ class InBackward(Engine):
         self._applies = False
         self._totals = Totals()  # of this rank
         self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter
-        self._steps = ParameterSteps(self.state.optimizer)
+        self._groups = {id(p): group for group in self.state.optimizer.param_groups for p in group["params"]}
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
         """See `Engine`."""
@@ -99,10 +99,10 @@ class InBackward(Engine):
         phase, self.attempt.phase = self.attempt.phase, Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
         self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
-        if self._steps.trains(parameter):
+        if id(parameter) in self._groups:
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)
-            self._steps.step(parameter)
+            step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
             # Torch's fused kernels leave it as it is (2.13): a graph that has saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None

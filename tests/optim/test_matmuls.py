@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.optim.quantized_products import KINDS, QuantizedLinear, quantizable, quantize, require_kernels
+from trainapp.optim.matmuls import QuantizedLinear, quantizable, quantize, require_kernels
 from trainapp.run import runner
 
 pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GPT = (*runs.MODELS["gpt"], "model.width=32", "model.dropout=0")
 ERRORS = {"int8": 0.015, "fp8": 0.05}  # of a product of normal numbers, relative, in the 2-norm
-by_kind = pytest.mark.parametrize("kind", KINDS)
+by_kind = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 
 def layers(kind, bias=True):
@@ -108,14 +108,6 @@ def test_the_output_may_be_changed_in_place(kind):
             found = nn.functional.relu(quantized(inputs.detach()), inplace=True)
         assert torch.equal(found, wanted)
         assert inputs.grad.isfinite().all()
-
-
-@by_kind
-def test_small_gradients_are_as_exact_as_large_ones(kind):
-    quantized, _ = layers(kind)
-    inputs, outputs = torch.randn(40, 64), torch.randn(40, 32)
-    (_, large, *_), (_, small, *_) = (gradients(quantized, inputs, (outputs * f).bfloat16()) for f in (1, 2.0**-40))
-    assert torch.equal(small * 2.0**40, large)
 
 
 @by_kind
@@ -224,18 +216,11 @@ def test_it_learns_as_bf16_does(tmp_path, kind):
 
 @by_kind
 def test_without_torchao(tmp_path, kind, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    for module in ("torchao", "torchao.float8.float8_ops", "torchao.prototype.quantized_training.int8"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"precision={kind}: .*pip install 'trainapp\[torchao\]', or use") as refused:
         runs.prepare(tmp_path, *GPT, f"precision={kind}")
     assert "\n" not in str(refused.value)
-
-
-@by_kind
-def test_another_version_of_torchao(kind, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.prototype.quantized_training.int8", None)
-    monkeypatch.setitem(sys.modules, "torchao.float8.float8_ops", None)
-    with pytest.raises(UserError, match=rf"precision={kind}: torchao [\d.]+ does not have the kernels of 0\.18"):
-        require_kernels(kind, torch.device("cpu"))
 
 
 @by_kind

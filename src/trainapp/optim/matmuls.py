@@ -21,10 +21,9 @@ from trainapp.errors import UserError
 from trainapp.torch_private import int8_product, unsafe_view
 
 Kind = Literal["int8", "fp8"]
-KINDS: tuple[Kind, ...] = ("int8", "fp8")
 MULTIPLE = 16  # of which the fp8 kernels need both dimensions of a weight (torch 2.13, native/cuda/ScaledBlas.cpp)
-# What int8 products are padded to: cuBLAS takes no fewer than 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), and
-# torchao's kernel no single one (0.18, prototype/quantized_training/int8_mm.py).
+# What products are padded to: cuBLAS takes no fewer than 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), torchao's
+# kernel no single one (0.18, prototype/quantized_training/int8_mm.py), and an expert may get none.
 LEAST_ROWS = 32
 LEAST_SCALE = 1e-30  # of int8: smaller numbers become 0. By default (1e-12) gradients of small losses would
 
@@ -38,9 +37,6 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        if not input.numel():  # there is nothing to scale by
-            bias = None if self.bias is None else self.bias.to(input.dtype)
-            return F.linear(input, self.weight.to(input.dtype), bias)
         output = _Products.apply(input, self.weight, self.kind)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -53,12 +49,13 @@ class _Products(torch.autograd.Function):
         needs_input, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         ctx.kind = kind
-        rows = input.reshape(-1, input.shape[-1])
-        return unsafe_view(_PRODUCTS[kind](rows, weight.to(input.dtype)), [*input.shape[:-1], len(weight)])
+        product = _product(input.reshape(-1, input.shape[-1]), weight.to(input.dtype), kind)
+        return unsafe_view(product, [*input.shape[:-1], len(weight)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # rounding has no derivative
+        # Rounding has no derivative. (torch's `once_differentiable` would drop that of the weight in silence.)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UserError(
                 f"precision={ctx.kind}: a gradient of a gradient (create_graph=True) cannot be computed through "
                 f"products in {ctx.kind}; use precision=bf16"
@@ -68,31 +65,35 @@ class _Products(torch.autograd.Function):
         of_input = of_weight = None
         if weight is not None:
             transposed = weight.to(gradient.dtype).t()
-            of_input = _PRODUCTS[ctx.kind](rows, transposed).view(*gradient.shape[:-1], len(transposed))
+            of_input = _product(rows, transposed, ctx.kind).view(*gradient.shape[:-1], len(transposed))
         if input is not None:
             of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
         return of_input, of_weight, None
 
 
-def _int8(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor, kind: Kind) -> Tensor:
     """left [M, K] @ right [N, K].T in their dtype."""
-    from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
-    from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
-
     count = len(left)
     if count < LEAST_ROWS:
         left = F.pad(left, (0, 0, 0, LEAST_ROWS - count))
+    return _KERNELS[kind](left, right)[:count]
+
+
+def _int8(left: Tensor, right: Tensor) -> Tensor:
+    from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
+    from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
+
     rows, row_scale = quantize_int8_rowwise(left, eps=LEAST_SCALE)
     columns, column_scale = quantize_int8_rowwise(right, eps=LEAST_SCALE)
     rows, columns = rows.contiguous(), columns.contiguous()
     if left.device.type == "cuda":
-        return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)[:count]
+        return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)
     product = int8_product(rows, columns.t()).float()  # torchao's kernel is for CUDA
-    return product.mul_(row_scale.float().unsqueeze(1)).mul_(column_scale.float()).to(left.dtype)[:count]
+    return product.mul_(row_scale.float().unsqueeze(1)).mul_(column_scale.float()).to(left.dtype)
 
 
 def _fp8(left: Tensor, right: Tensor) -> Tensor:
-    """left [M, K] @ right [N, K].T in their dtype. Sums are those of bf16 results."""
+    """Sums are those of bf16 results."""
     from torchao.float8.float8_ops import addmm_float8_unwrapped
 
     rows, row_scale = _fp8_rows(left)
@@ -107,17 +108,12 @@ def _fp8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     from torchao.float8.config import ScalingGranularity, e4m3_dtype
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
-    scale = tensor_to_scale(
-        tensor,
-        e4m3_dtype,
-        scaling_granularity=ScalingGranularity.AXISWISE,
-        axiswise_dim=-1,
-        round_scales_to_power_of_2=True,
-    )
+    by_row: dict[str, Any] = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    scale = tensor_to_scale(tensor, e4m3_dtype, round_scales_to_power_of_2=True, **by_row)
     return to_fp8_saturated(tensor.float() * scale, e4m3_dtype).contiguous(), scale
 
 
-_PRODUCTS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _int8, "fp8": _fp8}
+_KERNELS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _int8, "fp8": _fp8}
 
 
 def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
@@ -125,15 +121,9 @@ def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
 
     Subclasses of nn.Linear are left out: their forward may be another one.
     """
-    layers = {id(module): module for block in blocks for module in block.modules()}
-    return [
-        module
-        for module in layers.values()
-        if isinstance(module, nn.Linear)
-        and type(module) in (nn.Linear, QuantizedLinear)
-        and module.in_features % MULTIPLE == 0
-        and module.out_features % MULTIPLE == 0
-    ]
+    layers = dict.fromkeys(module for block in blocks for module in block.modules())
+    linear = [m for m in layers if isinstance(m, nn.Linear) and type(m) in (nn.Linear, QuantizedLinear)]
+    return [m for m in linear if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0]
 
 
 def quantize(layers: Iterable[nn.Linear], kind: Kind) -> None:
@@ -145,24 +135,16 @@ def quantize(layers: Iterable[nn.Linear], kind: Kind) -> None:
 
 def require_kernels(kind: Kind, device: torch.device) -> None:
     """Multiply two small matrices. Raises UserError without torchao, and where the device cannot multiply in `kind`."""
-    instead = "precision=bf16"
-    try:
-        import torchao
-    except ImportError as error:
-        raise UserError(
-            f"precision={kind}: its products are computed by the package torchao, which cannot be imported "
-            f"({error}); install it with pip install 'trainapp[torchao]', or use {instead}"
-        ) from error
     try:
         ones = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
-        _PRODUCTS[kind](ones, ones)
+        _product(ones, ones, kind)
     except ImportError as error:
         raise UserError(
-            f"precision={kind}: torchao {torchao.__version__} does not have the kernels of 0.18 ({error}); install "
-            f"that version, or use {instead}"
+            f"precision={kind}: its products are computed by torchao 0.18, which cannot be imported ({error}); install "
+            "it with pip install 'trainapp[torchao]', or use precision=bf16"
         ) from error
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"precision={kind}: this device ({device}) cannot multiply matrices in {kind}: {reason}; use {instead}"
+            f"precision={kind}: this device ({device}) cannot multiply matrices in {kind}: {reason}; use precision=bf16"
         ) from error
