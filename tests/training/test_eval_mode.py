@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.memory.live_tensors import LiveTensors
 from trainapp.training import loop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", runs.MODELS)
-@pytest.mark.parametrize("extra", [(), ("train.ema=0.5",), ("precision=bf16",)], ids=["plain", "ema", "bf16"])
+@pytest.mark.parametrize(
+    ("case", "extra"), [("mlp", ()), ("resnet", ("train.ema=0.5",)), ("gpt", ("precision=bf16",))], ids=str
+)
 def test_agrees_with_what_training_logged(tmp_path, case, extra):
     """Bit-identical at the same batch size, up to rounding at another. The average is evaluated where training did."""
     overrides = (*runs.MODELS[case], "optimizer.lr=0.05", "train.max_steps=6", "every.eval=3", "every.save=3")
@@ -55,22 +55,22 @@ def test_agrees_with_plain_pytorch(tmp_path):
 def test_padded_tokens_weigh_by_their_number(tmp_path):
     overrides = (*runs.MODELS["gpt"], "data.min_length=1", "every.eval=4")
     losses = []
-    for size in (40, 7, 1):
+    for size in (40, 7):
         runs.run(tmp_path / str(size), *overrides, f"batch.eval_micro_size={size}")
         losses.append(helpers.evaluations(tmp_path / str(size))[-1]["loss"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", runs.MODELS)
+@pytest.mark.parametrize("case", ["resnet", "gpt"])
 def test_how_often_it_is_done_changes_nothing_in_training(tmp_path, case):
+    """Neither BatchNorm's statistics nor the draws of dropout."""
     ends = []
-    for every in ("null", "1", "3"):
-        runs.run(tmp_path / every, *runs.MODELS[case], f"every.eval={every}", "train.max_steps=6")
-        state = runs.saved(tmp_path / every, 6)
+    for every in ("null", "2"):
+        runs.run(tmp_path / every, *runs.MODELS[case], f"every.eval={every}", "batch.eval_micro_size=360")
+        state = runs.saved(tmp_path / every, 4)
         ends.append([state[part] for part in ("model", "optimizer", "sampler")])
-    assert runs.differences(ends[0], ends[1]) == []
-    assert runs.differences(ends[0], ends[2]) == []
-    assert [len(helpers.evaluations(tmp_path / every)) for every in ("null", "1", "3")] == [0, 6, 2]
+    assert runs.differences(*ends) == []
+    assert [len(helpers.evaluations(tmp_path / every)) for every in ("null", "2")] == [0, 2]
 
 
 def test_the_runs_own_files_stay(tmp_path):
@@ -98,17 +98,6 @@ def test_the_best_is_the_first_of_the_best(tmp_path):
     assert run.state.progress.best == max(accuracies)
     assert run.state.progress.best_step == accuracies.index(max(accuracies)) + 1
     assert run.state.progress.objective == accuracies[-1]
-
-
-@pytest.mark.parametrize(("objective", "best"), [("min loss", min), ("max loss", max)])
-def test_the_objective_is_the_users(tmp_path, objective, best):
-    run = runs.run_until(tmp_path, 4, *runs.MODELS["mlp"], "every.eval=1", f"objective={objective}")
-    assert run.state.progress.best == best(line["loss"] for line in helpers.evaluations(tmp_path))
-
-
-def test_an_objective_that_is_no_metric(tmp_path):
-    with pytest.raises(UserError, match=r"objective=max f1.*accuracy"):
-        runs.run(tmp_path, *runs.MODELS["mlp"], "every.eval=1", "objective=max f1")
 
 
 class Caching(nn.Module):
@@ -141,22 +130,3 @@ def test_a_model_may_keep_what_it_makes_in_evaluation(tmp_path, monkeypatch):
     under_inference_mode(monkeypatch)
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         runs.run(tmp_path / "inference", *CACHING, "every.eval=2")
-
-
-@pytest.mark.parametrize("case", ["resnet", "gpt"])
-def test_inference_mode_would_save_no_memory(tmp_path, monkeypatch, case):
-    """Without gradients nothing is kept for backward already. Negative control: with them, more is."""
-
-    def peak():
-        run = runs.prepare(tmp_path, *runs.MODELS[case])
-        with LiveTensors() as counter:
-            loop.evaluate(run)
-        run.close()
-        return counter.peak
-
-    without_gradients = peak()
-    with monkeypatch.context() as patched:
-        under_inference_mode(patched)
-        assert peak() == pytest.approx(without_gradients, rel=0.02)
-    monkeypatch.setattr(loop, "evaluate", loop.evaluate.__wrapped__)
-    assert peak() > without_gradients

@@ -132,11 +132,11 @@ def test_generators_behind_callables_and_in_long_lists_are_found():
     assert (model.noise(0.0), model.draw(), model.by_sample[1400].random()) == drawn
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED))
-def test_metrics_cannot_take_the_names_of_the_log(name):
-    assert evaluate_metrics({f"{name}_own": torch.tensor(1.0)})
-    with pytest.raises(UserError, match=f"a metric cannot be called {name}"):
-        evaluate_metrics({name: torch.tensor(1.0)})
+def test_metrics_cannot_take_the_names_of_the_log():
+    for name in RESERVED:
+        assert evaluate_metrics({f"{name}_own": torch.tensor(1.0)})
+        with pytest.raises(UserError, match=f"a metric cannot be called {name}"):
+            evaluate_metrics({name: torch.tensor(1.0)})
 
 
 def test_the_names_of_the_log_are_reserved(tmp_path):

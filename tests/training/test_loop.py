@@ -61,8 +61,9 @@ def mean_of_means(run, task):
     return runs.gradients(run.state.model)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "cut"), [("mlp", "evenly"), ("groupnorm", "greedy"), ("gpt", "single"), ("padded", "greedy")]
+)
 def test_accumulated_is_the_big_batch(prepare, case, cut):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
@@ -74,9 +75,7 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("case", "cut", "wrong"), [("mlp", "greedy", 0.01), ("mlp", "evenly", 0.01), ("padded", "single", 0.1)]
-)
+@pytest.mark.parametrize(("case", "cut", "wrong"), [("mlp", "evenly", 0.01), ("padded", "single", 0.1)])
 def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
@@ -92,10 +91,9 @@ def test_batch_norm_depends_on_the_micro_batch(prepare):
     assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.05
 
 
-@pytest.mark.parametrize("case", ["mlp", "padded"])
-def test_the_last_partial_step_of_an_epoch(prepare, case):
+def test_the_last_partial_step_of_an_epoch(prepare):
     """Divided by the actual number of samples, not by that of a full step."""
-    overrides, task = CASES[case]
+    overrides, task = CASES["padded"]
     run = prepare(*overrides, "batch.micro_size=3", "train.grad_clip=null")
     run.state.progress.consumed = (run.batches.samples - 1) // 16 * 16
     left = run.batches.samples - run.state.progress.consumed
@@ -110,19 +108,18 @@ def test_the_last_partial_step_of_an_epoch(prepare, case):
 
 
 def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
-    """96 steps across the ends of four epochs; the reference's own rounding error is of the same size."""
-    overrides = (*GPT, "data.min_length=2", "data.size=90", "train.max_steps=24", "optimizer=sgd", "optimizer.lr=0.1")
+    """Across the ends of two epochs; the reference's own rounding error is of the same size."""
+    overrides = (*GPT, "data.min_length=2", "data.size=90", "train.max_steps=12", "optimizer=sgd", "optimizer.lr=0.1")
     ends = []
-    for micro in (16, 5, 3):
+    for micro in (16, 5):
         run = prepare(*overrides, f"batch.micro_size={micro}")
         start = runs.weights(run.state.model)
         loop.train(run)
         ends.append(runs.weights(run.state.model))
-        assert run.state.progress.epoch == 4
+        assert run.state.progress.epoch == 2
     moved = float((ends[0] - start).norm())
     assert moved > 0.1
-    for other in ends[1:]:
-        assert float((other - ends[0]).norm()) / moved < 1e-5
+    assert float((ends[1] - ends[0]).norm()) / moved < 1e-5
 
 
 @pytest.mark.parametrize("micro", [16, 4])
@@ -152,24 +149,10 @@ def test_clipping_each_micro_batch_is_something_else(prepare):
     assert runs.relative_error(total, expected * clip / expected.norm()) > 0.01
 
 
-def test_a_small_gradient_is_not_clipped(prepare):
-    run = prepare(*runs.MODELS["mlp"], "train.grad_clip=1000.0")
-    _, expected = big_batch(run, "classification")
-    runs.clip(run)
-    assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-6
-
-
 def test_one_schedule_step_for_each_optimizer_step(tmp_path):
     """Regardless of the number of micro-batches."""
-    runs.run(
-        tmp_path,
-        *runs.MODELS["mlp"],
-        "batch.micro_size=4",
-        "schedule=linear",
-        "schedule.warmup=2",
-        "train.max_steps=6",
-        "optimizer.lr=0.1",
-    )
+    schedule = ("schedule=linear", "schedule.warmup=2", "train.max_steps=6", "optimizer.lr=0.1")
+    runs.run(tmp_path, *runs.MODELS["mlp"], "batch.micro_size=4", *schedule)
     rates = [line["lr"] for line in helpers.metrics(tmp_path)]
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.075, 0.05, 0.025])
 
@@ -201,14 +184,10 @@ def test_adamw_is_the_one_written_by_hand(prepare):
 
 
 def test_the_first_of_steps_and_epochs_ends_the_run(tmp_path):
-    by_epochs = runs.run(
-        tmp_path / "a", *runs.MODELS["mlp"], "batch.global_size=500", "train.max_epochs=2", "train.max_steps=100"
-    )
-    assert (by_epochs.steps, by_epochs.samples) == (6, 2 * 1437)
-    by_steps = runs.run(
-        tmp_path / "b", *runs.MODELS["mlp"], "batch.global_size=500", "train.max_epochs=2", "train.max_steps=5"
-    )
-    assert (by_steps.steps, by_steps.samples) == (5, 1437 + 1000)
+    for steps, reached in ((100, (6, 2 * 1437)), (5, (5, 1437 + 1000))):
+        settings = ("batch.global_size=500", "train.max_epochs=2", f"train.max_steps={steps}")
+        ended = runs.run(tmp_path / str(steps), *runs.MODELS["mlp"], *settings)
+        assert (ended.steps, ended.samples) == reached
 
 
 def test_cadences(tmp_path):

@@ -1,4 +1,4 @@
-"""`task` as a mapping: a function or class with arguments."""
+"""`task` as a mapping: a function or class with arguments; and what a task says of itself in attributes."""
 
 import functools
 
@@ -8,6 +8,8 @@ from helpers import metrics
 from torch.nn import functional as F
 
 from trainapp.errors import UserError
+from trainapp.losses import losses
+from trainapp.losses.losses import attribute
 from trainapp.run import resume, run_dir
 
 
@@ -29,32 +31,6 @@ class Scaled:
 
 
 halved = functools.partial(scaled, scale=0.5)
-
-
-class Mean:
-    """A running number."""
-
-    value = 1.0
-
-    def state_dict(self):
-        """The number."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        """The number as it was."""
-        self.value = state["value"]
-
-
-def adaptive(model, batch, share):
-    """A loss relative to a running mean, which outlives the run."""
-    loss, count, metrics = scaled(model, batch, 1.0)
-    mean = adaptive.mean.value
-    if model.training:
-        adaptive.mean.value = (1 - share) * mean + share * loss.item() / count
-    return loss / mean, count, metrics
-
-
-adaptive.mean = Mean()
 
 
 OWN = ("model=mlp", "data=digits", "user_packages=[test_task_arguments]", "train.max_steps=3", "every.log=1")
@@ -94,20 +70,14 @@ def test_another_argument_of_the_task_is_another_experiment(tmp_path):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("{scale: 1}", r"task=.*must have a `_target_`"),
-        (
-            "{_target_: classification, smoothing: 0.1}",
-            r"task.smoothing: no such setting",
-        ),
+        ("{_target_: classification, smoothing: 0.1}", r"task.smoothing: no such setting"),
         ("{_target_: test_task_arguments.scaled, scal: 1}", r"task.scal: no such setting; did you mean 'scale'"),
         ("{_target_: test_task_arguments.scaled}", r"task.scale: required"),
-        ("{_target_: test_task_arguments.scaled, scale: 1, shfit: 2}", r"task\.shfit: no such setting"),
         (
             "{_target_: test_task_arguments.scaled, scale: 1, model: 2}",
-            r"task\.model: .* is called with a model and a batch",
+            r"task\.model: .* called with a model and a batch",
         ),
         ("{_target_: test_task_arguments.Scaled, scale: [1]}", r"task\.scale=\[1\]: .*number"),
-        ("{_target_: classification, scale: 1}", r"task\.scale: no such setting"),
         ("{_target_: auto, scale: 1}", r"task=auto: arguments"),
     ],
 )
@@ -122,3 +92,55 @@ def test_the_temperature_of_a_contrastive_loss(tmp_path):
         task = f"task={{_target_: contrastive, temperature: {temperature}}}"
         runs.run(tmp_path / str(temperature), "model=mlp", *data, task, "every.log=1")
     assert losses_of(tmp_path / "0.1") != losses_of(tmp_path / "1.0")
+
+
+# What a task says of itself: as a function, an object, a `functools.partial` of either, checked or not
+
+
+class Embeds:
+    """A loss that compares the samples of its batch, and offers their embeddings."""
+
+    whole_batch = True
+
+    def embed(self, model, batch):
+        """The embeddings of a batch."""
+        return model(batch)
+
+    def loss_of_embeddings(self, embeddings, scale=1.0):
+        """The loss of all of them."""
+        return embeddings.sum() * scale, len(embeddings), {}
+
+    def __call__(self, model, batch, scale=1.0):
+        """The loss of a batch."""
+        return self.loss_of_embeddings(self.embed(model, batch), scale)
+
+
+def function(model, batch):
+    """A loss whose attributes are set on it and on what is made of it."""
+
+
+own = functools.partial(function)
+own.whole_batch = True
+
+
+@pytest.mark.parametrize("task", [Embeds(), functools.partial(Embeds(), scale=0.5)])
+def test_embeddings(task):
+    assert losses.compares_samples(task)
+    assert losses.has_embeddings(task)
+    checked = losses.checked(task, "task=own")
+    assert losses.has_embeddings(checked)
+    assert callable(checked.loss_of_embeddings)
+
+
+def test_attributes_of_a_partial_come_before_those_of_its_function():
+    assert losses.compares_samples(own)
+    assert losses.needs_whole_batch(losses.checked(own, "task=own"))
+    assert not losses.compares_samples(function)
+    assert attribute(functools.partial(own), "whole_batch") is True
+    assert attribute(own, "split") is None
+
+
+def test_tokens_are_counted_in_chunks_too():
+    assert losses.counts_tokens(losses.in_chunks(losses.next_token, 64))
+    assert losses.counts_tokens(functools.partial(losses.next_token))
+    assert not losses.counts_tokens(losses.in_chunks(losses.classification, 64))

@@ -148,3 +148,60 @@ def test_the_largest_seed(tmp_path):
     assert runs.run(tmp_path, *chosen).steps == 1
     with pytest.raises(UserError, match=rf"^train\.seed={2**63}: must be less [a-z ]*\d+$"):
         runs.configure(tmp_path, f"train.seed={2**63}")
+
+
+# --- messages to the author of a model or a data set name what that part has, not what the built-in ones have
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, norm: str = "batch"):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.linear = torch.nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        ((*model_of("test_tasks.Normed"), "data=digits"), "or GroupNorm in its place in the model"),
+        (("model=resnet", "model.width=4"), "or GroupNorm (model.norm=group)"),
+    ],
+)
+def test_batchnorms_refusal_advises_a_setting_only_where_there_is_one(tmp_path, overrides, advice):
+    message = runs.refusal(tmp_path, *overrides, "precision=bf16_pure", "optimizer=adamw_bf16")
+    assert message == f"precision=bf16_pure: BatchNorm needs its weights in fp32; use precision=bf16, {advice}"
+
+
+def test_a_model_of_ones_own_is_frozen_without_a_plus(tmp_path):
+    run = runs.prepare(tmp_path, *model_of("test_tasks.Normed"), "model.freeze=[norm]")
+    trained = {name for name, parameter in run.state.model.named_parameters() if parameter.requires_grad}
+    assert trained == {"linear.weight", "linear.bias"}
+    run.close()
+
+
+class Digits(torch.utils.data.Dataset):
+    task = "regression"
+
+    def __init__(self, split):
+        self.spec = {"image_shape": (1, 8, 8), "num_classes": 10}
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.zeros(1, 8, 8), 0
+
+
+def test_a_wrong_task_of_a_data_set_is_not_called_missing(tmp_path, monkeypatch):
+    own = ("model=mlp", "~data.augment", PACKAGES, "data._target_=test_tasks.Digits")
+    wrong = (
+        r"^task=auto: test_tasks\.Digits says that its task is 'regression', which must be one of"
+    )
+    with pytest.raises(UserError, match=wrong):
+        runs.prepare(tmp_path, *own)
+    monkeypatch.setattr(Digits, "task", None)
+    with pytest.raises(UserError, match=r"^task=auto: test_tasks\.Digits does not say what its task is; set task to"):
+        runs.prepare(tmp_path, *own)
