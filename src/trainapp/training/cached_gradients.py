@@ -151,7 +151,7 @@ class CachedGradients(Engine):
             self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro
-        self._first_pass = ()
+        self._first_pass, self._at_work = (), (None, [])  # else the gradients stay in memory until the next step
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
         """A loss whose gradient for the embeddings is the cached one."""
