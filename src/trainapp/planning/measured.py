@@ -17,10 +17,8 @@ from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.batches import planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated
-from trainapp.planning.traced import stepped
+from trainapp.planning.traced import of_model, stepped
 from trainapp.signals import StopRequest
-from trainapp.techniques.catalogue import available
-from trainapp.techniques.technique import Situation
 from trainapp.training.evaluate import evaluate
 from trainapp.training.loop import train_step, update_weight_average
 from trainapp.training.session import Session
@@ -95,8 +93,7 @@ class Measured:
             else:
                 found = _by_counters(session, *sizes)
             seconds = (time.monotonic() - started) / (STEPS if trains else 1)
-            applicable = tuple(available(Situation(config, session.state.model, session.knows_loss)))
-            return dataclasses.replace(found, techniques=applicable, seconds=seconds)
+            return of_model(dataclasses.replace(found, seconds=seconds), config, session)
 
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
@@ -168,7 +165,7 @@ def _by_counters(session: Session, size: int, eval_size: int) -> Breakdown:
         total = max(allocated, reserved)
         categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
         found = found.joined(Breakdown(total, name, phases={name: total}, categories=categories))
-    return dataclasses.replace(found, smallest=build.smallest_micro_batch(session.state.model))
+    return found
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
@@ -188,5 +185,5 @@ def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
     if low.phase == high.phase == phase:
         names = dict.fromkeys([*high.categories, *low.categories])
         categories = {name: line(low.categories.get(name, 0), high.categories.get(name, 0)) for name in names}
-    found = Breakdown(phases[phase], phase, "", phases, categories, seconds=high.seconds * size / b)
-    return dataclasses.replace(found, smallest=high.smallest, techniques=high.techniques)
+    found = dataclasses.replace(high, total=phases[phase], phase=phase, module="", phases=phases, events=[])
+    return dataclasses.replace(found, categories=categories, seconds=high.seconds * size / b)

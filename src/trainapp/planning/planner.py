@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,16 +20,17 @@ from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.planning import absent_gpu
 from trainapp.planning.batches import Workload, given_size, planned_config
-from trainapp.planning.checkpointing_modes import planned
 from trainapp.planning.measured import Measured
 from trainapp.planning.process import AGAIN, FAILED, Plan
-from trainapp.planning.recorder import PHASES, Breakdown
+from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import highest_ranks, world_of
 from trainapp.planning.traced import Traced
+from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
 # Sizes that a search tries: the fewer are enough once the one that fits is NEAR one that does not.
-MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 7, 0.95
+MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 5, 0.95
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
 log = logging.getLogger(__name__)
 
 
@@ -61,50 +62,44 @@ class Planner:
     def __init__(self, config: Config, estimator: Estimator):
         self.config, self.estimator = config, estimator
         self.world, self.limit = estimator.world, estimator.limit(config)
+        # The bytes that a peak may have, which leave what it has to spare. (A run's own limit bounds what is reserved.)
+        self.room = int(self.limit / (1 + estimator.spare))
         is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
         self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
         self.workload = Workload.of(config, estimator.components, self.world)
         self._at = functools.cache(functools.partial(estimator.peak, config))
 
-    def variant(self, config: Config) -> "Planner":
-        """Of a configuration with the same model and data."""
-        planner = Planner(planned(config, self.world, self.room), self.estimator)
-        planner.smallest = self.smallest
-        return planner
-
     def peak(self, size: int, eval_size: int) -> Breakdown:
         """With these sizes, on the rank that needs the most; 0 leaves out training, or evaluation."""
         found = Breakdown()
-        if size:
-            found = found.joined(self._highest(size, 0, self._samples(size)))
-        if eval_size:
-            found = found.joined(self._highest(0, eval_size, self.workload.all_eval_samples))
+        for sizes in ((size, 0), (0, eval_size)):
+            if any(sizes):
+                ranks = highest_ranks(self.world, self.shards, self._samples(*sizes))
+                found = found.joined(max((self._at(*sizes, rank) for rank in ranks), key=lambda one: one.total))
         return found
 
-    def _highest(self, size: int, eval_size: int, samples: int) -> Breakdown:
-        ranks = highest_ranks(self.world, self.shards, samples)
-        return max((self._at(size, eval_size, rank) for rank in ranks), key=lambda found: found.total)
-
-    def _samples(self, size: int) -> int:
-        """Of a planned step, over all ranks."""
+    def _samples(self, size: int, eval_size: int) -> int:
+        """Of a planned step, or else of the largest evaluation set, over all ranks."""
+        if not size:
+            return self.workload.all_eval_samples
         components = self.estimator.components
-        step = planned_config(self.config, size, 1, self.world, components.has_embeddings)
+        step = planned_config(self.config, size, eval_size or 1, self.world, components.has_embeddings)
         return at_most(step.batch.global_size, components.train_data)
 
-    @property
-    def room(self) -> int:
-        """The bytes that a peak may have, which leave what it has to spare."""
-        return int(self.limit / (1 + self.estimator.spare))
-
-    def fits(self, found: Breakdown) -> bool:
-        """Whether this is sure to stay within the limit."""
-        return found.total <= self.room
+    def fits(self, size: int, eval_size: int) -> bool:
+        """Whether these sizes are sure to stay within the limit."""
+        return self.peak(size, eval_size).total <= self.room
 
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples at once on which the model can train, at most the share of a rank."""
         share = self.workload.share
         return share if self.workload.whole else min(self.peak(share, 0).smallest, share)
+
+    @functools.cached_property
+    def given(self) -> int | None:
+        """The micro-batch that the configuration fixes, if it does."""
+        return given_size(self.config, self.workload.share)
 
     @functools.cached_property
     def largest(self) -> int:
@@ -121,11 +116,11 @@ class Planner:
         """The largest size from `smallest` to `top` that fits. The peak is a line in the size, in few pieces, so that
         secants find it in few calls; bisection in turn, where it is rough.
         """
-        room, known = self.room, dict[int, int]()
+        known = dict[int, int]()
 
         def fits(size: int) -> bool:
             known[size] = at(size).total
-            return known[size] <= room
+            return known[size] <= self.room
 
         if top < 1 or fits(top):
             return top
@@ -140,68 +135,61 @@ class Planner:
                 raise
             low = 2 if fits(2) else 0  # some models take no single sample
         high = top
-        while (
-            low and high - low > 1 and (len(known) < MOST_SIZES // 2 or low < NEAR * high) and len(known) < MOST_SIZES
-        ):
+        while low and high - low > 1 and len(known) < (ENOUGH_SIZES if low >= NEAR * high else MOST_SIZES):
             guess = (low + high) // 2
             if len(known) % 3 and known[high] > known[low]:
-                guess = low + int((room - known[low]) * (high - low) / (known[high] - known[low]))
+                guess = low + int((self.room - known[low]) * (high - low) / (known[high] - known[low]))
             guess = min(max(guess, low + 1), high - 1)
             low, high = (guess, high) if fits(guess) else (low, guess)
         return low
-
-    def search(self, only: Collection[str]) -> Facts:
-        """The largest micro-batches of "training", "evaluation" or both, and nothing else."""
-        plan = Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit)
-        if "evaluation" in only and self.workload.eval_samples:
-            plan.largest_eval_micro_size = self.largest_eval
-        if "training" in only:
-            plan.largest_micro_size = self.largest
-            plan.peak_bytes = self.peak(self.largest or self.smallest, 0).total
-        return asdict(plan)
 
     def plan(self) -> tuple[Plan, Breakdown]:
         """At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
         config, workload = self.config, self.workload
         if workload.whole:
             require_uncut(config, self.world, at_most(config.batch.global_size, self.estimator.components.train_data))
-        size = given_size(config, workload.share) or self.largest or self.smallest
-        eval_size = 0
+        size, eval_size = self.given or self.largest or self.smallest, 0
         if workload.eval_samples:
             given = config.batch.eval_micro_size
             eval_size = min(given, workload.eval_samples) if given != "auto" else (self.largest_eval or 1)
         found, ranks = self.peak(size, eval_size), self._ranks(size, eval_size)
-        highest = max(found.total, *ranks["peak_bytes"].values())  # of ranks with longer texts than the first
-        plan = Plan(
-            method=self.estimator.method,
-            margin=self.estimator.margin,
+        plan = replace(
+            self.empty_plan(),
             notes=list(found.notes),
-            peak_bytes=highest,
+            peak_bytes=max(found.total, *ranks["peak_bytes"].values()),  # of ranks with longer texts than the first
             phase=found.phase,
             module=found.module,
-            phases={name: found.phases[name] for name in (*found.phases, *PHASES) if name in found.phases},
+            phases=found.phases,
             categories=found.categories,
             ranks=ranks,
             micro_size=size,
             eval_micro_size=eval_size or None,
             largest_micro_size=self.largest,
             largest_eval_micro_size=self.largest_eval if workload.eval_samples else None,
-            limit_bytes=self.limit,
         )
         return plan, found
 
+    def empty_plan(self) -> Plan:
+        """What is known before anything is estimated."""
+        modes = self.config.activation_checkpointing.modes
+        return Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit, modes=modes)
+
+    def search(self, only: Collection[str]) -> Plan:
+        """See `plan`."""
+        plan = self.empty_plan()
+        if "evaluation" in only and self.workload.eval_samples:
+            plan.largest_eval_micro_size = self.largest_eval
+        if "training" in only:
+            plan.largest_micro_size = self.largest
+            plan.peak_bytes = self.peak(self.largest or self.smallest, 0).total
+        return plan
+
     def _ranks(self, size: int, eval_size: int) -> Facts:
         """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
-        samples, evaluated = self._samples(size), self.workload.all_eval_samples
-        own = {*highest_ranks(self.world, self.shards, samples)}
-        if eval_size:
-            own |= {*highest_ranks(self.world, self.shards, evaluated)}
-        if len(own) > 1 or samples % self.world or evaluated % self.world or self._at(size, 0, min(own)).is_uneven:
-            own.add(self.world - 1)
-        peaks = {
-            str(rank): max(self._at(*sizes, rank).total for sizes in ((size, 0), (0, eval_size)) if any(sizes))
-            for rank in sorted(own)
-        }
+        both = [sizes for sizes in ((size, 0), (0, eval_size)) if any(sizes)]
+        highest = [rank for sizes in both for rank in highest_ranks(self.world, self.shards, self._samples(*sizes))]
+        own = sorted({*highest, self.world - 1})
+        peaks = {str(rank): max(self._at(*sizes, rank).total for sizes in both) for rank in own}
         return {
             "world": self.world,
             "strategy": self.config.parallel.strategy,
@@ -211,21 +199,38 @@ class Planner:
         }
 
 
+def with_modes(config: Config, estimator: Estimator) -> Config:
+    """`activation_checkpointing=auto`: with the cheapest mode for each block with which a micro-batch fits the limit;
+    one of `batch.micro_size`, or else of the smallest size.
+    """
+    settings = config.activation_checkpointing
+    if settings.mode != "auto" or settings.modes is not None:
+        return config
+    planner = Planner(config, estimator)  # until modes are chosen, none is in force
+    size = planner.given or planner.smallest
+    peaks: dict[Mode, int] = {"none": planner.peak(size, 0).total}
+    for mode in MODES[1:]:
+        own = replace(config, activation_checkpointing=replace(settings, mode=mode))
+        peaks[mode] = Planner(own, estimator).peak(size, 0).total
+    modes = choose_modes(peaks, planner.room, planner.peak(size, 0).blocks)
+    return replace(config, activation_checkpointing=replace(settings, modes=modes))
+
+
 def plan(config: Config, only: Collection[str] = (), method: str = "traced") -> tuple[Facts, Breakdown]:
     """The content of plan.json, and the highest peak with its events. In this process, whose switches it sets.
 
-    only: "training", "evaluation" or both: their largest micro-batches and nothing else. method: see `process.METHODS`.
-    Raises UserError for mistakes in the configuration; whatever the model raises on tensors without data.
+    only: some of "modes", "training" and "evaluation": the modes of blocks or the largest micro-batches, and nothing
+    else. method: see `process.METHODS`. Raises UserError for mistakes in the configuration; whatever the model raises
+    on tensors without data.
     """
     from trainapp.planning.ranking import ranked
 
     started = time.monotonic()
     estimator = estimator_of(config, method)
-    config = config if config.plan.device is None else absent_gpu.on_cpu(config)
-    room = int(estimator.limit(config) / (1 + estimator.spare))
-    planner = Planner(planned(config, estimator.world, room), estimator)
+    given = config if config.plan.device is None else absent_gpu.on_cpu(config)
+    planner = Planner(with_modes(given, estimator), estimator)
     if only:
-        return planner.search(only), Breakdown()
+        return asdict(planner.search(only)), Breakdown()
     plan, found = planner.plan()
     if config.plan.techniques:
         plan.techniques, plan.best = ranked(planner, plan)
@@ -262,14 +267,13 @@ def estimator_of(config: Config, method: str) -> Estimator:
     """Raises UserError for settings that contradict each other."""
     world = world_of(config)
     if config.plan.device is not None:
-        gpu = absent_gpu.find(config)
+        gpu, components = absent_gpu.find(config), load_components(absent_gpu.on_cpu(config))
         if method == "measured":
-            components = load_components(absent_gpu.on_cpu(config))
             return absent_gpu.MeasuredHere(components, world, torch.device("cpu"), gpu)
         if method != "traced":
             gpu = gpu.as_on_the_cpu()
         gpu.give_autograd_a_device()
-        return Traced(load_components(absent_gpu.on_cpu(config)), world, gpu, refuses=method != "made up")
+        return Traced(components, world, gpu, refuses=method != "made up")
     components, device = load_components(config), choose_device(config.train.device)
     if method == "measured":
         return Measured(components, world, device)

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainapp.errors import UserError
 # rules; real steps; a trace that gives made-up answers where the model reads values.
 METHODS = ("traced", "traced as on the CPU", "measured", "made up")
 AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to ask again with, seeing no GPU; the reason
+_PLANNER = "trainapp.planning.planner.answer"
 _REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # What tells a process its rank: the planner's would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,8 +35,8 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class Plan:
     """The content of plan.json. Sizes are samples per rank; bytes are per rank, too. docs/memory.md has the meanings.
 
-    method: None where no estimator could say anything; `notes` then have the reasons. measured_bytes, step_seconds: of
-    training, with `plan.measure`.
+    method: None where no estimator could say anything; `notes` then have the reasons. modes: of each block, with
+    `activation_checkpointing=auto`. measured_bytes, step_seconds: of training, with `plan.measure`.
     """
 
     method: str | None
@@ -52,6 +53,7 @@ class Plan:
     largest_micro_size: int | None = None
     largest_eval_micro_size: int | None = None
     limit_bytes: int | None = None
+    modes: Sequence[str] | None = None
     techniques: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     measured_bytes: int | None = None
@@ -72,49 +74,38 @@ def ask(
     waits. Raises UserError for mistakes in the configuration. Where no method says anything, `method` is None and
     `notes` have the reasons.
     """
-    started, reasons, named, sees_devices = time.monotonic(), list[str](), config, config.plan.device is None
+    deadline = None if patience is None else time.monotonic() + patience
+
+    def call(function: str, own: Config, *arguments: Any) -> dict[str, Any]:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        # For a named device, tensors only claim to be on it.
+        answer = answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
+        return dict(answer)
+
+    named, reasons = config, list[str]()  # named: with the name of the GPU, where the plan is for one
     for method in METHODS:
         if method == "traced as on the CPU" and named.plan.device is None:
             continue
-        given = config if method == "measured" else named
         try:
-            answer = _answer(given, only, picture, method, patience, started, sees_devices or method == "measured")
-            if AGAIN in answer:
-                named, sees_devices = answer[AGAIN], False
-                answer = _answer(named, only, picture, method, patience, started, sees_devices)
+            facts = call(_PLANNER, config if method == "measured" else named, only, picture, method)
+            if AGAIN in facts:
+                named = facts[AGAIN]
+                facts = call(_PLANNER, named, only, picture, method)
+            if FAILED not in facts:
+                break
+            reasons.append(facts[FAILED])
         except NoAnswer as error:
-            answer = {FAILED: str(error)}
-        if FAILED not in answer:
-            known = [f"not traced: {reasons[0]}"] if reasons else []
-            facts = answer | {"notes": [*known, *answer["notes"]]}
-            return _with_measurements(config, facts, patience, started)
-        reasons.append(answer[FAILED])
-    return asdict(Plan(None, notes=list(dict.fromkeys(reasons))))
-
-
-def _answer(
-    config: Config,
-    only: Collection[str],
-    picture: Path | None,
-    method: str,
-    patience: float | None,
-    started: float,
-    sees_devices: bool,
-) -> dict[str, Any]:
-    left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
-    function = "trainapp.planning.planner.answer"
-    return dict(answer_of(function, config, only, picture, method, patience=left, sees_devices=sees_devices))
-
-
-def _with_measurements(config: Config, facts: dict[str, Any], patience: float | None, started: float) -> dict[str, Any]:
-    """With `plan.measure`: what steps of the plan and of its first techniques take, run for real on this device."""
-    if not config.plan.measure or not facts.get("micro_size"):
-        return facts
-    left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
-    try:
-        return dict(answer_of("trainapp.planning.ranking.measured", config, facts, patience=left))
-    except NoAnswer as error:
-        return facts | {"notes": [*facts["notes"], f"not measured: {error}"]}
+            reasons.append(str(error))
+    else:
+        return asdict(Plan(None, notes=list(dict.fromkeys(reasons))))
+    facts["notes"] = [*(f"not traced: {reason}" for reason in reasons[:1]), *facts["notes"]]
+    if config.plan.measure and facts["micro_size"]:
+        try:
+            here = replace(config, plan=replace(config.plan, device=None))
+            return call("trainapp.planning.ranking.measured", here, facts)
+        except NoAnswer as error:
+            facts["notes"].append(f"not measured: {error}")
+    return facts
 
 
 def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
@@ -130,7 +121,9 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience)
+        ending = _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience)
+        if not Path(folder, _ANSWER).exists():
+            raise NoAnswer(f"the planner's process {ending}")
         answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
     if error is not None:
         raised = UserError(error)
@@ -139,25 +132,24 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     return answer
 
 
-def _run(command: list[str], environment: dict[str, str], folder: Path, patience: float | None) -> None:
-    """Until there is an answer. Raises NoAnswer where none comes; the process has ended either way."""
+def _run(command: list[str], environment: dict[str, str], folder: Path, patience: float | None) -> str:
+    """Until it has ended, or been killed. Returns how."""
     nowhere = subprocess.DEVNULL  # what a data set prints
-    try:
-        with open(folder / _ERRORS, "wb") as errors:
+    with open(folder / _ERRORS, "wb") as errors:
+        try:
             planner = subprocess.Popen(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=errors)
-    except OSError as problem:  # out of memory, or of processes
-        raise NoAnswer(f"the planner's process cannot start: {problem}") from None
-    try:
-        planner.wait(patience)
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
-    finally:
-        planner.kill()  # no effect once it has ended
-        planner.wait()
-    if not (folder / _ANSWER).exists():
-        code, lines = planner.returncode, (folder / _ERRORS).read_text(errors="replace").strip().splitlines()
-        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise NoAnswer(f"the planner's process ended with {ending}" + (f": {lines[-1]}" if lines else ""))
+        except OSError as problem:  # out of memory, or of processes
+            return f"cannot start: {problem}"
+        try:
+            code = planner.wait(patience)
+        except subprocess.TimeoutExpired:
+            return f"took longer than {patience:.0f} s"
+        finally:
+            planner.kill()  # no effect once it has ended
+            planner.wait()
+    lines = (folder / _ERRORS).read_text(errors="replace").strip().splitlines()
+    ending = f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return ending + (f": {lines[-1]}" if lines else "")
 
 
 def main(folder: Path) -> None:

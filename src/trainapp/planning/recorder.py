@@ -32,7 +32,6 @@ _NAMES = {
     Phase.COMMITTED: "optimizer_step",
     Phase.EVALUATE: "evaluation",
 }
-PHASES = tuple(dict.fromkeys(_NAMES.values()))
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Breakdown:
     phases: the peak of each phase. categories: what the highest consists of; the sum is `total`, unless they are not
     known. module: where it lies, "" outside of all modules. events, numbered: for a picture. seconds: of a step, where
     it was measured. notes: what to know of the figures.
-    Of the model: smallest, the samples that it needs at once; is_uneven, whether ranks have shards of different sizes;
-    techniques, those that apply and are not in force.
+    Of the model: smallest, the samples that it needs at once; blocks, their number; techniques, those that apply and
+    are not in force.
     """
 
     total: int = 0
@@ -56,17 +55,15 @@ class Breakdown:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     smallest: int = 1
-    is_uneven: bool = False
+    blocks: int = 0
     techniques: tuple[Technique, ...] = ()
 
     def joined(self, other: "Breakdown") -> "Breakdown":
         """The higher one, with the phases of both."""
-        names = [name for name in PHASES if name in self.phases or name in other.phases]
-        both = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
-        higher = self if self.total >= other.total else other
+        names = dict.fromkeys([*self.phases, *other.phases])
         return replace(
-            higher,
-            phases=both,
+            self if self.total >= other.total else other,
+            phases={name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names},
             seconds=self.seconds or other.seconds,
             notes=tuple(dict.fromkeys(self.notes + other.notes)),
             techniques=self.techniques or other.techniques,

@@ -1,6 +1,8 @@
 """`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
 
 import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,11 @@ def summary(facts: dict[str, Any]) -> str:
     return f"{bytes_text(facts['peak_bytes'])} ({facts['method']}, +-{100 * facts['margin']:.0f}%)"
 
 
+def modes_text(modes: Sequence[str]) -> str:
+    """How many blocks have which mode: `2 full, 4 none`."""
+    return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
+
+
 def _peak(facts: dict[str, Any]) -> list[str]:
     evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
     module = f" ({facts['module']})" if facts["module"] else ""
@@ -52,6 +59,7 @@ def _peak(facts: dict[str, Any]) -> list[str]:
         f"micro-batch {facts['micro_size']}{evaluation}: peak {summary(facts)} of {bytes_text(facts['limit_bytes'])}, "
         f"in {facts['phase'].replace('_', ' ')}{module}",
         *_of_ranks(facts["ranks"]),
+        *([f"activation checkpointing: {modes_text(facts['modes'])}"] if facts["modes"] else []),
         *facts["notes"],
     ]
     if facts["step_seconds"] is not None:

@@ -18,10 +18,11 @@ from trainapp.assembly.model import materialise
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.host import total_bytes
 from trainapp.models import transformers_models
-from trainapp.models.inspect import lazy_modules
+from trainapp.models.inspect import blocks_of, lazy_modules
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.batches import FakeBatches, FakeEvalBatches, longest, longest_in_training, planned_config
@@ -101,8 +102,7 @@ class Traced:
             self._is_of_transformers = transformers_models.is_one(session.state.model)
             found = stepped(session, recorder, size, eval_size)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            applicable = tuple(available(Situation(config, session.state.model, session.knows_loss)))
-            found = dataclasses.replace(found, notes=(*found.notes, *notes), techniques=applicable)
+            found = of_model(dataclasses.replace(found, notes=(*found.notes, *notes)), config, session)
             return found if self.gpu is None else self.gpu.completed(found, session)
 
 
@@ -121,16 +121,16 @@ def stepped(session: Session, recorder: Recorder, size: int, eval_size: int, ste
         recorder.reset()
         evaluate(session)
         found = found.joined(recorder.highest)
-    model = session.state.model
-    return dataclasses.replace(
-        found,
-        smallest=build.smallest_micro_batch(model),
-        is_uneven=any(_is_uneven(p) for p in model.parameters()),
-    )
+    return found
 
 
-def _is_uneven(parameter: Any) -> bool:
-    return is_shard(parameter) and bool(parameter.shape[0] % parameter.device_mesh.size())
+def of_model(found: Breakdown, config: Config, session: Session) -> Breakdown:
+    """With what the plan has to know of the model."""
+    model, blocks = session.state.model, 0
+    with contextlib.suppress(UserError):
+        blocks = len(blocks_of(model, "blocks()"))
+    techniques = tuple(available(Situation(config, model, session.knows_loss)))
+    return dataclasses.replace(found, smallest=build.smallest_micro_batch(model), blocks=blocks, techniques=techniques)
 
 
 def _training(session: Session, recorder: Recorder, steps: int) -> Breakdown:

@@ -25,8 +25,7 @@ from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.report import OomReport, describe
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.planning.checkpointing_modes import with_modes
-from trainapp.planning.first_sizes import first_sizes
+from trainapp.planning.decisions import first_sizes, with_modes
 from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
