@@ -28,7 +28,7 @@ def trained_samples(run_dir, *overrides):
     run = runs.prepare(run_dir, *IMAGES, *overrides)
     seen = []
     while not run.is_finished:
-        seen.append((run.state.progress.epoch, run.batches.indices(run.state.progress)))
+        seen.append((run.state.progress.epoch, run.batches.share(run.state.progress).numbers))
         loop.train_step(run)
     run.tracker.close()
     return seen, run

@@ -207,12 +207,12 @@ def test_resume_none_starts_anew(tmp_path):
 def test_the_samplers_seed_is_part_of_its_state(tmp_path):
     """A different train.seed must not make the rest of an epoch repeat or omit samples."""
     run = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
-    expected = run.batches.indices(run.state.progress)
+    expected = run.batches.share(run.state.progress).numbers
     with pytest.raises(UserError, match=r"train\.seed=5: the run in .*step_00000002 has seed 0"):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
     run.tracker.close()
-    assert run.batches.indices(run.state.progress) == expected
+    assert run.batches.share(run.state.progress).numbers == expected
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
     runs.prepare(tmp_path / "a", *noisy, "data.num_workers=1").close()
     assert "the data owns generators (data.digits.noise, eval_data.digits.noise)" in caplog.text
     run = runs.prepare(tmp_path / "b", *noisy)
-    assert run.batches._loader._loader is None
+    assert run.batches._loader._results.workers == 0
     run.close()
 
 

@@ -54,7 +54,7 @@ class BatchedNumbers(Numbers):
 def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
     progress, seen = Progress(), []
     for _ in range(steps):
-        seen.append(batches.indices(progress))
+        seen.append(batches.share(progress).numbers)
         batches.advance(progress)
     return seen
 
@@ -157,7 +157,7 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
     pieces = [piece for micro in whole for piece in pieces_of(micro, [range(4), range(4, 8), range(8, 10)])]
     batches.close()
     again = TrainBatches(dataset, global_size=20, seed=0, device=CPU)
-    indices = again.indices(progress)
+    indices = again.share(progress).numbers
     found = [(piece.samples, piece.last, piece.real) for piece in pieces]
     assert found == [(size, number == 6, True) for number, size in enumerate([4, 4, 2, 4, 4, 2], start=1)]
     ends = [4, 8, 10, 14, 18, 20]

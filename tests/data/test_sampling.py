@@ -69,7 +69,7 @@ def test_balanced_classes_are_equally_frequent(labels):
 def test_without_the_setting_they_are_not():
     """Negative control."""
     batches = TrainBatches(Rare(), global_size=600, seed=0, device=CPU)
-    assert Counter(Rare().targets[index] for index in batches.indices(Progress())) == {0: 540, 1: 54, 2: 6}
+    assert Counter(Rare().targets[index] for index in batches.share(Progress()).numbers) == {0: 540, 1: 54, 2: 6}
 
 
 def test_weights_from_a_file_and_from_an_attribute(tmp_path):
@@ -144,8 +144,8 @@ def test_weights_that_are_none(weights, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ({0: "cat", 1: None, 2: "emu"}, "some samples have no label"),
-        ({0: 1.0, 1: 2.0, 2: float("nan")}, "some samples have no label"),
+        ({0: "cat", 1: None, 2: "emu"}, "every sample needs a label, all of one type"),
+        ({0: 1.0, 1: 2.0, 2: float("nan")}, "every sample needs a label, all of one type"),
     ],
 )
 def test_labels_that_are_none(labels, message):

@@ -8,8 +8,7 @@ import torch
 
 from trainapp.data.progress import Progress
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.data.stream import shards_per_rank
-from trainapp.data.stream_reader import Place, Position, Read, Reader, is_stream
+from trainapp.data.stream_reader import Place, Position, Reader, is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 
@@ -105,19 +104,24 @@ KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late]
 def test_a_reader_continues_at_any_position(kind, at):
     """With the source's state or by skipping; the same samples with the same noise."""
     reader = Reader(kind("train"), 0, 0, 1)
-    first = reader[Read(Position(1, 0, Place(1)), 16)]
+    first = reader[Position(1, 0, Place(1))]
     samples, bases = list(first.samples), [first.base]
     while not first.ended:
-        first = reader[Read(None, 16)]
+        first = reader[None]
         samples += first.samples
         bases.append(first.base)
     base = max((base for base in bases if base.number < at), key=lambda base: base.number)
     if kind in (own_streams.Plain, own_streams.Late):
         assert base.state is None  # `Late` does not count a sample before it is yielded
     position = Position(1, at, base)
-    chunk = Reader(kind("train"), 0, 0, 1)[Read(position, 100)]
-    assert [s["number"] for s in chunk.samples] == [s["number"] for s in samples[at:]]
-    assert all(torch.equal(a["inputs"], b["inputs"]) for a, b in zip(chunk.samples, samples[at:], strict=True))
+    again = Reader(kind("train"), 0, 0, 1)
+    chunk = again[position]
+    rest = list(chunk.samples)
+    while not chunk.ended:
+        chunk = again[None]
+        rest += chunk.samples
+    assert [s["number"] for s in rest] == [s["number"] for s in samples[at:]]
+    assert all(torch.equal(a["inputs"], b["inputs"]) for a, b in zip(rest, samples[at:], strict=True))
 
 
 def test_epochs_follow_each_other_and_differ():
@@ -180,7 +184,7 @@ def test_a_retried_step_has_the_same_samples_in_another_cut():
 
 def test_a_smaller_global_batch_keeps_the_rest():
     batches, progress = batches_of(own_streams.Stateful("train")), Progress()
-    assert batches.step_samples(progress) == 16
+    assert batches.share(progress).total == 16
     batches.global_size = 6
     numbers, _ = trained(batches, progress, 2)
     assert numbers == [list(range(6)), list(range(6, 12))]
@@ -277,7 +281,7 @@ def test_a_stream_that_does_not_begin_again_is_refused():
     batches, progress = batches_of(own_streams.Once("train")), Progress()
     trained(batches, progress, 4)
     with pytest.raises(UserError, match=r"the stream has no samples in epoch 1; `iter` must begin anew"):
-        batches.step_samples(progress)
+        batches.share(progress)
 
 
 def test_a_stream_that_has_become_shorter():
@@ -286,7 +290,7 @@ def test_a_stream_that_has_become_shorter():
     again = batches_of(own_streams.Plain("train", samples=20))
     again.source.load_state_dict(batches.source.state_dict())
     with pytest.raises(UserError, match="it ended after 20 samples of epoch 0, of which 32 were trained before"):
-        again.step_samples(progress)
+        again.share(progress)
 
 
 def test_an_example_is_trained_later():

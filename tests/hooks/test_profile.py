@@ -40,7 +40,7 @@ def test_tokens_per_second_counts_what_the_loss_counts(tmp_path):
     tokens, data = 0, run.batches.dataset
     for first in (0, 16):
         run.state.progress.consumed = first
-        indices = run.batches.indices(run.state.progress)
+        indices = run.batches.share(run.state.progress).numbers
         batch = run.batches.dataset
         tokens += sum(int((data[i]["targets"] != -100).sum()) for i in indices) if batch is data else 0
     run.state.progress.consumed = 0

@@ -18,7 +18,7 @@ def poison(run, step, value=float("nan")):
     progress = type(run.state.progress)()
     for _ in range(step):
         run.batches.advance(progress)
-    index = run.batches.indices(progress)[3]
+    index = run.batches.share(progress).numbers[3]
     if data.augment:
         data._shifted = data._shifted.copy()
         data._shifted[index] = value

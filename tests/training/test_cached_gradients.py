@@ -30,7 +30,7 @@ def prepared(path, *overrides):
 
 def batches(run, size):
     """The samples of the coming step, in micro-batches of so many."""
-    indices = run.batches.indices(run.state.progress)
+    indices = run.batches.share(run.state.progress).numbers
     return [run.batches.dataset.__getitems__(indices[i : i + size]) for i in range(0, len(indices), size)]
 
 

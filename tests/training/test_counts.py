@@ -39,7 +39,7 @@ def prepare(tmp_path):
 def whole(run):
     """Loss and gradient of the next step as one batch with weights of about 1, by plain PyTorch."""
     data = run.batches.dataset
-    batch = data.__getitems__(run.batches.indices(run.state.progress))
+    batch = data.__getitems__(run.batches.share(run.state.progress).numbers)
     batch["weights"] = batch["weights"] / data.weights.max()
     loss, count, _ = weighted.task(run.state.model, batch)
     (loss / count).backward()
@@ -106,7 +106,7 @@ def indices_of(run, number):
     progress = type(run.state.progress)()
     for _ in range(number - 1):
         run.batches.advance(progress)
-    return run.batches.indices(progress)
+    return run.batches.share(progress).numbers
 
 
 def test_a_step_in_which_nothing_counts_changes_nothing(prepare, caplog):

@@ -40,7 +40,7 @@ def mean_gradient(run):
 
 def of_the_whole_batch(run, task):
     """The same by plain PyTorch, uncut."""
-    batch = collated(run.batches.dataset, run.batches.indices(run.state.progress))
+    batch = collated(run.batches.dataset, run.batches.share(run.state.progress).numbers)
     run.state.model.zero_grad()
     loss, count, _ = task(run.state.model, batch)
     (loss / count).backward()

@@ -4,6 +4,7 @@ import pytest
 import runs
 import torch
 
+from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.training import loop
 
@@ -59,7 +60,7 @@ def test_drop_last(tmp_path, steps, size):
     advance = run.batches.advance
 
     def noting(progress):
-        seen.append((progress.epoch, len(run.batches.indices(progress))))
+        seen.append((progress.epoch, len(run.batches.share(progress).numbers)))
         advance(progress)
 
     run.batches.advance = noting
@@ -73,8 +74,8 @@ def test_drop_last(tmp_path, steps, size):
 def test_an_end_of_the_epoch_that_a_smaller_step_moves():
     """With drop_last, 10 of 40 samples are left out at 30 per step, and at 15; none at 10."""
     batches = TrainBatches(range(40), global_size=30, seed=0, device=torch.device("cpu"), drop_last=True)
-    assert (batches.epoch_samples, batches.steps_per_epoch, batches.after(0, 0)) == (30, 1, (1, 0))
+    assert (batches.epoch_samples, batches.steps_per_epoch, batches.share(Progress()).after) == (30, 1, (1, 0))
     batches.global_size = 15
-    assert (batches.epoch_samples, batches.steps_per_epoch, batches.after(0, 0)) == (30, 2, (0, 15))
+    assert (batches.epoch_samples, batches.steps_per_epoch, batches.share(Progress()).after) == (30, 2, (0, 15))
     batches.global_size = 10
     assert (batches.epoch_samples, batches.steps_left(30)) == (40, 1)

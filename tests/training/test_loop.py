@@ -42,7 +42,7 @@ def prepare(tmp_path):
 
 def big_batch(run, task):
     """Loss and gradient of the next step's samples as one batch, by plain PyTorch."""
-    batch = run.batches.dataset.__getitems__(run.batches.indices(run.state.progress))
+    batch = run.batches.dataset.__getitems__(run.batches.share(run.state.progress).numbers)
     run.state.model.zero_grad()
     loss, count, _ = getattr(losses, task)(run.state.model, batch)
     (loss / count).backward()
@@ -163,7 +163,7 @@ def test_adamw_is_the_one_written_by_hand(prepare):
     model, batches = run.state.model, run.batches
     steps, progress = [], type(run.state.progress)()
     for _ in range(6):
-        steps.append(batches.dataset.__getitems__(batches.indices(progress)))
+        steps.append(batches.dataset.__getitems__(batches.share(progress).numbers))
         batches.advance(progress)
     twin = type(model)(image_shape=(1, 8, 8), num_classes=10, width=16)
     twin.load_state_dict(model.state_dict())

@@ -31,7 +31,7 @@ def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
     totals = runs.accumulate(run)
     found = runs.gradients(model) * 32 / totals.count
     model.zero_grad()
-    batch = data.__getitems__(run.batches.indices(run.state.progress))
+    batch = data.__getitems__(run.batches.share(run.state.progress).numbers)
     loss, count, _ = own_tasks.mirrored(model, batch)
     (loss / count).backward()
     expected = runs.gradients(model)

@@ -10,8 +10,7 @@ from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.data.stream import shards_per_rank
-from trainapp.data.stream_reader import is_stream
+from trainapp.data.stream_reader import is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
 from trainapp.parallel.ranks import Ranks

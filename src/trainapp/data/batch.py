@@ -23,8 +23,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
     """The batch with `function(tensor)` in place of every tensor; containers keep their types."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if type(batch) is dict:  # a fast path, a third quicker than the one below: runs for every micro-batch
-        return {key: map_tensors(function, value) for key, value in batch.items()}
     opened = opened_container(batch)
     if opened is None:
         return batch
@@ -58,12 +56,7 @@ def sizes_in(batch: Any) -> list[Any]:
 
 def elements_in(batch: Any) -> int:
     """The elements of all the batch's tensors."""
-    if type(batch) is not dict:
-        return sum(tensor.numel() for tensor in tensors_in(batch))
-    elements = 0  # the usual batch, without calls: runs for every micro-batch
-    for value in batch.values():
-        elements += value.numel() if isinstance(value, torch.Tensor) else elements_in(value)
-    return elements
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def bucket_of(samples: int, elements: int) -> int:

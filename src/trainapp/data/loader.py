@@ -5,7 +5,7 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,20 +60,16 @@ class Fetcher(Dataset):
             return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
-        if isinstance(index, Draw):  # the same sample again: with other random transforms
-            self._seed_generators(index, index.position)
-            return self.dataset[int(index)]
-        self._seed_generators(index)
-        return self.dataset[index]
+        # A sample that is drawn again has other random transforms.
+        own = (index, index.position) if isinstance(index, Draw) else (index,)
+        seed_generators(self.seed, self._epoch or 0, *own)
+        return self.dataset[int(index)]
 
     def _collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
         if self._own_collate is None:
             return default_collate(samples)
-        self._seed_generators(*indices)
-        return self._own_collate(samples)
-
-    def _seed_generators(self, *indices: int) -> None:
         seed_generators(self.seed, self._epoch or 0, *indices)
+        return self._own_collate(samples)
 
 
 def seed_generators(*numbers: int) -> None:
@@ -84,8 +80,48 @@ def seed_generators(*numbers: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+class Results:
+    """`results(requests)` are `dataset[request]` in order: each computed when it is asked for, or, with `workers`
+    processes, ahead.
+    """
+
+    def __init__(self, dataset: Dataset, workers: int, pinned: bool = False):
+        self.workers, self._dataset, self._requests = workers, dataset, _Requests()
+        self._loader = None
+        if workers:
+            self._loader = DataLoader(
+                _ErrorsReturned(dataset),
+                batch_size=None,  # a request is a batch already
+                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
+                sampler=self._requests,
+                num_workers=workers,
+                pin_memory=pinned,
+                persistent_workers=True,
+                worker_init_fn=_leave_ctrl_c,
+                generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
+            )
+
+    def __call__(self, requests: Iterator[Any]) -> Iterator[Any]:
+        """Ends the iteration before. Raises what the data set raises."""
+        if self._loader is None:
+            return map(self._dataset.__getitem__, requests)
+        self._requests.coming = requests
+        with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
+            return map(_raise_if_error, iter(self._loader))
+
+    def close(self) -> None:
+        """End the processes. What they have computed ahead is lost."""
+        self._requests.coming = iter(())
+        self._loader = None  # torch ends the workers with the last reference to their iterator
+
+
+class _Requests(IterableDataset):
+    """The requests for a DataLoader's workers."""
+
+    coming: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.coming)
 
 
 class _ErrorsReturned(Dataset):
@@ -103,41 +139,19 @@ class _ErrorsReturned(Dataset):
             return error
 
 
-def raise_if_error(item: Any) -> Any:
-    """What a worker has returned. Raises the UserError that it has returned instead."""
+def _raise_if_error(item: Any) -> Any:
     if isinstance(item, UserError):
         raise item
     return item
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
 def _leave_ctrl_c(worker: int) -> None:
     """A terminal sends Ctrl-C to workers too, but the step that is being finished still needs them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class Requests(IterableDataset):
-    """The requests for a DataLoader's workers. Set `requests` before each iteration over the loader."""
-
-    def __init__(self) -> None:
-        self.requests: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.requests
-
-
-def in_workers(dataset: Dataset, requests: Requests, workers: int, pinned: bool) -> DataLoader:
-    """`dataset[request]` for each request, in their order, computed by this many processes: see `raise_if_error`."""
-    return DataLoader(
-        _ErrorsReturned(dataset),
-        batch_size=None,  # a request is a batch already
-        collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
-        sampler=requests,
-        num_workers=workers,
-        pin_memory=pinned,
-        persistent_workers=True,
-        worker_init_fn=_leave_ctrl_c,
-        generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
-    )
 
 
 class BatchLoader:
@@ -162,8 +176,8 @@ class BatchLoader:
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self._pinned = device.type == "cuda"
         self._copy_stream: torch.cuda.Stream | None = None
-        self._requests = Requests()
-        self._loader = in_workers(self.fetcher, self._requests, workers, self._pinned) if workers else None
+        self._results = Results(self.fetcher, workers, self._pinned)
+        self.close = self._results.close
 
     def example(self, dataset: Any, samples: int) -> Any:
         """The first `samples` samples of an indexable data set as a batch, on the CPU, fetched in this process."""
@@ -171,16 +185,10 @@ class BatchLoader:
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
-        fetched: Iterator[Any]
-        if self._loader is None:
-            fetched = map(self.fetcher.__getitem__, requests)
-            if self._pinned:
-                fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
-        else:
-            self._requests.requests = requests
-            with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
-                fetched = map(raise_if_error, iter(self._loader))
-        return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
+        fetched = self._results(requests)
+        if self._pinned and not self._results.workers:
+            fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+        return self._copied_ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
         """Samples [start, end) of a fetched batch on their own, on the device.
@@ -192,17 +200,12 @@ class BatchLoader:
             return self._split(batch, start, end)
         return self._move(self.fetcher[Request(epoch, indices[start:end])])
 
-    def close(self) -> None:
-        """End the worker processes. Batches fetched ahead are lost."""
-        self._requests.requests = iter(())
-        self._loader = None  # torch ends the workers with the last reference to their iterator
-
     def _move(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
 
-    def _ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
+    def _copied_ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Copy the next batch on a stream of its own while the current one is in use.
 
         One stream for all iterations: cached blocks serve the stream on which they were allocated alone, and a new

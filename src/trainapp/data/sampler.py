@@ -47,20 +47,58 @@ class Draw(int):
         return int(self), self.position
 
 
-class Sampler:
-    """The samples of an indexable data set, step by step: see `data.source.Source`.
+class Source:
+    """Training samples, step by step: of indexable data by `Sampler`, of a stream by `data.stream.Stream`. A position
+    is `(epoch, consumed samples of it)`.
+
+    fetched: what the loader indexes with the numbers of a share. state_owner: holds the data's state, see
+    `checkpoint.stateful`. samples: in the data, 0 where that is unknown. order_name: what a checkpoint must know of the
+    order besides the position. looks_ahead: whether later steps may be asked for. misfit: after a resume, why the saved
+    position cannot be continued.
+    """
+
+    fetched: Any
+    state_owner: Any
+    samples: int
+    order_name: str
+    looks_ahead: bool
+    misfit: str | None = None
+
+    def share(self, epoch: int, consumed: int, size: int) -> Share:
+        """This rank's samples of the step of `size` samples that begins at a position."""
+        raise NotImplementedError
+
+    def first(self, most: int) -> Any:
+        """An indexable data set that begins with the first `most` samples, none of which are consumed."""
+        raise NotImplementedError
+
+    def steps_left(self, consumed: int, size: int) -> int | None:
+        """Steps of this size in an epoch after its first `consumed` samples; None where that is unknown."""
+        return None
+
+    def commit(self, epoch: int, consumed: int, size: int) -> None:
+        """The samples of this step are trained."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Leave out what is left of the epochs before this one."""
+
+    def close(self) -> None:
+        """End the processes that read."""
+
+
+class Sampler(Source):
+    """The samples of an indexable data set. A position says everything: nothing is committed or saved.
 
     weights: `data.sampling.weights`, see `weights_of`; None: every sample once per epoch.
     Raises UserError for weights that do not fit the data set.
     """
 
     looks_ahead = True
-    misfit: str | None = None
 
     def __init__(
         self, dataset: Any, *, seed: int, rank: int, world: int, drop_last: bool = False, weights: str | None = None
     ):
-        self.dataset = self.fetched = self.state_owner = dataset
+        self.fetched = self.state_owner = dataset
         self.samples, self.rank, self.world, self.drop_last = len(dataset), rank, world, drop_last
         self.order: Permutation | Weighted
         if weights is None:
@@ -68,10 +106,13 @@ class Sampler:
         else:
             self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
         self.order_name = self.order.name
-        self.share = functools.lru_cache(maxsize=2)(self._share)  # the present step's and the next
+        self._shares = functools.lru_cache(maxsize=2)(self._share)  # the present step's and the next
+
+    def share(self, epoch: int, consumed: int, size: int) -> Share:
+        """See `Source`."""
+        return self._shares(epoch, consumed, size)
 
     def _share(self, epoch: int, consumed: int, size: int) -> Share:
-        """This rank's samples of the step of `size` samples that begins at this position."""
         total = max(0, min(size, self.samples - consumed))
         start, end = (consumed + total * rank // self.world for rank in (self.rank, self.rank + 1))
         behind = consumed + size
@@ -80,22 +121,13 @@ class Sampler:
         return Share(self.order.indices(epoch, start, end), total, -(-total // self.world), after)
 
     def steps_left(self, consumed: int, size: int) -> int:
-        """Steps of this size in an epoch after its first `consumed` samples, however large their steps were."""
+        """However large the steps before were."""
         left = self.samples - consumed
         return left // size if self.drop_last else -(-left // size)
 
     def first(self, most: int) -> Any:
-        """The data set, whose first `most` samples are wanted."""
-        return self.dataset
-
-    def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """Nothing to do: a position says everything."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Nothing to do: a position says everything."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+        """The whole data set."""
+        return self.fetched
 
 
 class Permutation:
@@ -165,8 +197,7 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
     if weights == BALANCED:
         return _balanced(dataset, setting)
     values = getattr(dataset, weights, None) if weights.isidentifier() else None
-    values = _loaded(weights, setting) if values is None else values
-    array = _one_per_sample(values, dataset, setting)
+    array = _one_per_sample(_loaded(weights, setting) if values is None else values, dataset, setting)
     if array.dtype.kind not in "biuf":
         raise UserError(f"{setting}: must be numbers, but its entries are of type {array.dtype}")
     return array.astype(np.float64)
@@ -181,12 +212,12 @@ def _balanced(dataset: Any, setting: str) -> np.ndarray:
             "`targets` with one label per sample, or weights of your own"
         )
     labels = _one_per_sample(getattr(dataset, name), dataset, f"{setting} ({name})")
-    if any(label is None or label != label for label in (labels.tolist() if labels.dtype.kind in "fO" else ())):
-        raise UserError(f"{setting} ({name}): some samples have no label; give every sample one, such as 'unknown'")
     try:
-        numbers = np.unique(labels, return_inverse=True)[1]
-    except TypeError:
-        raise UserError(f"{setting} ({name}): the labels are of several types; use one, such as str") from None
+        classes, numbers = np.unique(labels, return_inverse=True)
+    except TypeError:  # of several types, of which None is one
+        classes, numbers = np.array([np.nan]), np.zeros(0, np.int64)
+    if (classes != classes).any():
+        raise UserError(f"{setting} ({name}): every sample needs a label, all of one type, such as 'unknown'")
     return 1.0 / np.bincount(numbers)[numbers]
 
 

@@ -6,60 +6,19 @@ Which samples a step has is its `Source`'s part: `data.sampler` for indexable da
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trainapp.data.batch import MicroBatch, cut, cut_evenly, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.progress import Progress, due_updates
-from trainapp.data.sampler import Sampler, Share
+from trainapp.data.sampler import Sampler, Share, Source
 from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
-
-
-class Source(Protocol):
-    """Training samples, step by step. A position is `(epoch, consumed samples of it)`.
-
-    fetched: what the loader indexes with the numbers of a share. samples: in the data, 0 where that is unknown.
-    order_name: what a checkpoint must know of the order besides the position. state_owner: holds the data's state, see
-    `checkpoint.stateful`. looks_ahead: whether later steps may be asked for. misfit: after a resume, why the saved
-    position cannot be continued.
-    """
-
-    fetched: Any
-    samples: int
-    order_name: str
-    state_owner: Any
-    looks_ahead: bool
-    misfit: str | None
-
-    def share(self, epoch: int, consumed: int, size: int) -> Share:
-        """This rank's samples of the step of `size` samples that begins at a position."""
-        ...
-
-    def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """The samples of this step are trained."""
-        ...
-
-    def steps_left(self, consumed: int, size: int) -> int | None:
-        """Steps of this size in an epoch after its first `consumed` samples; None where that is unknown."""
-        ...
-
-    def first(self, most: int) -> Any:
-        """An indexable data set that begins with the first `most` samples, none of which are consumed."""
-        ...
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Leave out what is left of the epochs before this one."""
-        ...
-
-    def close(self) -> None:
-        """End the processes that read."""
-        ...
 
 
 class TrainBatches:
@@ -95,18 +54,13 @@ class TrainBatches:
         else:
             place = {"rank": ranks.rank, "world": ranks.world}
             self.source = Sampler(dataset, seed=seed, drop_last=drop_last, weights=weights, **place)
+        self.samples = self.source.samples  # in the data set; 0 where that is unknown
         self._drop_last = drop_last
         self._loader = BatchLoader(self.source.fetched, seed, workers, device, ahead, split)
         self.sizes_of_updates: tuple[int, ...] = ()
         self.every: tuple[int, ...] = (1,)
         self._open: Iterator[Any] = iter(())
-        self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
-        self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
-
-    @property
-    def samples(self) -> int:
-        """In the data set; 0 where that is unknown."""
-        return self.source.samples
+        self._position: tuple | None = None  # of the open iterator: `_requests`' arguments; None: unknown
 
     @property
     def epoch_samples(self) -> int:
@@ -129,18 +83,6 @@ class TrainBatches:
     def share(self, progress: Progress) -> Share:
         """This rank's samples of the coming step. Collective for a stream: reads them."""
         return self.source.share(progress.epoch, progress.consumed, self.global_size)
-
-    def indices(self, progress: Progress) -> Sequence[int]:
-        """This rank's samples of the coming step."""
-        return self.share(progress).numbers
-
-    def step_samples(self, progress: Progress) -> int:
-        """Samples of the coming step over all ranks."""
-        return self.share(progress).total
-
-    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """`(epoch, consumed)` after the step that begins at the given position."""
-        return self.source.share(epoch, consumed, self.global_size).after
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples as a batch, on the CPU. A stream's stay to be trained."""
@@ -165,11 +107,9 @@ class TrainBatches:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._loader.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._cut(progress.epoch, progress.consumed, size, parts)
+        pieces = self._pieces(progress.epoch, progress.consumed, size, parts)
         for number, piece in enumerate(pieces, start=1):
-            batch, indices = next(self._open), piece or DUMMY
-            again = functools.partial(self._loader.piece, batch, position[0], indices)
-            yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
+            yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, number == len(pieces))
         if self.source.looks_ahead:
             self._position = self._after_update(*position)
 
@@ -187,7 +127,7 @@ class TrainBatches:
 
     def drop_fetched(self) -> None:
         """Free the batches that were fetched ahead. The next step fetches the same samples again."""
-        self._open, self._position, self._cuts = iter(()), None, ((), [])
+        self._open, self._position = iter(()), None
 
     def close(self) -> None:
         """End the worker processes."""
@@ -198,7 +138,7 @@ class TrainBatches:
     def _requests(self, *position: Any) -> Iterator[Request]:
         while True:
             epoch, consumed, _, update, sizes, parts = position
-            for piece in self._cut(epoch, consumed, sizes[update], parts):
+            for piece in self._pieces(epoch, consumed, sizes[update], parts):
                 yield Request(epoch, piece or DUMMY)
             if not self.source.looks_ahead:
                 return
@@ -211,14 +151,8 @@ class TrainBatches:
         later = [number for number in due_updates(step, self.every) if number > update]
         if later:
             return epoch, consumed, step, later[0], sizes, parts
-        return *self.after(epoch, consumed), step + (max(self.every) > 1), 0, sizes, parts
-
-    def _cut(self, *position: Any) -> list[Sequence[int]]:
-        """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""
-        key = (*position, self.global_size)
-        if self._cuts[0] != key:
-            self._cuts = (key, self._pieces(*position))
-        return self._cuts[1]
+        after = self.source.share(epoch, consumed, self.global_size).after
+        return *after, step + (max(self.every) > 1), 0, sizes, parts
 
     def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
@@ -257,10 +191,8 @@ class EvalBatches:
         self._stream = None
         if self.is_stream:
             self._stream = EvalStream(dataset, seed, ranks.rank, ranks.world, in_process=workers == 0)
-            workers, ahead = 0, False
-        self._loader = BatchLoader(
-            self._stream.fetched if self._stream else dataset, seed, workers, device, ahead, split
-        )
+            dataset, workers, ahead = self._stream.fetched, 0, False
+        self._loader = BatchLoader(dataset, seed, workers, device, ahead, split)
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples of an indexable data set as a batch, on the CPU. The same on every rank."""
@@ -277,10 +209,7 @@ class EvalBatches:
         asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
         batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers, _ in asked)
         for numbers, is_last in used:
-            batch, indices = next(batches), numbers or DUMMY
-            again = functools.partial(self._loader.piece, batch, 0, indices)
-            yield MicroBatch(batch, is_last, bool(numbers), len(indices), again)
-            del batch, again  # not through the fetching of the next one
+            yield _micro_batch(self._loader, next(batches), 0, numbers, is_last)
 
     def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[tuple[Sequence[int], bool]]:
         """The samples of each batch, and whether it is the last. One at a time: a list would grow with the data set."""
@@ -296,6 +225,13 @@ class EvalBatches:
         self._loader.close()
         if self._stream is not None:
             self._stream.close()
+
+
+def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[int], last: bool) -> MicroBatch:
+    """A fetched batch of these samples; without any, a dummy."""
+    indices = numbers or DUMMY
+    piece = functools.partial(loader.piece, batch, epoch, indices)
+    return MicroBatch(batch, last, bool(numbers), len(indices), piece)
 
 
 def _while_any_has_one(

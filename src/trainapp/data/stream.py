@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from trainapp.data.sampler import Share
+from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import READ_AT_ONCE, Place, Position, Reader, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
@@ -47,36 +47,17 @@ class HeldSamples(Dataset):
         self._samples, self._spare = dict(zip(numbers, samples, strict=True)), spare
 
 
-def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
-    """Into how many shards each rank's part is split: one per worker process where their number is set.
-
-    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
-    order of the stream: with more, it depends on their number.
-    """
-    if setting == "auto" or workers <= 1:
-        return 1
-    if has_shards(source):
-        return workers
-    log.info(
-        "data.num_workers=%s: one process reads the stream, since a %s cannot be read in shards (it has no method "
-        "`shard(index, count)`)",
-        setting,
-        type(source).__name__,
-    )
-    return 1
-
-
 class _Step(NamedTuple):
     """A step that was read. taken: samples of each shard. turn: the shard that is next after it."""
 
-    key: tuple[int, ...]
-    share: Share
-    taken: list[int]
-    turn: int
+    key: tuple[int, ...] = ()
+    share: Share = Share([], 0, 0, (0, 0))
+    taken: Sequence[int] = ()
+    turn: int = 0
 
 
-class Stream:
-    """The training samples of a stream, step by step: see `data.source.Source`.
+class Stream(Source):
+    """The training samples of a stream.
 
     Where the source has shards, every rank reads its own, `shards` of them in turn; and each step exchanges how many
     samples the ranks have, until all shards have ended. Otherwise every rank reads the whole stream and keeps its share
@@ -86,7 +67,6 @@ class Stream:
 
     samples, order_name, looks_ahead = 0, "stream", False
     moves_at_commit = True  # so that a rolled back step has nothing to restore in the source
-    misfit: str | None = None
 
     def __init__(self, dataset: Any, *, seed: int, ranks: Ranks, shards: int = 1, in_process: bool = True):
         self.dataset, self.seed, self.ranks, self._in_process = dataset, seed, ranks, in_process
@@ -98,25 +78,18 @@ class Stream:
         self.is_sharded = count > 1 and has_shards(self.dataset)
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(Reader(self.dataset, self.seed, *place), self._in_process) for place in places]
-        self._restart(turn=0)
-
-    def _restart(self, turn: int) -> None:
-        self._turn, self._step = turn, _Step((), Share([], 0, 0, (0, 0)), [], 0)
+        self._turn, self._step = 0, _Step()
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
-        """This rank's samples of the step: reads them. Collective. Raises UserError for an empty stream."""
+        """Reads them. Collective. Raises UserError for an empty stream."""
         key = (epoch, consumed, size)
         if self._step.key != key:
             self.ranks.enable_votes(True)  # memory may run out on the rank that reads, however validated the sizes are
             self._step = self._read(*key)
         return self._step.share
 
-    def steps_left(self, consumed: int, size: int) -> None:
-        """Unknown."""
-        return
-
     def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """The samples of this step are trained: only now does the stream's position move."""
+        """Only now does the stream's position move."""
         self.share(epoch, consumed, size)
         for shard, taken in zip(self._shards, self._step.taken, strict=True):
             shard.advance(taken)
@@ -124,19 +97,19 @@ class Stream:
         if next_epoch > epoch:
             self._turn = 0
             for shard in self._shards:
-                if shard.epoch < next_epoch:
+                if shard.position.epoch < next_epoch:
                     shard.begin_next_epoch()
 
     def first(self, most: int) -> HeldSamples:
-        """The next `most` samples that this rank reads, or those left of the epoch. They stay to be trained."""
-        epoch = min(shard.epoch for shard in self._shards)
+        """The next samples that this rank reads, fewer at the end of an epoch. They stay to be trained."""
+        epoch = min(shard.position.epoch for shard in self._shards)
         return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
 
     def begin_epoch(self, epoch: int) -> None:
         """Leave out what is left of the epochs before this one."""
         for shard in self._shards:
             shard.go_to(Position(epoch, 0, Place(epoch)))
-        self._restart(turn=0)
+        self._turn, self._step = 0, _Step()
 
     def close(self) -> None:
         """End the processes that read."""
@@ -169,7 +142,7 @@ class Stream:
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
             shard.go_to(Position(epoch, number, Place(*base)))
-        self._restart(state["turn"])
+        self._turn, self._step = state["turn"], _Step()
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
         """The step's samples: all of them, of which this rank keeps its share, or those of its own shards."""
@@ -211,13 +184,11 @@ class Stream:
         """
         samples: list[Any] = []
         taken, turn, missing = [0] * len(self._shards), self._turn, 0
-        share = -(-count // len(self._shards))  # read at once: one by one would cost a state each
         while len(samples) < count and missing < len(self._shards):
-            shard = self._shards[turn]
-            if shard.available(epoch, max(share, taken[turn] + 1)) > taken[turn]:
-                samples.append(shard.sample(taken[turn]))
-                taken[turn] += 1
-                missing = 0
+            shard, number = self._shards[turn], taken[turn]
+            if shard.available(epoch, number + 1) > number:
+                samples.append(shard.sample(number))
+                taken[turn], missing = number + 1, 0
             else:
                 missing += 1
             turn = (turn + 1) % len(self._shards)
@@ -240,18 +211,14 @@ class EvalStream:
         Held until the next piece is asked for.
         """
         self._shard.go_to(Position())
-        skipped, first = done * self.world, 0
-        while first < skipped and (read := self._shard.available(0, min(READ_AT_ONCE, skipped - first))):
-            self._shard.advance(read)
-            first += read
-        spare = None
-        while read := self._shard.available(0, size * self.world):
-            samples = [self._shard.sample(number) for number in range(read)]
-            own = slice((self.rank - first) % self.world, None, self.world)
-            numbers, spare = list(range(first, first + read))[own], samples[-1]
-            self.fetched.hold(numbers, samples[own], spare)
-            if numbers:
-                yield numbers, self._shard.ends_after(0, read)
-            self._shard.advance(read)
+        shard, skipped, first, spare = self._shard, done * self.world, 0, None
+        while read := shard.available(0, min(READ_AT_ONCE, skipped - first) if first < skipped else size * self.world):
+            if first >= skipped:
+                numbers = [number for number in range(first, first + read) if number % self.world == self.rank]
+                spare = shard.sample(read - 1)
+                self.fetched.hold(numbers, [shard.sample(number - first) for number in numbers], spare)
+                if numbers:
+                    yield numbers, shard.ends_after(0, read)
+            shard.advance(read)
             first += read
         self.fetched.hold([], [], spare)

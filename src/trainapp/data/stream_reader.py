@@ -7,6 +7,7 @@ generators are seeded before each sample, so that random transforms and shuffles
 """
 
 import copy
+import itertools
 import logging
 import pickle
 import time
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from trainapp.data.loader import Requests, in_workers, raise_if_error, seed_generators
+from trainapp.data.loader import Results, seed_generators
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
-READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two of these ahead
+READ_AT_ONCE = 16  # samples per chunk; a worker process keeps two of these ahead
 log = logging.getLogger(__name__)
 
 
@@ -48,7 +49,7 @@ def has_shards(source: Any) -> bool:
     return _is_of_datasets(source) or callable(getattr(source, "shard", None))
 
 
-def shard_of(source: Any, index: int, count: int) -> Any:
+def _shard_of(source: Any, index: int, count: int) -> Any:
     """The shard `index` of `count` that the source makes of itself."""
     if count == 1:
         return source
@@ -59,7 +60,7 @@ def shard_of(source: Any, index: int, count: int) -> Any:
     return source.shard(index, count)
 
 
-def tells_position(source: Any) -> bool:
+def _tells_position(source: Any) -> bool:
     """Whether its `state_dict` says where it is.
 
     That of Hugging Face's shuffle buffer does not hold the buffer: samples in it would be lost (datasets 5.2,
@@ -80,8 +81,23 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
     return any(_has_shuffle_buffer(one) for one in inner if one is not None)
 
 
-class _End(Enum):
-    END = "after the last sample"  # instead of a sample; stays itself in another process
+def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
+    """Into how many shards each rank's part is split: one per worker process where their number is set.
+
+    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
+    order of the stream: with more, it depends on their number.
+    """
+    if setting == "auto" or workers <= 1:
+        return 1
+    if has_shards(source):
+        return workers
+    log.info(
+        "data.num_workers=%s: one process reads the stream, since a %s cannot be read in shards (it has no method "
+        "`shard(index, count)`)",
+        setting,
+        type(source).__name__,
+    )
+    return 1
 
 
 class Place(NamedTuple):
@@ -105,106 +121,92 @@ class Position(NamedTuple):
     base: Place = Place()
 
 
-class Read(NamedTuple):
-    """Read up to `most` samples, at least one, from `position`; None: from where the last ones ended."""
-
-    position: Position | None
-    most: int
-
-
 class Chunk(NamedTuple):
-    """Samples of one epoch in a row. base: from where they can be read again. ended: whether the epoch has no more.
-    tells: whether the source has states. skipped: how many samples were read again to come here.
-    """
+    """Samples of one epoch in a row. base: from where they can be read again. ended: whether the epoch has no more."""
 
     base: Place
     samples: list[Any]
     ended: bool
-    tells: bool
-    skipped: int
+
+
+class _End(Enum):
+    END = "after the last sample"  # instead of a sample
 
 
 class Reader(Dataset):
-    """Reads one shard of a stream: `reader[Read(...)]` is a `Chunk`, or in a worker process its pickle.
+    """Reads one shard of a stream: `reader[position]` is the `Chunk` from there on, `reader[None]` the next one. In a
+    worker process its pickle, because torch sends every tensor of a worker by an open file.
 
-    The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it. Pickled, because
-    torch sends every tensor of a worker by an open file.
+    The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it.
     """
 
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1):
-        self.source, self.seed, self.shard = shard_of(source, index, count), seed, (index, count)
-        self._tells, self._pickles = tells_position(self.source), False
+        self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
+        self._tells, self._pickles = _tells_position(self.source), False
         self._iterator: Iterator[Any] = iter(())
-        self._epoch = self._number = -1
-        self._base = Place()  # at `_next` or before it
-        self._next: Any = _End.END  # read ahead, so that the last sample of an epoch is known as such
+        self._chunks: Iterator[Chunk] = iter(())
 
-    def __getitem__(self, request: Read) -> Any:
+    def __getitem__(self, start: Position | None) -> Any:
         if get_worker_info() is not None:
             become_main_process()
             self._pickles = True
+        if start is not None:
+            self._chunks = self._chunks_from(start)
         with preserved_rng(torch.device("cpu")):
-            skipped = 0
-            if request.position is not None:
-                skipped = self._go_to(request.position)
-            elif self._next is _End.END:
-                self._begin_next_epoch()
-            # The first sample of an epoch alone: the others can then be read again from a state in it.
-            most = 1 if self._tells and not self._number else request.most
-            base = self._base
-            samples: list[Any] = []
-            while self._next is not _End.END and len(samples) < most:
-                samples.append(self._take(becomes_base=len(samples) + 1 == most))
-            chunk = Chunk(base, samples, self._next is _End.END, self._tells, skipped)
+            chunk = next(self._chunks)
         return pickle.dumps(chunk, pickle.HIGHEST_PROTOCOL) if self._pickles else chunk
 
-    def _take(self, becomes_base: bool = False) -> Any:
-        """The next sample. becomes_base: whether the place after it does."""
-        sample, self._number = self._next, self._number + 1
-        if becomes_base and self._tells:
-            self._base = Place(self._epoch, self._number, self._state())
-        self._next = self._read()
-        return sample
-
-    def _go_to(self, position: Position) -> int:
-        """Read up to the position. Returns how many samples that took. Raises UserError if the stream ends before."""
-        self._base, skipped = position.base, 0
-        self._open(position.base)
-        while (self._epoch, self._number) != position[:2]:
-            if self._next is not _End.END:
-                self._take(becomes_base=(self._epoch, self._number + 1) == position[:2])
-                skipped += 1
-            elif self._epoch < position.epoch:
-                self._begin_next_epoch()
-            else:
+    def _chunks_from(self, start: Position) -> Iterator[Chunk]:
+        """Of this epoch and all later ones. Raises UserError if the stream ends before the position."""
+        place = base = start.base
+        while True:
+            epoch, number, _ = place
+            sample = self._open(place)
+            if not self._tells:
+                base = place  # else the end of the epoch before leads here, until there is a state in this one
+            while True:
+                # The first sample of an epoch alone: the others can then be read again from a state in it.
+                most = 1 if self._tells and number == 0 else READ_AT_ONCE
+                if epoch == start.epoch and number < start.number:
+                    most = min(most, start.number - number)
+                samples: list[Any] = []
+                after = base
+                while sample is not _End.END and len(samples) < most:
+                    samples.append(sample)
+                    number += 1
+                    if self._tells and len(samples) == most:
+                        after = Place(epoch, number, self._state())
+                    sample = self._read(epoch, number)
+                has_ended, is_there = sample is _End.END, (epoch, number) == start[:2]
+                if (epoch, number) > start[:2] or (has_ended and is_there):
+                    yield Chunk(base, [] if is_there else samples, has_ended)
+                base = after
+                if has_ended:
+                    break
+            if epoch == start.epoch and number < start.number:
                 raise UserError(
-                    f"data: the stream cannot continue where it was saved: it ended after {self._number} samples of "
-                    f"epoch {self._epoch}, of which {position.number} were trained before; restore the data, or begin "
-                    "a new run with these weights by checkpointing.load=weights"
+                    f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
+                    f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
+                    "these weights by checkpointing.load=weights"
                 )
-        return skipped
+            place = Place(epoch + 1)
 
-    def _begin_next_epoch(self) -> None:
-        self._open(Place(self._epoch + 1))
-        if not self._tells:  # else the end of the epoch before leads here, until there is a state in this one
-            self._base = Place(self._epoch)
-
-    def _open(self, place: Place) -> None:
-        """Begin at the place."""
-        self._epoch, self._number = place.epoch, place.number
-        seed_generators(self.seed, self._epoch, *self.shard)  # for what the source shuffles when an epoch begins
+    def _open(self, place: Place) -> Any:
+        """Begin at the place. Returns the first sample."""
+        seed_generators(self.seed, place.epoch, *self.shard)  # for what the source shuffles when an epoch begins
         if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self._epoch)
+            self.source.set_epoch(place.epoch)
         if place.state is not None:
             self.source.load_state_dict(copy.deepcopy(place.state))
         self._iterator = iter(self.source)
         before = self._state() if self._tells and place.state is None else None
-        self._next = self._read()
-        if before is not None and self._next is not _End.END and pickle.dumps(before) == pickle.dumps(self._state()):
+        sample = self._read(place.epoch, place.number)
+        if before is not None and sample is not _End.END and pickle.dumps(before) == pickle.dumps(self._state()):
             self._tells = False  # it counts a sample only after it was yielded: its states are one too low
+        return sample
 
-    def _read(self) -> Any:
-        seed_generators(self.seed, self._epoch, *self.shard, self._number)
+    def _read(self, epoch: int, number: int) -> Any:
+        seed_generators(self.seed, epoch, *self.shard, number)
         return next(self._iterator, _End.END)
 
     def _state(self) -> Any:
@@ -214,27 +216,27 @@ class Reader(Dataset):
 class Shard:
     """One shard of a stream. Samples stay here until `advance`, so that a retried step has the same ones.
 
-    in_process: read by the calling process, no more than is asked for; else by a process of its own, ahead.
+    in_process: read by the calling process; else by a process of its own, ahead. Attribute: `position`, of what is
+    trained.
     """
 
     def __init__(self, reader: Reader, in_process: bool):
-        self._reader, self._requests, self._tells = reader, Requests(), True
-        self._loader = None if in_process else in_workers(reader, self._requests, 1, pinned=False)
+        self._results = Results(reader, workers=0 if in_process else 1)
         self.go_to(Position())
 
     def go_to(self, position: Position) -> None:
         """Continue from this position. Nothing is read yet."""
-        self.epoch, self.number, self._base = self.position = position
+        self.position = position
         self._chunks: Iterator[Any] | None = None  # until the first read
         self._buffer: list[tuple[Any, Place]] = []  # the next samples of the epoch, and from where each can be read
         self._ended = False  # whether the epoch has no others
 
     def available(self, epoch: int, wanted: int) -> int:
         """Reads until `wanted` samples of the epoch are here or there are no more. Returns how many are."""
-        if self.epoch > epoch:
+        if self.position.epoch > epoch:
             return 0  # this shard has ended
         while len(self._buffer) < wanted and not self._ended:
-            self._read(wanted - len(self._buffer))
+            self._read()
         return min(len(self._buffer), wanted)
 
     def sample(self, number: int) -> Any:
@@ -243,59 +245,45 @@ class Shard:
 
     def ends_after(self, epoch: int, count: int) -> bool:
         """Whether the shard has no sample of the epoch after its next `count`, which are `available`."""
-        return self.epoch > epoch or (self._ended and len(self._buffer) == count)
+        return self.position.epoch > epoch or (self._ended and len(self._buffer) == count)
 
     def advance(self, count: int) -> None:
         """Count the next `count` samples as trained."""
         if count:
-            self.number, self._base = self.number + count, self._buffer[count - 1][1]
+            epoch, number, _ = self.position
+            self.position = Position(epoch, number + count, base=self._buffer[count - 1][1])
             del self._buffer[:count]
-            self.position = Position(self.epoch, self.number, self._base)
 
     def begin_next_epoch(self) -> None:
         """After the end of the epoch in all shards."""
-        self._buffer, self._ended = [], False
-        self.epoch, self.number = self.epoch + 1, 0
-        if not self._tells:
-            self._base = Place(self.epoch)
-        self.position = Position(self.epoch, self.number, self._base)
+        epoch, base = self.position.epoch + 1, self.position.base
+        self.position = Position(epoch, 0, Place(epoch) if base.state is None else base)
+        self._ended = False
 
     def close(self) -> None:
         """End the process that reads ahead. What it has read is lost."""
-        self._requests.requests = iter(())
-        self._chunks = self._loader = None
+        self._chunks = None
+        self._results.close()
 
-    def _read(self, most: int) -> None:
-        started = time.monotonic()
+    def _read(self) -> None:
+        """The next chunk."""
+        started, is_first, (epoch, number, base) = time.monotonic(), self._chunks is None, self.position
         try:
-            chunk = self._next_chunk(most)
+            with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
+                if self._chunks is None:
+                    self._chunks = self._results(itertools.chain([self.position], itertools.repeat(None)))
+                chunk = next(self._chunks)
         except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position)
             raise
-        if chunk.skipped and not chunk.tells:
+        chunk = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
+        if is_first and number and base.state is None:
             log.info(
                 "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
                 "epoch %d were read again and skipped, in %.1f s",
-                chunk.skipped,
-                self.epoch,
+                number,
+                epoch,
                 time.monotonic() - started,
             )
         self._buffer += [(sample, chunk.base) for sample in chunk.samples]
-        self._ended, self._tells = chunk.ended, chunk.tells
-
-    def _next_chunk(self, most: int) -> Chunk:
-        with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
-            start = self.position if self._chunks is None else None
-            if self._loader is None:
-                self._chunks = iter(())
-                return self._reader[Read(start, most)]
-            if self._chunks is None:
-                self._requests.requests = _requests(self.position)
-                self._chunks = iter(self._loader)
-            return pickle.loads(raise_if_error(next(self._chunks)))
-
-
-def _requests(start: Position) -> Iterator[Read]:
-    yield Read(start, READ_AT_ONCE)
-    while True:
-        yield Read(None, READ_AT_ONCE)
+        self._ended = chunk.ended

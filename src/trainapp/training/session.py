@@ -175,13 +175,10 @@ class Session:
         self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
         if not progress.update:
             self.logged = {}
-        number = progress.step + 1
-        is_logged = every > 0 and (
-            number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
-        )
+        number, share = progress.step + 1, self.batches.share(progress)
+        is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven  # else the step may not be typical
-        samples = self.batches.step_samples(progress)
-        return Step(self.state.update, number, number + progress.skipped, samples, is_logged, is_drawn)
+        return Step(self.state.update, number, number + progress.skipped, share.total, is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:
