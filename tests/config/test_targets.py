@@ -25,7 +25,7 @@ def test_locate_finds_classes_and_functions():
         "torch.optimism.Net",
         "trainapp.run.runner.run",
         # Names that a module of an allowed package merely imports do not belong to it.
-        "trainapp.data.sets.token_store.Path",
+        "trainapp.data.sets.text.Path",
         "trainapp.data.sets.text.UserError",
         "torch.optim.lr_scheduler.partial",
         "torch.nn.modules.module.OrderedDict",
@@ -41,7 +41,7 @@ def test_outside_the_allow_list(name):
     [
         ("trainapp.models.mlp.MPL", r"trainapp\.models\.mlp has no class or function MPL; did you mean 'MLP'\?"),
         ("trainapp.models.nope.Net", r"there is no module trainapp\.models\.nope"),
-        ("trainapp.data.sets.token_store.os.system", r"there is no module trainapp\.data\.sets\.token_store\.os"),
+        ("trainapp.data.sets.text.os.system", r"there is no module trainapp\.data\.sets\.text\.os"),
         ("torch.nn.modules", r"has no class or function modules|not among"),
     ],
 )

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.data.sets.text import Text
-from trainapp.data.sets.token_store import token_store
+from trainapp.data.sets.text import Text, token_store
 from trainapp.errors import UserError
 
 

@@ -2,7 +2,7 @@
 
 import glob
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.data.sets import tokenizer as tokenizers
 from trainapp.data.sets.batched import Windows
-from trainapp.data.sets.token_store import TokenStore, cache_directory, key_of, token_store
+from trainapp.data.sets.text import TokenStore, cache_directory, key_of, token_store
 from trainapp.errors import UserError
 from trainapp.units import listed
 from trainapp.validation import Fraction, PositiveInt, Str
@@ -48,8 +48,82 @@ def open_dataset(
     rows. Tokens and tokenizers are kept in `cache_dir`; see `files.user_cache_dir` for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
     """
+    if path is None:
+        raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
     directory = cache_directory(cache_dir)
-    train, rows = _rows(split, path, name, train_split, val_split, val_fraction, directory)
+    train, validation, held_out = _split_rows(open_rows(path, name, directory), train_split, val_split, val_fraction)
+    rows = train if split == "train" else validation
+    if held_out and split == "val":
+        log.info(
+            "data.path=%s has no split for validation: the last %d of its %d rows (data.val_fraction=%s); all of them "
+            "with data.val_split=%s", path, len(rows), len(train) + len(rows), val_fraction, train_split,
+        )  # fmt: skip
+    _require_columns(rows, text, label)
+    if tokenizer is None:
+        folder = tokenizers.trained_bpe(lambda: _texts(train, text), _fingerprint(train, text), vocab_size, directory)
+        tokenizer = str(folder)
+
+    def store(tokenizer: Any, special: bool, ending: list[int]) -> TokenStore:
+        """The texts as tokens, each with `ending`. special: with those that begin and end a text for this model."""
+        key = key_of(_fingerprint(rows, text), tokenizers.digest_of(tokenizer), special, ending)
+        coded = lambda: tokenizers.encoded(tokenizer, _texts(rows, text), special)  # noqa: E731
+        return token_store(directory, key, lambda: (ids + ending for ids in coded()))
+
+    if label is None and classes is None:
+        return Blocks(store, tokenizer, context_length, split)
+    names, targets = list(classes or ()), None
+    if label is not None:
+        names, numbers = numbered_classes(rows, train, label, classes)
+        targets = np.array([numbers[value] for value in rows[label]], np.int64)
+    return Labelled(store, tokenizer, context_length, names, targets)
+
+
+def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> dict[str, Any]:
+    """The splits, by name. Raises UserError for a path that holds none."""
+    datasets = tokenizers.require_package("datasets", "data=hf")
+    datasets.disable_progress_bars()
+    paths, loaded = [path] if isinstance(path, str) else list(path), None
+    cache = str(directory / "datasets")
+    files = [match for entry in paths for match in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
+    kinds = {Path(file).suffix for file in files}
+    try:
+        if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
+            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+                loaded = datasets.load_from_disk(str(folder))
+            else:
+                loaded = datasets.load_dataset(str(folder), cache_dir=cache)
+        elif len(kinds) == 1 and kinds <= BUILDERS.keys():
+            loaded = datasets.load_dataset(BUILDERS[kinds.pop()], data_files=files, cache_dir=cache)
+        elif not files and len(paths) == 1 and not paths[0].startswith((".", "/", "~")):
+            loaded = datasets.load_dataset(paths[0], name)
+    except Exception as error:  # a damaged file, a name that the hub does not know, no network
+        raise UserError(f"data.path={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+    if loaded is None:
+        found = f"files of kinds {listed(sorted(kinds))}" if files else f"nothing, searched from {Path.cwd()}"
+        raise UserError(
+            f"data.path={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, a "
+            "data set that save_to_disk wrote, or one of the hub"
+        )
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _split_rows(
+    splits: dict[str, Any], train_split: str, val_split: str | None, val_fraction: float
+) -> tuple[Any, Any, bool]:
+    """`(training rows, validation rows, whether these are held out of the training rows)`."""
+    for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
+        if chosen is not None and chosen not in splits:
+            raise UserError(f"data.{setting}={chosen}: there is no such split; there are {listed(sorted(splits))}")
+    train = splits[train_split]
+    named = val_split or next((usual for usual in VALIDATION if usual in splits), None)
+    if named is not None:
+        return train, splits[named], False
+    border = len(train) - int(len(train) * val_fraction)
+    return train.select(range(border)), train.select(list(range(border, len(train)))), True
+
+
+def _require_columns(rows: Any, text: str, label: str | None) -> None:
+    """Raises UserError for one that does not exist."""
     for setting, column in (("text", text), *([("label", label)] if label else [])):
         if column not in rows.column_names:
             hint = "" if setting == "text" else (
@@ -59,69 +133,6 @@ def open_dataset(
             raise UserError(
                 f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}{hint}"
             )
-    if tokenizer is None:
-        folder = tokenizers.trained_bpe(lambda: _texts(train, text), _fingerprint(train, text), vocab_size, directory)
-        tokenizer = str(folder)
-    if label is None and classes is None:
-        return Blocks(rows, text, tokenizer, context_length, directory, split)
-    return Labelled(rows, train, text, label, classes, tokenizer, context_length, directory)
-
-
-def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> Any:
-    """A `DatasetDict` or a `Dataset`. Raises UserError for a path that holds none."""
-    datasets = tokenizers.require_package("datasets", "data=hf")
-    datasets.disable_progress_bars()
-    paths = [path] if isinstance(path, str) else list(path)
-    try:
-        if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
-            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
-                return datasets.load_from_disk(str(folder))
-            return datasets.load_dataset(str(folder), cache_dir=str(directory / "datasets"))
-        files = [match for entry in paths for match in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-        kinds = {Path(file).suffix for file in files}
-        if files and len(kinds) == 1 and kinds <= BUILDERS.keys():
-            kind = BUILDERS[kinds.pop()]
-            return datasets.load_dataset(kind, data_files=files, cache_dir=str(directory / "datasets"))
-        if not files and len(paths) == 1 and not paths[0].startswith((".", "/", "~")):
-            return datasets.load_dataset(paths[0], name)
-    except Exception as error:  # a damaged file, a name that the hub does not know, no network
-        raise UserError(f"data.path={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
-    found = f"files of kinds {listed(sorted(kinds))}" if files else f"nothing, searched from {Path.cwd()}"
-    raise UserError(
-        f"data.path={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, a data "
-        "set that save_to_disk wrote, or one of the hub"
-    )
-
-
-def _rows(
-    split: str,
-    path: str | list[str] | None,
-    name: str | None,
-    train_split: str,
-    val_split: str | None,
-    val_fraction: float,
-    directory: Path,
-) -> tuple[Any, Any]:
-    """`(training rows, rows of this split)`."""
-    if path is None:
-        raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
-    loaded = open_rows(path, name, directory)
-    splits = dict(loaded) if hasattr(loaded, "values") and hasattr(loaded, "keys") else {"train": loaded}
-    for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
-        if chosen is not None and chosen not in splits:
-            raise UserError(f"data.{setting}={chosen}: there is no such split; there are {listed(sorted(splits))}")
-    train = splits[train_split]
-    validation = val_split or next((usual for usual in VALIDATION if usual in splits), None)
-    if validation is not None:
-        return train, splits[validation] if split == "val" else train
-    border = len(train) - int(len(train) * val_fraction)
-    head, tail = train.select(range(border)), train.select(list(range(border, len(train))))
-    if split == "val":
-        log.info(
-            "data.path=%s has no split for validation: the last %d of its %d rows (data.val_fraction=%s); all of them "
-            "with data.val_split=%s", path, len(tail), len(train), val_fraction, train_split,
-        )  # fmt: skip
-    return head, tail if split == "val" else head
 
 
 def _texts(rows: Any, column: str) -> Iterator[str]:
@@ -136,13 +147,6 @@ def _fingerprint(rows: Any, column: str) -> str:
     again gets a new one.
     """
     return key_of(rows._fingerprint, len(rows), column)
-
-
-def _tokens(rows: Any, column: str, tokenizer: Any, directory: Path, special: bool, ending: list[int]) -> TokenStore:
-    """The texts of a column as tokens, each followed by `ending`."""
-    key = key_of(_fingerprint(rows, column), tokenizers.digest_of(tokenizer), special, ending)
-    coded = lambda: tokenizers.encoded(tokenizer, _texts(rows, column), special)  # noqa: E731
-    return token_store(directory, key, lambda: (ids + ending for ids in coded()))
 
 
 def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
@@ -171,6 +175,9 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
     return order, {by_name[name]: number for number, name in enumerate(order) if name in by_name}
 
 
+Store = Callable[[Any, bool, list[int]], TokenStore]  # the rows' texts by a tokenizer, see `open_dataset`
+
+
 class Blocks(tokenizers.Tokenized, Windows):
     """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
 
@@ -180,21 +187,20 @@ class Blocks(tokenizers.Tokenized, Windows):
 
     task = "next_token"
 
-    def __init__(self, rows: Any, text: str, tokenizer: str, context_length: int, directory: Path, split: str):
+    def __init__(self, store: Store, tokenizer: str, context_length: int, split: str):
         super().__init__(tokenizer)
         self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
-        end = self.tokenizer.eos_token_id
-        store = _tokens(rows, text, self.tokenizer, directory, False, [] if end is None else [end])
-        needed = context_length + 1
-        if split == "val" and not len(rows):
+        end, needed = self.tokenizer.eos_token_id, context_length + 1
+        texts = store(self.tokenizer, False, [] if end is None else [end])
+        if split == "val" and not len(texts.lengths):
             self._windows = np.empty((0, needed), np.int32)
             return
-        if len(store.tokens) < needed:
+        if len(texts.tokens) < needed:
             raise UserError(
-                f"data.context_length={context_length}: the {split} split has {len(store.tokens)} tokens, and one "
+                f"data.context_length={context_length}: the {split} split has {len(texts.tokens)} tokens, and one "
                 f"block needs {needed}; give more text, a shorter context or another data.val_fraction"
             )
-        self._windows = sliding_window_view(store.tokens, needed)[::context_length]
+        self._windows = sliding_window_view(texts.tokens, needed)[::context_length]
 
 
 class Labelled(tokenizers.Tokenized):
@@ -208,29 +214,18 @@ class Labelled(tokenizers.Tokenized):
     task = "classification"
 
     def __init__(
-        self,
-        rows: Any,
-        train: Any,
-        text: str,
-        label: str | None,
-        classes: list[str] | None,
-        tokenizer: str,
-        context_length: int,
-        directory: Path,
+        self, store: Store, tokenizer: str, context_length: int, classes: list[str], targets: np.ndarray | None
     ):
         super().__init__(tokenizer)
-        self.class_names, self._targets = classes or [], None
-        if label is not None:
-            self.class_names, numbers = numbered_classes(rows, train, label, classes)
-            self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
-        self._texts = _tokens(rows, text, self.tokenizer, directory, True, [])
+        self.class_names, self._targets = classes, targets
+        self._texts = store(self.tokenizer, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
-            "num_classes": len(self.class_names),
-            "classes": self.class_names,
+            "num_classes": len(classes),
+            "classes": classes,
             "pad_token_id": self._padding,
         }
         cut = int((self._texts.lengths > context_length).sum())

@@ -1,22 +1,36 @@
-"""Images in class folders: `data=images`."""
+"""Images in class folders, `data=images`: FOLDER/train/cat/1.jpg and FOLDER/val/dog/a/2.png, or FOLDER/cat/1.jpg.
 
+Random resized crop: Szegedy et al., "Going Deeper with Convolutions" (arXiv:1409.4842). Mixup: Zhang et al.
+(arXiv:1710.09412). CutMix: Yun et al. (arXiv:1905.04899).
+"""
+
+import hashlib
 import logging
+import math
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from trainapp.data.sets import image_files, image_pixels
 from trainapp.errors import UserError
+from trainapp.units import listed
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+SPLITS = {"train", "val", "validation", "test"}  # folders that are no classes
+RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
+CENTER = 0.875  # the share of the shorter side that evaluation sees: 224 of 256
+ATTEMPTS = 10
+
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 PositiveShare = Annotated[float, Field(gt=0, le=1, strict=True)]
+Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class Images(torch.utils.data.Dataset):
@@ -25,7 +39,7 @@ class Images(torch.utils.data.Dataset):
     With mixup or cutmix, the targets of training are float32 [classes]: the share of each class.
 
     path: a folder with train/ and val/ (or validation/), each with one folder per class; or with the class folders
-        themselves. Images may lie at any depth below their class. See `image_files.SUFFIXES`.
+        themselves. Images may lie at any depth below their class. See `SUFFIXES`.
     image_size: pixels of a side. Training sees a random crop of a random size and shape, evaluation the central square
         with 7/8 of the shorter side.
     val_fraction: the part of each class that is for validation where there is no val/; 1 for all of it. split_seed: of
@@ -65,20 +79,19 @@ class Images(torch.utils.data.Dataset):
             raise UserError("data.path=null: name the folder of the images, which holds train/ and val/ or the classes")
         if scale[0] > scale[1]:
             raise UserError(f"data.scale={list(scale)}: the smallest share must not be above the largest")
-        found = image_files.find(path, split, val_fraction, split_seed, classes)
-        self.path, self.class_names, self.targets = path, found.class_names, found.labels
-        self.image_size, self.is_training = image_size, split == "train"
+        self.class_names, files, self.targets = find(path, split, val_fraction, split_seed, classes)
+        # One block of memory, which loader processes share: a list of strings would be copied. Likewise one byte per
+        # image: whether it was left out.
+        self._files = np.array(list(map(os.fsencode, files)), dtype=bytes)
+        self._left_out = np.frombuffer(mmap.mmap(-1, max(1, len(files))), dtype=np.uint8)
+        self.path, self.image_size, self.is_training, self.on_error = path, image_size, split == "train", on_error
+        self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
+        self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
         self.spec: dict[str, Any] = {
             "image_shape": (3, image_size, image_size),
             "num_classes": len(self.class_names),
             "classes": self.class_names,
         }
-        self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
-        self.on_error = on_error
-        self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
-        self._files = found.paths
-        # One byte per image in memory that forked loader processes share: which were left out.
-        self._left_out = np.frombuffer(mmap.mmap(-1, max(1, len(self._files))), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -94,8 +107,7 @@ class Images(torch.utils.data.Dataset):
             raise IndexError(f"sample indices must lie in [0, {len(self)}), got {index}")
         if not self.is_training:
             image, label = self._readable(index)
-            box = image_pixels.center_box(*image.size)
-            return {"inputs": torch.from_numpy(self._resized(image, box)), "targets": label}
+            return {"inputs": torch.from_numpy(self._resized(image, center_box(*image.size))), "targets": label}
         rng = np.random.default_rng(np.random.randint(2**63, dtype=np.int64))
         pixels, label = self._augmented(index, rng)
         if not (self.mixup or self.cutmix):
@@ -106,7 +118,7 @@ class Images(torch.utils.data.Dataset):
     def _augmented(self, index: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
         image, label = self._readable(index)
         width, height = image.size
-        pixels = self._resized(image, image_pixels.random_box(rng, width, height, self.scale))
+        pixels = self._resized(image, random_box(rng, width, height, self.scale))
         if rng.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
         return pixels, label
@@ -118,7 +130,7 @@ class Images(torch.utils.data.Dataset):
         share = float(rng.beta(alpha, alpha))  # of the other image
         other, other_label = self._augmented(int(rng.integers(len(self))), rng)
         if cuts:
-            left, top, right, bottom = image_pixels.cut_box(rng, self.image_size, share)
+            left, top, right, bottom = cut_box(rng, self.image_size, share)
             pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
             share = (right - left) * (bottom - top) / self.image_size**2
         else:
@@ -128,8 +140,14 @@ class Images(torch.utils.data.Dataset):
         shares[other_label] += share
         return pixels, shares
 
-    def _resized(self, image: Any, box: image_pixels.Box) -> np.ndarray:
-        return image_pixels.resized(image, box, self.image_size, self._mean, self._std)
+    def _resized(self, image: Any, box: Box) -> np.ndarray:
+        """The box of an RGB image as float32 [3, image_size, image_size], normalised."""
+        from PIL.Image import Resampling
+
+        size = (self.image_size, self.image_size)
+        pixels = np.asarray(image.resize(size, Resampling.BILINEAR, box=box), dtype=np.float32)
+        pixels = (pixels / np.float32(255) - self._mean) / self._std
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def _readable(self, index: int) -> tuple[Any, int]:
         """The image and its class; with on_error=skip those of the next image that can be read. Raises UserError."""
@@ -138,22 +156,216 @@ class Images(torch.utils.data.Dataset):
             place = (index + number) % len(self)
             path = os.fsdecode(self._files[place])
             try:
-                return image_pixels.read(path), int(self.targets[place])
-            except image_pixels.UnreadableImage as error:
+                return read(path), int(self.targets[place])
+            except UnreadableImage as error:
                 reason = f"{path} cannot be read as an image ({error})"
             if self.on_error == "stop":
                 raise UserError(
                     f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which counts "
                     "such files and takes the next image in their place"
                 )
-            self._leave_out(place, reason)
+            if not self._left_out[place]:
+                self._left_out[place] = 1
+                left_out = int(self._left_out.sum())
+                log.warning(
+                    "data.on_error=skip: %s; the next image takes its place (%d left out so far)", reason, left_out
+                )
         raise UserError(f"data.path={self.path}: none of the {len(self)} images can be read; the last one: {reason}")
 
-    def _leave_out(self, place: int, reason: str) -> None:
-        if not self._left_out[place]:
-            self._left_out[place] = 1
-            log.warning(
-                "data.on_error=skip: %s; the next image takes its place (%d left out so far)",
-                reason,
-                int(self._left_out.sum()),
-            )
+
+# --- finding
+
+
+def find(
+    path: str, split: str, val_fraction: float, split_seed: int, classes: Sequence[str] | None
+) -> tuple[list[str], list[str], np.ndarray]:
+    """The images of one split, ordered by class and then by name: names of the classes, paths, and labels int64 [N].
+    See `Images` for the arguments.
+
+    Raises UserError for a folder that is missing, unreadable, or not made of class folders with images.
+    """
+    root = os.path.expanduser(path)
+    if not os.path.isdir(root):
+        what = "is not a folder" if os.path.exists(root) else f"there is no such folder, searched from {os.getcwd()}"
+        raise UserError(f"data.path={path}: {what}; name the one that holds the class folders")
+    training, validation = _split_folders(path, root)
+    folder, divides = (validation or training) if split == "val" else training, validation is None
+    names = _class_names(path, training, classes)
+    unknown = sorted(set(_folders_in(path, folder)) - set(names))
+    if unknown and classes is None:
+        raise UserError(
+            f"data.path={path}: {listed(unknown)} of {folder} {'are' if len(unknown) > 1 else 'is'} unknown to the "
+            f"training images, whose classes are {listed(names)}; rename or remove what is no class"
+        )
+    by_class = [_images_in(path, os.path.join(folder, name)) for name in names]
+    empty = [name for name, own in zip(names, by_class, strict=True) if not own]
+    if empty and (divides or split == "train"):
+        raise UserError(
+            f"data.path={path}: no images in the class folders {listed(empty)} of {folder}; remove them, or add files "
+            f"that end in one of {', '.join(SUFFIXES)}"
+        )
+    if divides:
+        by_class = [_part(own, folder, split, val_fraction, split_seed) for own in by_class]
+    labels = np.repeat(np.arange(len(names)), [len(own) for own in by_class])
+    return names, [file for own in by_class for file in own], labels
+
+
+def _split_folders(path: str, root: str) -> tuple[str, str | None]:
+    """Those of the training and, if there is one, the validation images. The root itself holds the training images if
+    it has a folder that is no split: `train` is then a class like the others.
+    """
+    names = set(_folders_in(path, root))
+    if "train" in names and names <= SPLITS:
+        validation = next((name for name in ("val", "validation") if name in names), None)
+        return os.path.join(root, "train"), validation and os.path.join(root, validation)
+    if (SPLITS - {"test"}) & names:
+        log.warning(
+            "data.path=%s: %s are taken for classes, since a folder that is made of train/ and val/ has no other",
+            path,
+            listed(sorted(names)),
+        )
+    return root, None
+
+
+def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[str]:
+    """Sorted, so that they do not depend on the file system; as in `classes`, where that is given."""
+    found = _folders_in(path, folder)
+    if classes is not None:
+        missing = [name for name in classes if name not in found]
+        if missing or len(set(classes)) < len(classes) or not classes:
+            wrong = f"{folder} has no folder {listed(missing)}" if missing else "a name must be there, and each once"
+            raise UserError(f"data.classes={list(classes)}: {wrong}; name folders among {listed(found)}")
+        return list(classes)
+    if not found:
+        raise UserError(
+            f"data.path={path}: {folder} has no folders; each class needs one with its images, as in {folder}/cat/1.jpg"
+        )
+    return found
+
+
+def _folders_in(path: str, folder: str) -> list[str]:
+    """The names of the folders in a folder, sorted, without hidden ones."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _images_in(path: str, folder: str) -> list[str]:
+    """The paths of the images in a class folder at any depth, sorted. Links are followed. None where it is missing."""
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(path, error) from error
+
+    found: list[str] = []
+    for inner, folders, files in os.walk(folder, followlinks=True, onerror=refuse) if os.path.isdir(folder) else ():
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += (os.path.join(inner, f) for f in files if f.lower().endswith(SUFFIXES) and not f.startswith("."))
+    return sorted(found)
+
+
+def _unreadable(path: str, error: OSError) -> UserError:
+    return UserError(
+        f"data.path={path}: the folder {error.filename} cannot be read ({error.strerror}); make it readable or remove "
+        "it"
+    )
+
+
+def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -> list[str]:
+    """Those of a class's files that belong to a split, sorted.
+
+    By a hash of their names: which images are held out depends neither on the seed of the training nor on the order of
+    a directory, and hardly changes when images are added. A class keeps at least one for training unless all are to be
+    held out.
+    """
+    held_out = round(len(files) * fraction)
+    if fraction < 1:
+        held_out = min(held_out, len(files) - 1)
+
+    def rank(path: str) -> bytes:
+        name = f"{seed}/{os.path.relpath(path, root)}"
+        return hashlib.blake2b(name.encode(errors="surrogateescape")).digest()
+
+    ranked = sorted(files, key=rank)
+    return sorted(ranked[:held_out] if split == "val" else ranked[held_out:])
+
+
+# --- decoding and cropping
+
+
+class UnreadableImage(Exception):
+    """A file that cannot be decoded; the message is the reason."""
+
+
+def read(path: str) -> Any:
+    """The image at `path` as a PIL image of mode RGB, upright. The first one, of a file with several.
+
+    Raises UnreadableImage for a file that is damaged, no image, missing or not to be read. Other errors, such as too
+    many open files or a lost server, are the machine's: a run that left such files out would depend on them.
+    """
+    from PIL import Image, ImageOps  # late: only this data set needs it
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            # Older versions of Pillow have the 16 bits of a PNG in mode I.
+            return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
+    except MemoryError:
+        raise
+    except OSError as error:
+        of_file = (FileNotFoundError, PermissionError, IsADirectoryError)
+        if error.errno is not None and not isinstance(error, of_file):
+            raise
+        raise UnreadableImage(error.strerror or str(error).replace(f" {path!r}", "")) from None
+    except Exception as error:  # decoders raise SyntaxError, struct.error, EOFError and others for damaged files
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from None
+
+
+def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
+    """8 bits of red, green and blue. Transparent images are shown on white; of 16 bits the upper 8 are kept.
+
+    is_16_bit: what integers of mode I are. Raises ValueError for pixels without an agreed range: floating-point
+    numbers, and other integers of 32 bits.
+    """
+    from PIL import Image
+
+    if image.mode == "F" or (image.mode == "I" and not is_16_bit):
+        raise ValueError("its pixels are numbers of no agreed range; convert it to 8 or 16 bits")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def random_box(rng: np.random.Generator, width: int, height: int, scale: tuple[float, float]) -> Box:
+    """A crop of a random share of the area and a random shape; the central one if ten do not fit the image.
+
+    scale: the smallest and the largest share.
+    """
+    for _ in range(ATTEMPTS):
+        area = width * height * rng.uniform(*scale)
+        ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        columns, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < columns <= width and 0 < rows <= height:
+            left, top = int(rng.integers(width - columns + 1)), int(rng.integers(height - rows + 1))
+            return left, top, left + columns, top + rows
+    return center_box(width, height, 1.0)
+
+
+def center_box(width: int, height: int, share: float = CENTER) -> Box:
+    """The central square, with this share of the shorter side."""
+    side = max(1, round(share * min(width, height)))
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def cut_box(rng: np.random.Generator, size: int, share: float) -> Box:
+    """A square of this share of the area with its centre anywhere, clipped at the border."""
+    side = size * math.sqrt(share)
+    row, column = rng.uniform(0, size, 2)
+    left, right = (int(np.clip(round(column + sign * side / 2), 0, size)) for sign in (-1, 1))
+    top, bottom = (int(np.clip(round(row + sign * side / 2), 0, size)) for sign in (-1, 1))
+    return left, top, right, bottom

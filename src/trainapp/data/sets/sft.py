@@ -1,23 +1,26 @@
 """Prompts and answers, or conversations, for supervised fine-tuning: the loss is on the answers alone."""
 
 import bisect
+import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from trainapp.data.sets import tokenizer as tokenizers
-from trainapp.data.sets.examples import ANSWER, message_tokens, prompt_tokens, read_examples, tokenized
-from trainapp.data.sets.token_store import cache_directory, find_files, key_of, stamps, token_store
+from trainapp.data.sets.text import cache_directory, find_files, key_of, stamps, token_store
 from trainapp.errors import UserError
 from trainapp.validation import Bool, Fraction, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 
 IGNORED = -100  # the target of a token that no loss counts
+ANSWER = 1 << 30  # in a stored token: it is one of an answer
+MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SupervisedFineTuning(tokenizers.Tokenized):
@@ -62,15 +65,15 @@ class SupervisedFineTuning(tokenizers.Tokenized):
         template = str(getattr(self.tokenizer, "chat_template", None))
         key = key_of("sft", stamps(paths), tokenizers.digest_of(self.tokenizer), template, keys)
         documents = lambda: tokenized(read_examples(paths), self.tokenizer, keys)  # noqa: E731
-        store = token_store(cache_directory(cache_dir), key, documents)
-        border = len(store) - int(len(store) * val_fraction)
-        chosen = range(border, len(store)) if split == "val" else range(border)
-        self._store, self._longest, self._pack = store, context_length, pack
+        self._store = token_store(cache_directory(cache_dir), key, documents)
+        self._longest, self._pack = context_length, pack
+        self._lengths = self._store.lengths
+        border = len(self._lengths) - int(len(self._lengths) * val_fraction)
+        usable = self._usable(range(border, len(self._lengths)) if split == "val" else range(border), split)
+        self._sequences = packed(self._lengths, usable, context_length + 1) if pack else [[index] for index in usable]
         first = next(read_examples(paths), None)
         self._has_messages = first is not None and messages in first.row
         self._padding = tokenizers.padding_of(self.tokenizer)
-        usable = self._usable(chosen, split)
-        self._sequences = packed(store.lengths, usable, context_length + 1) if pack else [[index] for index in usable]
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
@@ -80,9 +83,9 @@ class SupervisedFineTuning(tokenizers.Tokenized):
     def _usable(self, chosen: range, split: str) -> list[int]:
         """The examples of which an answer is left when they are cut. Raises UserError where there are none."""
         longest = self._longest + 1  # tokens: the last one is a target only
-        cut = int((self._store.lengths[chosen.start : chosen.stop] > longest).sum())
-        lost = {index for index in chosen if not (self._store.document(index)[1:longest] & ANSWER).any()}
-        if cut or lost:
+        cut = int((self._lengths[chosen.start : chosen.stop] > longest).sum())
+        usable = [index for index in chosen if (self._store.document(index)[1:longest] & ANSWER).any()]
+        if cut or len(usable) < len(chosen):
             log.warning(
                 "data.context_length=%d: of %d examples of the %s split %d are longer and cut, and %d are left out, "
                 "since nothing of an answer is left",
@@ -90,22 +93,23 @@ class SupervisedFineTuning(tokenizers.Tokenized):
                 len(chosen),
                 split,
                 cut,
-                len(lost),
+                len(chosen) - len(usable),
             )
-        if len(lost) == len(chosen) and (chosen or split == "train"):
+        if not usable and (chosen or split == "train"):
             raise UserError(
                 f"data.context_length={self._longest}: no example of the {split} split has an answer that fits; use a "
                 "longer context, or other files"
             )
-        return [index for index in chosen if index not in lost]
+        return usable
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, as before an `answer`; where the first example has messages, as the chat template
         writes a user's message before the assistant's.
         """
-        if self._has_messages:
-            return message_tokens(text, self.tokenizer)
-        return prompt_tokens(text, self.tokenizer)
+        if not self._has_messages:
+            return prompt_tokens(text, self.tokenizer)
+        written = _templated("a prompt", [{"role": "user", "content": text}], self.tokenizer, True)
+        return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -166,3 +170,147 @@ def _template(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template={path}: cannot be read ({error}); name a file with a template") from None
+
+
+# --- examples, from JSON lines to tokens of which those of the answers are marked
+
+
+class Example(NamedTuple):
+    """What names an example in a message, and its content."""
+
+    place: str
+    row: dict[str, Any]
+
+
+def read_examples(paths: Sequence[str]) -> Iterator[Example]:
+    """Of .jsonl files one per line, of .json files the items of a list. Raises UserError for what is neither."""
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as file:
+                if path.endswith(".json"):
+                    rows = _parsed(path, file.read())
+                    if not isinstance(rows, list):
+                        raise UserError(
+                            f"data.files={path}: must hold a list of examples, or be JSON lines in a .jsonl file"
+                        )
+                    numbered = ((f"{path}, example {number}", row) for number, row in enumerate(rows, start=1))
+                else:
+                    lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
+                    numbered = ((place, _parsed(place, line)) for place, line in lines)
+                for place, row in numbered:
+                    if not isinstance(row, dict):
+                        raise UserError(
+                            f'data.files: {place}: an example must be an object, such as {{"prompt": "a", "answer": '
+                            '"b"}'
+                        )
+                    yield Example(place, row)
+        except UnicodeDecodeError as error:
+            raise UserError(f"data.files={path}: not text in UTF-8 ({error})") from None
+
+
+def _parsed(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"data.files: {place}: not JSON ({error})") from None
+
+
+def tokenized(examples: Iterator[Example], tokenizer: Any, keys: tuple[str, str, str]) -> Iterator[np.ndarray]:
+    """int32 [n] of each example, where `ANSWER` is set in the tokens of its answers.
+
+    keys: under which an example has its prompt and its answer, or its messages. Raises UserError for one that has
+    neither, or that the tokenizer's chat template refuses.
+    """
+    prompt, answer, messages = keys
+    for place, row in examples:
+        if messages in row:
+            yield _conversation(place, row[messages], tokenizer)
+        elif isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
+            yield _pair(row[prompt], row[answer], tokenizer)
+        else:
+            raise UserError(
+                f"data.files: {place}: an example needs texts under {prompt!r} and {answer!r} (data.prompt, "
+                f"data.answer), or a list under {messages!r} (data.messages); this one has "
+                f"{', '.join(map(repr, row)) or 'nothing'}"
+            )
+
+
+def _pair(prompt: str, answer: str, tokenizer: Any) -> np.ndarray:
+    """The prompt with what begins a text for this model, then the answer and the end of the text. Tokenised apart, so
+    that no token holds some of both: when the model is used, the prompt is all that there is.
+    """
+    given, end = prompt_tokens(prompt, tokenizer), tokenizer.eos_token_id
+    own = list(tokenizer(answer, add_special_tokens=False)["input_ids"]) + ([] if end is None else [end])
+    return _marked(given + own, [False] * len(given) + [True] * len(own))
+
+
+def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
+    """What comes before an answer: the prompt, with what begins a text for this model."""
+    given = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    ends = bool(given) and given[-1] == tokenizer.eos_token_id  # it goes after the answer
+    return given[:-1] if ends else given
+
+
+def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
+    """All messages as the chat template writes them; what it adds for an assistant's message is an answer."""
+    _require_messages(place, turns, tokenizer)
+    if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
+        as_tokens = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        coded = _by_template(place, turns, tokenizer, **as_tokens)
+        return _marked(list(coded["input_ids"]), [bool(own) for own in coded["assistant_masks"]])
+    whole = _templated(place, turns, tokenizer, False)
+    answers = []  # ranges of characters
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = _templated(place, turns[:number], tokenizer, True) if number else ""
+        after = _templated(place, turns[: number + 1], tokenizer, False)
+        if not (whole.startswith(before) and whole.startswith(after)):
+            raise UserError(
+                f"data.files: {place}: the chat template writes message {number + 1} differently once others follow, "
+                "so that its answer cannot be told apart; use a template without that (data.chat_template)"
+            )
+        answers.append((len(before), len(after)))
+    coded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    places = coded["offset_mapping"]
+    return _marked(
+        list(coded["input_ids"]), [any(a <= start and end <= b for a, b in answers) for start, end in places]
+    )
+
+
+def _require_messages(place: str, turns: Any, tokenizer: Any) -> None:
+    """Raises UserError for what is no conversation, or where nothing turns it into text."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise UserError(f"data.files: {place}: messages must be a list of objects with a role and a content")
+    for number, turn in enumerate(turns, start=1):
+        # A call of a tool has no text of its own, and templates that know such calls expect that.
+        if turn.get("content") is None and not turn.get("tool_calls"):
+            raise UserError(
+                f"data.files: {place}: message {number} (of {turn['role']}) has no content, which would count "
+                'as an empty text; give it one ("" for none), or leave the example out'
+            )
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"data.files: {place}: the tokenizer has no chat template, which turns messages into text; name a file "
+            "with one by data.chat_template, or give prompts and answers"
+        )
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"data.files: {place}: the tokenizer does not say where in a text its tokens are, so that an assistant's "
+            "cannot be told apart; use a fast tokenizer (tokenizer.json), or give prompts and answers"
+        )
+
+
+def _templated(place: str, turns: list[dict[str, Any]], tokenizer: Any, prompts: bool) -> str:
+    return str(_by_template(place, turns, tokenizer, tokenize=False, add_generation_prompt=prompts))
+
+
+def _by_template(place: str, turns: list[dict[str, Any]], tokenizer: Any, **options: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(turns, **options)
+    except Exception as error:  # whatever a template raises, such as on roles that do not alternate
+        raise UserError(f"data.files: {place}: the chat template refuses the messages: {error}") from None
+
+
+def _marked(ids: list[int], is_answer: list[bool]) -> np.ndarray:
+    return np.asarray(ids, np.int32) | np.where(is_answer, ANSWER, 0).astype(np.int32)

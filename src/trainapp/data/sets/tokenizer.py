@@ -4,15 +4,14 @@ import copy
 import hashlib
 import logging
 import os
-import shutil
-import uuid
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainapp.data.sets.batched import BatchedDataset
-from trainapp.data.sets.token_store import key_of
+from trainapp.data.sets.text import key_of
 from trainapp.errors import UserError
 
 END = "<|endoftext|>"  # of a document, for a BPE trained here
@@ -145,14 +144,12 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
     )
     bpe.train_from_iterator(texts(), trainer)
     ready = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
-    own = directory / f".tmp-{uuid.uuid4().hex}"
-    own.mkdir(parents=True)
-    try:
-        ready.save_pretrained(str(own))
-        os.rename(own, folder)
-    except OSError:
-        if not (folder / "tokenizer.json").is_file():  # else another process was first
-            raise
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=directory) as temporary:
+        ready.save_pretrained(f"{temporary}/bpe")
+        try:
+            os.rename(f"{temporary}/bpe", folder)
+        except OSError:
+            if not (folder / "tokenizer.json").is_file():  # else another process was first
+                raise
     return folder
