@@ -100,12 +100,12 @@ def ordered(size: int) -> dict[str, float]:
     before, started = peak_mib(), time.perf_counter()
     arguments = {"seed": 0, "device": torch.device("cpu")}
     batches, progress = TrainBatches(Virtual(size), global_size=64, **arguments), Progress()
-    batches.share(progress).numbers
+    batches.share(progress)
     first = time.perf_counter() - started
     progress.consumed = size // 2 // 64 * 64
     started = time.perf_counter()
     for _ in range(STEPS):
-        batches.share(progress).numbers
+        batches.share(progress)
         batches.advance(progress)
     step = (time.perf_counter() - started) / STEPS
     started = time.perf_counter()

@@ -9,8 +9,7 @@ from torch import nn
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.files import strict_json
-from trainapp.inference.predict import Predictor
-from trainapp.inference.rows import _plain
+from trainapp.inference.rows import Predictor, _plain
 from trainapp.losses.losses import classification
 
 

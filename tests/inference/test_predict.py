@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import trainapp
 from trainapp.errors import UserError
 from trainapp.hooks.predictions import ClassDim
-from trainapp.inference import predict as module
+from trainapp.inference import rows as module
 
 PAGE = ROOT / "docs/inference.md"
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
@@ -111,7 +111,7 @@ def test_an_interrupted_process_is_continued(tmp_path, trained):
     env |= {"SIGNAL_AT": "250", "SIGNAL": str(int(signal.SIGTERM))}
     ended = run_cli(*command, *data, "predict.batch_size=7", cwd=tmp_path, env=env)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert "140 samples are in" in ended.stderr
+    assert "140 rows are in" in ended.stderr
     assert 240 <= len(lines(partial)) <= 252
     printed = shlex.split(ended.stdout.split("Resume with:\n")[1])
     assert set(printed) >= {*command, "predict.batch_size=7"}
@@ -219,7 +219,7 @@ def test_values_and_structures_of_a_task(tmp_path, trained):
         (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
         (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must be letters"),
         (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must be letters"),
-        (("predict.output=/",), "predict.output=/: is a directory"),
+        (("predict.output=/",), "predict.output=/: is there already, and is no file of rows"),
         (("parallel=fsdp",), "mode=predict with parallel=fsdp"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "result.json").write_text('{"steps": 3}')
     with pytest.raises(UserError, match=r"predict\.output=.*result\.json: is there already, and is no file of rows"):
         opened(tmp_path / "result.json")
-    with pytest.raises(UserError, match="is a directory; name a file"):
+    with pytest.raises(UserError, match="is there already, and is no file of rows"):
         opened(tmp_path)
 
 

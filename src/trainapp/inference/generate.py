@@ -8,6 +8,7 @@ that predicts next tokens can generate without padding and masks, and a prompt's
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.inference.rows import Row, begin, opened, write_rows
+from trainapp.inference.rows import Row, write_rows
 from trainapp.losses.losses import classification, has_embeddings, unchecked
 from trainapp.models import transformers_models
 from trainapp.training.session import Session
@@ -36,25 +37,28 @@ def generate(session: Session) -> None:
 
     Raises UserError for prompts that cannot be continued, and for models that do not predict next tokens.
     """
-    begin(session)
-    settings, data, model = session.config.generate, session.batches.dataset, session.strategy.model
+    model: Any = session.strategy.model
+    settings, data = session.config.generate, session.batches.dataset
     _require_next_tokens(session)
-    codec, ends = Codec(data), ends_of_text(settings, data, model)
-    prompts = [codec.encode(prompt, number) for number, prompt in enumerate(settings.prompts)]
+    ends = ends_of_text(settings, data, model)
+    prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_of(model))
-    continued = by_transformers if _generates_itself(model) else by_position
+    itself = transformers_models.is_one(model) and model.can_generate()
+    continued = by_transformers if itself else by_position
 
     def rows_of(micro: MicroBatch) -> list[Row]:
         chosen = micro.data["numbers"].tolist()
         own = {number: prompts[number] for number in chosen}
         texts = continued(model, own, settings, ends, session.state.device)
-        return [_row(codec, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
+        return [_row(data, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
 
-    with opened(session, "generations.jsonl") as rows:
-        fetched = batches_of(prompts, settings.max_new_tokens, rows.done, session.sizes.evaluation.size)
-        if write_rows(session, rows, fetched, rows_of):
-            rows.publish()
-            _show(rows.path, len(prompts))
+    def fetched(done: int) -> Iterator[MicroBatch]:
+        return batches_of(prompts, settings.max_new_tokens, done, session.sizes.evaluation.size)
+
+    written = write_rows(session, "generations.jsonl", fetched, rows_of)
+    if written is not None:
+        log.info("generations of %d prompts: %s", *written)
+        _show(*written)
 
 
 def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int) -> Iterator[MicroBatch]:
@@ -74,10 +78,6 @@ def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int)
 
 
 # Continuing a batch: the new tokens of each prompt, at most `max_new_tokens`, the last of which may end the text.
-
-
-def _generates_itself(model: Any) -> bool:
-    return transformers_models.is_one(model) and model.can_generate()
 
 
 def by_transformers(
@@ -194,29 +194,24 @@ def draw(logits: Tensor, numbers: Tensor, settings: Generate) -> Tensor:
 # Text as the tokens of a run's data, and back
 
 
-class Codec:
-    """Of a data set with `encode(text)` and `decode(tokens)`; without them, prompts are tokens and there is no text."""
+def encoded(data: Any, prompt: str | Sequence[int], number: int) -> list[int]:
+    """The tokens of a prompt: of a text, by the data's `encode`. number: its place, for messages. Raises UserError for
+    one that has none.
+    """
+    setting, size = f"generate.prompts[{number}]={prompt!r}", getattr(data, "spec", {}).get("vocab_size")
+    if isinstance(prompt, str) and not has_text(data):
+        raise UserError(f"{setting}: the data has no text (no `encode` and `decode`); give tokens, as in [[1,2,3]]")
+    tokens = list(data.encode(prompt) if isinstance(prompt, str) else prompt)
+    if not tokens:
+        raise UserError(f"{setting}: has no token to continue")
+    if size is not None and max(tokens) >= size:
+        raise UserError(f"{setting}: token {max(tokens)} is not one of the vocabulary's {size}, from 0")
+    return tokens
 
-    def __init__(self, data: Any):
-        methods = getattr(data, "encode", None), getattr(data, "decode", None)
-        self._encode, self._decode = methods if all(map(callable, methods)) else (None, None)
-        self._size: int | None = getattr(data, "spec", {}).get("vocab_size")
 
-    def encode(self, prompt: str | Sequence[int], number: int) -> list[int]:
-        """The tokens of a prompt. number: its place, for messages. Raises UserError for one that has none."""
-        setting = f"generate.prompts[{number}]={prompt!r}"
-        if isinstance(prompt, str) and self._encode is None:
-            raise UserError(f"{setting}: the data has no text (no `encode` and `decode`); give tokens, as in [[1,2,3]]")
-        tokens = list(self._encode(prompt) if isinstance(prompt, str) and self._encode else prompt)
-        if not tokens:
-            raise UserError(f"{setting}: has no token to continue")
-        if self._size is not None and max(tokens) >= self._size:
-            raise UserError(f"{setting}: token {max(tokens)} is not one of the vocabulary's {self._size}, from 0")
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> str | None:
-        """Their text; None where the data has none."""
-        return None if self._decode is None else str(self._decode(list(tokens)))
+def has_text(data: Any) -> bool:
+    """Whether the data set has `encode(text)` and `decode(tokens)`."""
+    return all(callable(getattr(data, name, None)) for name in ("encode", "decode"))
 
 
 def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
@@ -261,13 +256,12 @@ def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | Non
             )
 
 
-def _row(codec: Codec, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:
+def _row(data: Any, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:
     """A prompt's line. Its text is without the token that ends it."""
     has_ended = bool(tokens) and tokens[-1] in ends
-    text = codec.decode(tokens[:-1] if has_ended else tokens)
-    shown = {} if text is None else {"text": text}
+    text = {"text": str(data.decode(tokens[:-1] if has_ended else tokens))} if has_text(data) else {}
     ended = "end_of_text" if has_ended else "max_new_tokens"
-    return {"prompt": settings.prompts[number], **shown, "tokens": tokens, "ended": ended}
+    return {"prompt": settings.prompts[number], **text, "tokens": tokens, "ended": ended}
 
 
 def printable(text: str) -> str:
@@ -275,14 +269,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def _show(path: Path, prompts: int) -> None:
+def _show(prompts: int, path: Path) -> None:
     with open(path) as file:
-        for number, line in enumerate(file):
-            if number == SHOWN:
-                print(f"... {prompts - SHOWN} more in {path}")
-                break
+        for line in itertools.islice(file, SHOWN):
             row = json.loads(line)
-            text = row.get("text")
-            shown = f"{row['prompt']} {row['tokens']}" if text is None else f"{row['prompt']}{text}"
+            shown = f"{row['prompt']}{row['text']}" if "text" in row else f"{row['prompt']} {row['tokens']}"
             print(printable(shown), flush=True)
-    log.info("generations of %d prompts: %s", prompts, path)
+    if prompts > SHOWN:
+        print(f"... {prompts - SHOWN} more in {path}")

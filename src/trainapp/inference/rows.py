@@ -5,46 +5,135 @@ the same command continues there after an error or a kill, with any batch size, 
 """
 
 import contextlib
+import functools
 import hashlib
 import heapq
+import inspect
 import itertools
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainapp.checkpoint.directory import resolve
 from trainapp.config.schema import Config
-from trainapp.data.batch import MicroBatch
+from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
+from trainapp.hooks.callbacks import labels_of
+from trainapp.hooks.predictions import ClassDim
+from trainapp.losses.inputs import beside_inputs
+from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.allocations import note_refused
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
+log = logging.getLogger(__name__)
+
 Row = dict[str, Any]
 _BEGINNING = b'{"index":'  # of every file of rows
+
+
+def predict(session: Session) -> None:
+    """`mode=predict`: what the model says of each sample of a data set, in the order of the data. Each rank has a share
+    of them. Collective.
+
+    Raises UserError for a data set that does not exist, and for outputs that are not of single samples.
+    """
+    config, ranks = session.config, session.ranks
+    name = "" if config.predict.split == "val" else config.predict.split
+    if name not in session.eval_sets:
+        known = dict.fromkeys([*(name or "val" for name in session.eval_sets), "train"])
+        raise UserError(
+            f"predict.split={config.predict.split}: there is no such data; choose {', '.join(known)}, or name other "
+            "data by data=... or eval.NAME"
+        )
+    batches = session.eval_sets[name]
+    predictor = Predictor(unchecked(session.task), config.task, class_names(batches.dataset))
+    # Of a stream each rank has every world-th sample.
+    first, stride = (ranks.rank, ranks.world) if batches.is_stream else (batches.start, 1)
+    written = write_rows(
+        session,
+        "predictions.jsonl",
+        lambda done: batches.from_sample(done, session.sizes.evaluation.size, ranks),
+        functools.partial(predictor.rows, session.strategy.model),
+        lambda number: first + stride * number,
+    )
+    if written is not None:
+        log.info("predictions of %d samples: %s", *written)
+
+
+def write_rows(
+    session: Session,
+    name: str,
+    fetched: Callable[[int], Iterator[MicroBatch]],
+    rows_of: Callable[[MicroBatch], Sequence[Row]],
+    index: Callable[[int], int] = int,
+) -> tuple[int, Path] | None:
+    """Write what `rows_of` returns for each batch, one row per sample, in the file that the mode's `output` names, else
+    `name` in the run directory. Continues after the rows of an error or an earlier process. Collective.
+
+    fetched: the batches after so many rows. index: as for `Rows`. Returns the number of rows and the file; None where a
+    signal has ended it between two batches. Memory that runs out halves the batches, as in an evaluation: the runner
+    calls again, and what is written stays.
+    """
+    config, mode = session.config, session.config.mode
+    session.attempt.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
+    note_refused(session)
+    session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are its own
+    given = getattr(config, mode).output
+    path = Path(config.run_dir) / name if given is None else Path(os.path.expanduser(given)).resolve()
+    with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
+        if rows.done:
+            log.info("%d rows are in %s; continuing there", rows.done, rows.partial)
+
+        def compute(micro: MicroBatch) -> Sequence[Row]:
+            with torch.inference_mode(), session.state.precision.autocast:
+                return rows_of(micro)
+
+        session.autotuner.follow(session.sizes.evaluation)
+        until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
+        with as_evaluated(session, mode):
+            each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
+        session.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
+        (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
+        return None if session.stop.agreed else (rows.publish(), path)
+
+
+def what_decides(config: Config) -> dict[str, Any]:
+    """What decides the output of a model, in plain values: checkpoint, data and numerics, as the settings name them."""
+    checkpoint, settings = resolve(config.checkpointing.resume), config.to_dict()
+    names = ("mode", "model", "adapter", "data", "eval", "task", "task_arguments", "precision")
+    own = {name: value for name, value in settings[config.mode].items() if name not in ("output", "batch_size")}
+    return {
+        "checkpoint": [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns],
+        "average": config.train.ema is not None,
+        "own": own,
+        **{name: settings[name] for name in names},
+    }
 
 
 class Rows:
     """A rank's file of rows, open for more.
 
-    done: rows that it has. index: the place of this rank's row of that number among those of all ranks. setting: names
-    the file, for messages.
+    decides: plain values; rows of others are not continued. index: the place of this rank's row of that number among
+    those of all ranks. setting: names the file, for messages. Attribute: `done`, rows that it has.
+    Raises UserError where no file can be written, or where it would replace one that holds no rows.
     """
 
     def __init__(self, path: Path, decides: Mapping[str, Any], ranks: Ranks, index: Callable[[int], int], setting: str):
-        """decides: plain values; rows of others are not continued. Raises UserError where no file can be written."""
+        if _holds_something_else(path):
+            raise UserError(f"{setting}={path}: is there already, and is no file of rows; name another file")
         self.path, self._ranks, self._index, self._setting = path, ranks, index, setting
-        _require_replaceable(path, setting)
         text = strict_json([decides, ranks.world], sort_keys=True, default=str)
         name = f"{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._parts = [path.with_name(f"{name}.{r}_of_{ranks.world}.partial") for r in range(ranks.world)]
@@ -82,9 +171,6 @@ class Rows:
 
     def _join(self) -> None:
         try:
-            if len(self._parts) == 1:
-                os.replace(self.partial, self.path)
-                return
             with contextlib.ExitStack() as stack:
                 parts = [stack.enter_context(open(part)) for part in self._parts]
                 file = stack.enter_context(atomic_write(self.path, sync=True))
@@ -104,15 +190,12 @@ class Rows:
         self._file.close()
 
 
-def _require_replaceable(path: Path, setting: str) -> None:
-    """Raises UserError for anything but a file of rows: a slip must not cost data."""
-    if not os.path.lexists(path):
-        return
+def _holds_something_else(path: Path) -> bool:
+    """Whether it is there and no file of rows: a slip must not cost data."""
     if not path.is_file():
-        raise UserError(f"{setting}={path}: is {'a directory' if path.is_dir() else 'no regular file'}; name a file")
+        return path.exists()
     with open(path, "rb") as file:
-        if file.read(len(_BEGINNING)) not in (b"", _BEGINNING):
-            raise UserError(f"{setting}={path}: is there already, and is no file of rows; name another file")
+        return file.read(len(_BEGINNING)) not in (b"", _BEGINNING)
 
 
 def _plain(value: Any) -> Any:
@@ -122,55 +205,118 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} among predictions, which is no string, number, list or dict")
 
 
-@contextlib.contextmanager
-def opened(session: Session, name: str, index: Callable[[int], int] = int) -> Iterator[Rows]:
-    """The rows of the run's mode, in the file that its section of the settings names, else `name` in the run directory.
+class Predictor:
+    """What a model returns for a batch, as one row of plain values per sample.
 
-    index: as for `Rows`.
-    """
-    mode, config = session.config.mode, session.config
-    given = config.to_dict()[mode]["output"]
-    path = Path(config.run_dir) / name if given is None else Path(os.path.expanduser(given)).resolve()
-    with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
-        yield rows
-
-
-def what_decides(config: Config) -> dict[str, Any]:
-    """What decides the output of a model, in plain values: checkpoint, data and numerics, as the settings name them."""
-    checkpoint, settings = resolve(config.checkpointing.resume), config.to_dict()
-    names = ("mode", "model", "adapter", "data", "eval", "task", "task_arguments", "precision")
-    own = {name: value for name, value in settings[config.mode].items() if name not in ("output", "batch_size")}
-    return {
-        "checkpoint": [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns],
-        "average": config.train.ema is not None,
-        "own": own,
-        **{name: settings[name] for name in names},
-    }
-
-
-def begin(session: Session) -> None:
-    """What follows counts as an evaluation: where memory runs out, nothing needs to be undone."""
-    session.attempt.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
-    note_refused(session)
-
-
-def write_rows(
-    session: Session, rows: Rows, fetched: Iterable[MicroBatch], rows_of: Callable[[MicroBatch], Sequence[Row]]
-) -> bool:
-    """Write what `rows_of` returns for each batch, one row per sample. Returns whether all of it is written, on all
-    ranks: not where a signal has ended it between two batches. Collective.
-
-    Memory that runs out halves the batches, as in an evaluation: the runner calls again, and what is written stays.
+    task: the run's, unchecked; setting: its name. names: of the classes, if known.
     """
 
-    def compute(micro: MicroBatch) -> Sequence[Row]:
-        with torch.inference_mode(), session.state.precision.autocast:
-            return rows_of(micro)
+    def __init__(self, task: Any, setting: str, names: Sequence[str]):
+        self.task, self.setting, self.names = task, setting, names
+        self._class_dim = ClassDim(class_dim(task), "return classes from a method `predict(model, batch)` of the task")
 
-    session.autotuner.follow(session.sizes.evaluation)
-    until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched)
-    with as_evaluated(session, session.config.mode):
-        each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
-    session.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
-    (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
-    return not session.stop.agreed
+    def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
+        """One per sample. Raises UserError for outputs that are not of single samples."""
+        output, targets = self._output(model, micro.data), _part(micro.data, "targets")
+        dim = self._dim_of_classes(output, targets, micro.samples)
+        if dim is None:
+            return [{"prediction": value} for value in self._by_sample(output, micro.samples)]
+        is_sequence = output.ndim == 3  # an image keeps its shape, whatever counts
+        rows = _classified(output.movedim(dim, -1), targets if is_sequence else None)
+        return [self._named(row) for row in rows]
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        own = attribute(self.task, "predict")
+        if callable(own):
+            return own(model, batch)
+        inputs, others = _part(batch, "inputs"), beside_inputs(model, batch)
+        if inputs is None:
+            kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise self._refused(f"which part of its batches ({kind}) the model takes is not known")
+        try:
+            inspect.signature(model.forward).bind(inputs, **others)
+        except TypeError as error:
+            what = f"{type(model).__name__} cannot be called with a batch's inputs ({error})"
+            raise self._refused(what) from None
+        output = model(inputs, **others)
+        return getattr(output, "logits", output)
+
+    def _by_sample(self, output: Any, samples: int, place: str = "") -> list[Any]:
+        """A value per sample. A dict, or a list or tuple with tensors, holds several outputs; any other list has one
+        value per sample. place: in the whole output, for messages.
+        """
+        if isinstance(output, Mapping) and output:
+            values = [self._by_sample(value, samples, f"{place}[{name!r}]") for name, value in output.items()]
+            return [dict(zip(map(str, output), row, strict=True)) for row in zip(*values, strict=True)]
+        if isinstance(output, (list, tuple)) and tensors_in(output):
+            values = [self._by_sample(value, samples, f"{place}[{number}]") for number, value in enumerate(output)]
+            return list(map(list, zip(*values, strict=True)))
+        if isinstance(output, (Tensor, np.ndarray)) and output.ndim and len(output) == samples:
+            return output.tolist()
+        if isinstance(output, (list, tuple)) and len(output) == samples:
+            return list(output)
+        shape = getattr(output, "shape", None)
+        size = f" of {len(output)}" if isinstance(output, (list, tuple)) else ""
+        what = f"is a {type(output).__name__}{size}" if shape is None else f"has shape {list(shape)}"
+        raise self._refused(f"its output{place} for {samples} samples {what}")
+
+    def _refused(self, what: str) -> UserError:
+        return UserError(
+            f"mode=predict with task={self.setting}: {what}; give the task a method `predict(model, batch)` that "
+            "returns tensors whose first dimension is the samples, lists with a plain value per sample, or a dict of "
+            "these"
+        )
+
+    def _dim_of_classes(self, output: Any, targets: Any, samples: int) -> int | None:
+        """None for an output without logits of classes. Raises UserError where its shape may be read both ways."""
+        if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
+            return None
+        if len(output) != samples:
+            return None
+        if not isinstance(targets, Tensor) or (is_built_in(self.task) and targets.is_floating_point()):
+            dim = class_dim(self.task)
+            return None if dim is None or output.shape[dim] == 1 else dim
+        try:
+            return self._class_dim.of(output, targets)
+        except ValueError as error:
+            raise UserError(f"mode=predict with task={self.setting}: {error}") from None
+
+    def _named(self, row: Row) -> Row:
+        number = row["prediction"]
+        is_named = isinstance(number, int) and number < len(self.names)
+        return row | ({"prediction_name": str(self.names[number])} if is_named else {})
+
+
+def class_names(data: Any) -> Sequence[str]:
+    """Those of a data set, as `class_names` or in its `spec`; else empty."""
+    return labels_of(data) or list(getattr(data, "spec", {}).get("classes") or ())
+
+
+def _part(batch: Any, name: str) -> Any:
+    """A batch's "inputs" or "targets", by name, or in this order; None where it has none. A tensor is inputs alone."""
+    if isinstance(batch, Mapping):
+        return batch.get(name)
+    if hasattr(batch, name):
+        return getattr(batch, name)
+    if isinstance(batch, (tuple, list)):
+        return dict(zip(("inputs", "targets"), batch, strict=False)).get(name) if len(batch) < 3 else None
+    return batch if isinstance(batch, Tensor) and name == "inputs" else None
+
+
+def _classified(logits: Tensor, targets: Any) -> list[Row]:
+    """The likeliest class and its probability; of sequences, those up to the last position that counts: how far a batch
+    is padded depends on its other samples.
+    """
+    probability, prediction = (found.cpu() for found in torch.softmax(logits.float(), -1).max(-1))
+    ends: list[int | None] = [None] * len(logits)
+    if isinstance(targets, Tensor) and not targets.is_floating_point():  # shares of classes have no padding
+        counts = targets != IGNORED
+        places = torch.arange(1, counts.shape[1] + 1, device=counts.device)
+        ends = (counts * places).amax(-1).tolist()
+    return [
+        {
+            "prediction": p[:end].tolist() if p.ndim else p.item(),
+            "probability": q[:end].tolist() if p.ndim else q.item(),
+        }
+        for p, q, end in zip(prediction, probability, ends, strict=True)
+    ]

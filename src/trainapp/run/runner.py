@@ -14,7 +14,7 @@ from trainapp.assembly import build, trial
 from trainapp.checkpoint.directory import read_manifest
 from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
-from trainapp.inference import generate, predict
+from trainapp.inference import generate, rows
 from trainapp.losses import losses
 from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory import host
@@ -172,7 +172,7 @@ def work(session: Session) -> None:
         evaluate(session)
         callbacks.end(session)
     elif config.mode == "predict":
-        predict.predict(session)
+        rows.predict(session)
     elif config.mode == "generate":
         generate.generate(session)
     elif config.mode == "export":
