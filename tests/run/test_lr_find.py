@@ -10,7 +10,6 @@ from helpers import LR_FIND_FILES, files, run_cli
 
 from trainapp.config import compose
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.hooks import callbacks as lr_range
 from trainapp.launch import launch
 from trainapp.run import lr_find
 
@@ -139,5 +138,5 @@ def test_the_suggestion_of_a_known_curve():
 
 
 def test_the_smoothed_loss_has_no_bias():
-    assert lr_range.smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert lr_range.smoothed([1.0, 0.0])[1] == pytest.approx(0.9 * 0.1 / 0.19)
+    assert lr_find.smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    assert lr_find.smoothed([1.0, 0.0])[1] == pytest.approx(0.9 * 0.1 / 0.19)

@@ -1,4 +1,4 @@
-"""Callbacks: a user's code between steps, and those that the program brings: early stopping, profile, range test.
+"""Callbacks: a user's code between steps, and those that the program brings: early stopping, profile.
 
 A callback is an object with any of these methods:
 
@@ -12,7 +12,6 @@ They run on every rank, one after the other, with the model in evaluation mode, 
 are restored after them. With `state_dict` and `load_state_dict`, what they keep is in the checkpoints.
 """
 
-import csv
 import logging
 import math
 import time
@@ -28,11 +27,10 @@ from torch.profiler import ProfilerActivity
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import logged_name, logged_name_of, setting_name
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.validation import NonNegativeInt, PositiveFloat, PositiveInt, Str
+from trainapp.validation import NonNegativeInt, PositiveInt
 
 log = logging.getLogger(__name__)
 METHODS = ("after_step", "after_evaluation", "on_end")
-SMOOTHING = 0.9  # of the range test's loss per step
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,11 @@ class View:
         """
         for name, data in self.evaluated.items():
             yield name, data, metrics.get(logged_name(name, metric))
+
+    def new_file(self, folder: str, name: str, suffix: str) -> Path:
+        """A path in this folder of the run directory, for what this step's evaluation of the set `name` has shown."""
+        (self.run_dir / folder).mkdir(exist_ok=True)
+        return self.run_dir / folder / f"{name}{'_' if name else ''}step_{self.step:08d}{suffix}"
 
 
 def labels_of(data: Any) -> Sequence[str]:
@@ -239,42 +242,3 @@ class Profile:
         (folder / "summary.txt").write_text(text)
         print(text, flush=True)
         view.tracker.note(f"the profile of {self._profiled} steps is in {folder}")
-
-
-class RangeTest:
-    """`mode=lr_find`, a learning-rate range test (Smith 2015, arXiv:1506.01186).
-
-    Writes the loss of each step to `file`, as CSV, and stops where the smoothed loss is `diverges` times its lowest so
-    far (of a negative one, as far above it). Needs `every.log=1`.
-    """
-
-    def __init__(self, file: Str, diverges: PositiveFloat):
-        self.file, self.diverges = Path(file), diverges
-        self.losses: list[float] = []
-
-    def after_step(self, view: View) -> None:
-        """Raises OSError where the file cannot be written."""
-        is_first = not self.losses
-        self.losses.append(view.logged["loss"])
-        with self.file.open("w" if is_first else "a", newline="") as file:  # what a rebuilt run repeats is written anew
-            csv.writer(file).writerow([view.step, view.logged["loss"]])
-        curve = smoothed(self.losses)
-        lowest = min(curve)
-        if curve[-1] - lowest > (self.diverges - 1) * abs(lowest):
-            view.stop("the loss diverges")
-
-
-def smoothed(losses: list[float]) -> list[float]:
-    """An exponential moving average of the losses, without its bias towards 0."""
-    average, found = 0.0, []
-    for number, loss in enumerate(losses, start=1):
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**number))
-    return found
-
-
-def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: PositiveInt) -> float:
-    """The schedule of the range test: the rate after `step` steps as a share of `maximum`, growing exponentially from
-    `minimum` to all of it in the last.
-    """
-    return float((minimum / maximum) ** (1 - step / (steps - 1)))

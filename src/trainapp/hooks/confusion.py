@@ -75,13 +75,11 @@ class ConfusionMatrix:
                 self._show(view, name, data, matrix)
 
     def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
-        folder = view.run_dir / "confusion_matrix"
-        folder.mkdir(exist_ok=True)
         labels = [str(label) for label in labels_of(data)] or [str(number) for number in range(len(matrix))]
-        path = folder / f"{name}{'_' if name else ''}step_{view.step:08d}"
-        write_table(path.with_suffix(".csv"), labels, matrix.tolist())
-        draw(path.with_suffix(".png"), labels, matrix, f"{name} step {view.step}".strip())
-        view.tracker.image(logged_name(name, "confusion_matrix"), path.with_suffix(".png"), view.step)
+        write_table(view.new_file("confusion_matrix", name, ".csv"), labels, matrix.tolist())
+        picture = view.new_file("confusion_matrix", name, ".png")
+        draw(picture, labels, matrix, f"{name} step {view.step}".strip())
+        view.tracker.image(logged_name(name, "confusion_matrix"), picture, view.step)
 
 
 def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

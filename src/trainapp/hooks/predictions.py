@@ -124,9 +124,7 @@ class SamplePredictions:
 
     def _write(self, view: View, name: str, data: Any, kept: Rows) -> None:
         rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
-        folder = view.run_dir / "predictions"
-        folder.mkdir(exist_ok=True)
-        with atomic_write(folder / f"{name}{'_' if name else ''}step_{view.step:08d}.jsonl") as file:
+        with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
             file.writelines(strict_json(row) + "\n" for row in rows)
         view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
 

@@ -14,11 +14,13 @@ import numpy as np
 from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
 from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.files import atomic_write
-from trainapp.hooks.callbacks import growing, smoothed
+from trainapp.hooks.callbacks import View
 from trainapp.run import runner
+from trainapp.validation import PositiveFloat, PositiveInt, Str
 
 CSV, PICTURE = "lr_find.csv", "lr_find.png"
 FEWEST = 3  # steps in which the loss must fall
+SMOOTHING = 0.9  # of the loss per step
 
 
 class Suggestion(NamedTuple):
@@ -64,14 +66,14 @@ def configured(config: Config, folder: str, file: Path) -> Config:
     ratio = None if lr is None else highest / lr
     groups = [group | {"lr": group["lr"] * ratio} if "lr" in group else group for group in config.optimizer.groups]
     growth = {"minimum": settings.min, "maximum": highest, "steps": settings.steps}
-    watching = Target("trainapp.hooks.callbacks.RangeTest", {"file": str(file), "diverges": settings.diverges})
+    watching = Target("trainapp.run.lr_find.RangeTest", {"file": str(file), "diverges": settings.diverges})
     changes: dict[str, Any] = {
         "run_dir": folder,
         "train": dataclasses.replace(
             config.train, max_steps=settings.steps, max_epochs=None, nonfinite="stop", ema=None, check_exactness=False
         ),
         "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
-        "schedule": Schedule(target="trainapp.hooks.callbacks.growing", arguments=growth),
+        "schedule": Schedule(target="trainapp.run.lr_find.growing", arguments=growth),
         "every": Every(log=1, eval=None, save=None),
         "checkpointing": dataclasses.replace(config.checkpointing, resume="none", load="all", save=False),
         "stopping": Stopping(),
@@ -80,8 +82,48 @@ def configured(config: Config, folder: str, file: Path) -> Config:
         "metrics": {},
         "tracker": {},
         "callbacks": {"lr_find": watching},
+        "user_packages": [*config.user_packages, __name__],
     }
     return dataclasses.replace(config, **changes)
+
+
+class RangeTest:
+    """A learning-rate range test (Smith 2015, arXiv:1506.01186), as a callback.
+
+    Writes the loss of each step to `file`, as CSV, and stops where the smoothed loss is `diverges` times its lowest so
+    far (of a negative one, as far above it). Needs `every.log=1`.
+    """
+
+    def __init__(self, file: Str, diverges: PositiveFloat):
+        self.file, self.diverges = Path(file), diverges
+        self.losses: list[float] = []
+
+    def after_step(self, view: View) -> None:
+        """Raises OSError where the file cannot be written."""
+        is_first = not self.losses
+        self.losses.append(view.logged["loss"])
+        with self.file.open("w" if is_first else "a", newline="") as file:  # what a rebuilt run repeats is written anew
+            csv.writer(file).writerow([view.step, view.logged["loss"]])
+        curve = smoothed(self.losses)
+        lowest = min(curve)
+        if curve[-1] - lowest > (self.diverges - 1) * abs(lowest):
+            view.stop("the loss diverges")
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """An exponential moving average of the losses, without its bias towards 0."""
+    average, found = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        found.append(average / (1 - SMOOTHING**number))
+    return found
+
+
+def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: PositiveInt) -> float:
+    """The schedule of the range test: the rate after `step` steps as a share of `maximum`, growing exponentially from
+    `minimum` to all of it in the last.
+    """
+    return float((minimum / maximum) ** (1 - step / (steps - 1)))
 
 
 def _read(file: Path) -> tuple[list[int], list[float]]:
