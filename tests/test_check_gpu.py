@@ -8,12 +8,9 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-import runs
 from helpers import ROOT
 
 SCRIPT = ROOT / "scripts" / "check_gpu"
@@ -29,27 +26,26 @@ def check(*arguments, timeout=120):
 
 
 @pytest.fixture
-def gpu_check(monkeypatch):
-    """The package, and steps of tests/helpers/own_checks.py."""
+def package(monkeypatch):
+    """The modules of the package."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
-    import gpu_check
-    from gpu_check import __main__, machine, plan, report, table
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    from gpu_check import __main__, machine, page
 
-    class Package:
-        main, run_step = staticmethod(__main__.main), staticmethod(__main__.run_step)
-
-        @staticmethod
-        def step(name, seconds=30):
-            return plan.Step(name, f"about {name}", seconds, f"own_checks:{name}")
-
-    Package.plan, Package.report, Package.machine, Package.table = plan, report, machine, table
-    assert Path(gpu_check.__file__).is_relative_to(ROOT)
-    return Package
+    return {"main": __main__, "machine": machine, "page": page}
 
 
-def run(gpu_check, name, folder, seconds=30):
-    return gpu_check.run_step(gpu_check.step(name), "cpu", folder, seconds)
+def steps(package, *names):
+    """Steps of tests/helpers/own_checks.py, each of one check."""
+    return [
+        package["page"].Step(name, f"about {name}", 30, f"tests/helpers/own_checks.py::test_{name}") for name in names
+    ]
+
+
+def rows_of(package, name, folder, seconds=30):
+    outcome = package["main"].run_step(*steps(package, name), "cpu", folder, seconds)
+    return [(row.check, row.expected, row.got, row.outcome) for row in outcome.rows]
 
 
 @pytest.mark.nightly
@@ -58,141 +54,86 @@ def test_every_step_on_the_cpu(tmp_path):
     done = check("--device", "cpu", "--out", str(tmp_path), timeout=1400)
     found = json.loads((tmp_path / "gpu.json").read_text())
     logs = {path.stem: path.read_text()[-3000:] for path in (tmp_path / "steps").glob("*.log")}
-    wrong = [
-        (step["step"]["name"], row) for step in found["steps"] for row in step["rows"] if row["verdict"] == "not met"
-    ]
-    assert not wrong, (wrong, {name: logs[name] for name, _ in wrong})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert found["as_expected"] is True
-    verdicts = {step["step"]["name"]: [row["verdict"] for row in step["rows"]] for step in found["steps"]}
-    only_cuda = {name for name, own in verdicts.items() if set(own) == {"needs CUDA"}}
-    assert only_cuda == {"tests", "waiting"}
-    assert all(verdicts.values())
+    assert done.returncode == 0, (done.stdout, done.stderr, logs)
+    outcomes = {step["step"]["name"]: {row["outcome"] for row in step["rows"]} for step in found["steps"]}
+    assert {name for name, own in outcomes.items() if own == {"skipped"}} == {"tests", "tests_without"}
+    assert all(own <= {"passed", "skipped"} for own in outcomes.values())
     # One line per step: name, verdict, seconds.
-    for number, name in enumerate(verdicts, start=1):
-        assert re.search(rf"^ ?{number}/{len(verdicts)} {name} +\S.* +[\d.]+ s$", done.stdout, re.MULTILINE), name
+    for number, name in enumerate(outcomes, start=1):
+        assert re.search(rf"^ ?{number}/{len(outcomes)} {name} +\S.* +[\d.]+ s$", done.stdout, re.MULTILINE), name
     page = (tmp_path / "gpu.md").read_text()
-    assert all(f"## {name}: " in page for name in verdicts)
+    assert all(f"## {name}: " in page for name in outcomes)
     assert found["machine"]["torch"] in page
 
 
-def test_the_plan_fits_ten_minutes_and_names_real_functions(gpu_check):
-    plan = gpu_check.plan
-    assert sum(step.seconds for step in plan.STEPS) <= plan.BUDGET < 600
-    assert len({step.name for step in plan.STEPS}) == len(plan.STEPS)
-    for step in plan.STEPS:
-        module, _, function = step.entry.partition(":")
-        text = (ROOT / "scripts" / f"{module.replace('.', '/')}.py").read_text()
-        assert f"\ndef {function}(table: Table, device: str, folder: Path)" in text
-
-
-def test_the_page_in_the_documentation_lists_every_step(gpu_check):
-    """It is the one that says that nothing has run, or one that a run has written."""
+def test_the_steps_fit_ten_minutes_and_the_page_lists_them(package):
+    """The page in the documentation is the one that says that nothing has run, or one that a run has written."""
+    main, names = package["main"], [step.name for step in package["main"].STEPS]
+    assert sum(step.seconds for step in main.STEPS) <= main.BUDGET < 600
+    assert len(set(names)) == len(names)
+    own = {path.stem.removeprefix("check_") for path in (ROOT / "scripts" / "gpu_check").glob("check_*.py")}
+    assert own == {step.name for step in main.STEPS if step.path is None}
     page = (ROOT / "docs" / "gpu.md").read_text()
     if "not run yet" in page.lower():
-        assert page == gpu_check.report.page()
+        assert page == package["page"].Findings({}, "cuda", main.STEPS, []).page()
     else:
-        assert all(f"## {step.name}: " in page for step in gpu_check.plan.STEPS)
+        assert all(f"## {name}: " in page for name in names)
         assert "| driver |" in page
 
 
-def test_a_good_step(gpu_check, tmp_path):
-    outcome = run(gpu_check, "good", tmp_path)
-    assert [row.verdict for row in outcome.rows] == ["met", "measured"]
-    assert outcome.verdict == "as expected (1)"
-    assert (tmp_path / "good" / "file").read_text() == "cpu"
-
-
-def test_what_a_step_may_do_wrong(gpu_check, tmp_path):
-    missed = run(gpu_check, "missed", tmp_path)
-    assert missed.verdict == "1 of 1 NOT as expected"
-    part = run(gpu_check, "raises_in_part", tmp_path)
-    assert [row.verdict for row in part.rows] == ["not met", "met"]
-    assert part.rows[0].got == "ValueError: first line"
-    assert "second line" in (tmp_path / "raises_in_part.log").read_text()
-    crash = run(gpu_check, "crashes", tmp_path)
-    assert [(row.check, row.verdict) for row in crash.rows] == [
-        ("before", "met"),
-        ("the step ends by itself", "not met"),
-    ]
-    assert crash.rows[1].got.startswith("signal 11")
-    failed = run(gpu_check, "fails", tmp_path)
-    assert failed.rows[-1].got == "exit code 1: RuntimeError: no such thing"
-    cuda = run(gpu_check, "needs_cuda", tmp_path)
-    assert (cuda.verdict, cuda.count("not met")) == ("needs CUDA", 0)
+@pytest.mark.slow
+def test_what_a_step_may_do(package, tmp_path):
+    good = rows_of(package, "good", tmp_path)
+    assert good == [("test_good", "one and one is two", "2; on cpu | in test_good0", "passed")]
+    missed = rows_of(package, "missed", tmp_path)
+    assert missed == [("test_missed", "2", "3 | 4; ValueError: first line", "failed")]
+    assert "second line" in (tmp_path / "missed.log").read_text()
+    assert rows_of(package, "left_out", tmp_path) == [("test_left_out", "on a GPU", "needs CUDA", "skipped")]
+    assert rows_of(package, "fails", tmp_path) == [("test_fails", "", "RuntimeError: no such thing", "failed")]
+    ((_, _, got, outcome),) = rows_of(package, "crashes", tmp_path)
+    assert got.startswith("exit code -11: ")
+    assert outcome == "failed"
 
 
 @pytest.mark.slow
-def test_a_step_past_its_time_is_ended_with_all_its_processes(gpu_check, tmp_path):
+def test_a_step_past_its_time_is_ended_with_all_its_processes(package, tmp_path):
     started = time.monotonic()
-    outcome = run(gpu_check, "never_ends", tmp_path, seconds=8)
+    ((check_name, _, got, _),) = rows_of(package, "never_ends", tmp_path, seconds=8)
     assert time.monotonic() - started < 20
-    assert [row.check for row in outcome.rows] == ["before", "the step ends by itself"]
-    assert outcome.rows[1].got.startswith("stopped after")
-    child = int((tmp_path / "never_ends" / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert check_name == "the step ends by itself"
+    assert got.startswith("stopped after")
+    assert is_gone(tmp_path / "never_ends" / "child")
 
 
-@pytest.mark.slow
-def test_the_configurations_that_are_planned_compose(gpu_check):
-    """With their large sizes, too; and what is not in a plan is labelled."""
-    from gpu_check import planned
-
-    assert len(planned.CASES) >= 20
-    assert len(set(planned.CASES)) == len(planned.CASES)
-    for device in ("cpu", "cuda"):
-        for model, chosen in planned.CASES:
-            config = runs.configure(Path("unused"), *planned.overrides(device, model, chosen))
-            assert (config.train.device, config.train.max_steps) == (device, planned.STEPS)
-            assert config.plan.techniques is False
-    assert f"of {len(planned.CASES)} runs" in next(s.about for s in gpu_check.plan.STEPS if s.name == "planned_peaks")
-
-
-def test_how_good_a_plan_is(gpu_check):
-    from gpu_check import planned
-
-    facts = {"method": "traced", "peak_bytes": 99 * 2**20}
-    both = planned.compared("a", facts, SimpleNamespace(peak_memory_bytes=100 * 2**20, peak_reserved_bytes=120 * 2**20))
-    assert both.error == pytest.approx(-0.01)
-    assert both.text == "allocated 99.0 for 100.0 MiB (-1.00%), reserved 120"
-    with pytest.raises(RuntimeError, match="no estimate"):
-        planned.compared("b", {"method": None, "notes": ["because"]}, None)
-    assert planned.summary([0.001, -0.04, 0.0]) == ("median 0.10%, worst 4.00%, of 3", True)
-    assert planned.summary([0.001, -0.06, 0.0])[1] is False
-    assert planned.summary([0.02, -0.02, 0.0])[1] is False
-    assert planned.summary([]) == ("nothing was compared", False)
+def is_gone(file):
+    child = int(file.read_text())
+    return not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "code", "said"),
     [
-        (["good", "needs_cuda"], 0, "All that was expected was found (1 checks); 1 left out, for want of CUDA"),
-        (["missed", "good"], 1, "Not as expected: 1 of 2 checks, in"),
-        (["needs_cuda"], 2, "Nothing was checked; 1 left out, for want of CUDA"),
-        (["fails", "good"], 1, "got       exit code 1: RuntimeError: no such thing"),
+        (["good", "left_out"], 0, "1 passed, 1 skipped, in"),
+        (["missed", "plain"], 1, "1 of 2 FAILED, in"),
+        (["left_out"], 2, "nothing ran, 1 skipped, in"),
     ],
 )
-def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, names, code, said):
-    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--out", str(tmp_path)])
-    assert gpu_check.main([gpu_check.step(name) for name in names]) == code
-    printed = capsys.readouterr().out
-    assert said in printed
+def test_the_exit_code_and_the_page(package, tmp_path, monkeypatch, capsys, names, code, said):
+    """A failure does not stop the rest. `--only` leaves out steps."""
+    chosen = ["check_gpu", "--device", "cpu", "--out", str(tmp_path), "--only", *names]
+    monkeypatch.setattr(sys, "argv", chosen)
+    assert package["main"].main(steps(package, *names, "crashes")) == code
+    assert said.replace(", in", f"; {len(names)} of {len(names) + 1} steps run, in") in capsys.readouterr().out
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [step["step"]["name"] for step in found["steps"]] == names  # a failure does not stop the rest
+    assert [step["step"]["name"] for step in found["steps"]] == names
     assert found["as_expected"] is {0: True, 1: False, 2: None}[code]
     page = (tmp_path / "gpu.md").read_text()
     if "missed" in names:
-        assert "| one and one | 2 | **3 \\| 4** |" in page
+        assert "| test_missed | 2 | **3 \\| 4; ValueError: first line** |" in page
+        assert "test_plain" not in page.replace("about plain", "")  # it passed, and has nothing to show
     if "good" in names:
-        assert "| seconds | (measured) | 0.1 |" in page
-
-
-@pytest.mark.slow
-def test_only_some_steps(gpu_check, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--only", "good", "--out", str(tmp_path)])
-    assert gpu_check.main([gpu_check.step(name) for name in ("missed", "good")]) == 0
-    assert [step["step"]["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
+        assert "| test_good | one and one is two | 2; on cpu" in page
 
 
 def test_a_mistake_is_one_message():
@@ -203,7 +144,7 @@ def test_a_mistake_is_one_message():
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
+def test_without_a_gpu_it_says_what_to_do():
     import torch
 
     if torch.cuda.is_available():
@@ -211,14 +152,13 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path):
     before = (ROOT / "docs" / "gpu.md").read_text()
     done = check()
     assert done.returncode == 2
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
     assert done.stderr.startswith("check_gpu: torch sees no CUDA device here")
-    assert f"torch {torch.__version__} is built for {built}, and the driver is" in done.stderr
+    assert f"torch {torch.__version__} is built for" in done.stderr
     assert "\n" not in done.stderr.strip()
     assert (ROOT / "docs" / "gpu.md").read_text() == before
 
 
-def test_why_torch_sees_no_device_is_said(gpu_check, monkeypatch):
+def test_why_torch_sees_no_device_is_said(package, monkeypatch):
     import torch
 
     def is_available():
@@ -226,21 +166,21 @@ def test_why_torch_sees_no_device_is_said(gpu_check, monkeypatch):
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    assert "here (The NVIDIA driver on your system is too old (found" in gpu_check.machine.facts("cuda")["problem"]
+    assert "here (The NVIDIA driver on your system is too old (found" in package["machine"].facts("cuda")["problem"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_and_keeps_what_there_is(tmp_path, number):
     """No process is left, and the page in the documentation is not replaced."""
     program = """if True:
         import signal, sys
         from gpu_check.__main__ import main
-        from gpu_check.plan import Step
+        from gpu_check.page import Step
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
-        steps = [Step(name, name, 60, f"own_checks:{name}") for name in ("good", "never_ends")]
-        sys.exit(main(steps))
+        names = ("good", "never_ends")
+        sys.exit(main([Step(name, name, 60, f"tests/helpers/own_checks.py::test_{name}") for name in names]))
     """
     command = [sys.executable, "-c", program, "--device", "cpu", "--out", str(tmp_path)]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(PATHS)}
@@ -257,5 +197,4 @@ def test_a_signal_ends_the_step_and_keeps_what_there_is(tmp_path, number):
     assert "interrupted" in printed
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [step["step"]["name"] for step in found["steps"]] == ["good"]
-    child = int(marker.read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(marker)

@@ -1,1 +1,1 @@
-"""`scripts/check_gpu`: what only a GPU can show, step by step. `plan.py` lists the steps."""
+"""What `scripts/check_gpu` runs: each `check_*.py` and tests/gpu, by pytest, in a process of its own."""

@@ -1,4 +1,4 @@
-"""The command: runs the steps one after another, each in a process with a time limit, and writes the table."""
+"""The command: runs the steps one after another, each in a process with a time limit, and writes the page."""
 
 import argparse
 import contextlib
@@ -15,18 +15,38 @@ from typing import Any
 
 import psutil
 
-from . import report
-from .plan import BUDGET, CPU_TIME_FACTOR, STEPS, Step
-from .report import Findings, Outcome
-from .table import MISSED, Row, read
+from .page import Findings, Outcome, Step
+from .rows import Row, read
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130  # as a shell reports Ctrl-C
+BUDGET = 580  # seconds for all steps together: ten minutes with what lies around them
+CPU_TIME_FACTOR = 7  # a step may take so many times its seconds on a CPU
+
+# In order of risk: what is likeliest to be wrong, and would cost most, comes first. A new step is a line here and a
+# module `check_NAME.py` of tests that use the fixtures of `rows`.
+STEPS = (
+    Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 25),
+    Step("limits", "model=resnet at 8 limits, the smallest workable limit, jobs in one process, new sizes", 100),
+    Step("tests", "tests/gpu, with expandable segments", 80, "tests/gpu"),
+    Step(
+        "tests_without",
+        "tests/gpu, without expandable segments",
+        80,
+        "tests/gpu",
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+    ),
+    Step("memory", "20 errors each in forward, backward and recomputation; 40 evaluations", 55),
+    Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
+    Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),
+    Step("speed", "steps per second against hand-written loops; steps that wait for the device", 55),
+    Step("planned_peaks", "the plan's peaks against those of 25 runs", 55),
+)
 
 
 def main(steps: Sequence[Step] = STEPS) -> int:
-    """Returns the exit code: 0 if all that was expected was found, 1 if not, 2 where nothing could be checked, 130
-    after an interruption.
+    """Returns the exit code: 0 if all checks passed, 1 if not, 2 where nothing could be checked, 130 after an
+    interruption.
 
     steps: other ones, for tests.
     """
@@ -42,13 +62,13 @@ def main(steps: Sequence[Step] = STEPS) -> int:
     print(f"{facts['device']}; {versions}\n{len(chosen)} steps; logs in {logs}\n")
     with ended_like_ctrl_c():
         outcomes = run_all(chosen, options.device, logs)
-    # Only a whole run on a GPU replaces the table in the documentation.
+    findings = Findings(facts, options.device, steps, outcomes)
+    # Only a whole run on a GPU replaces the page in the documentation.
     is_whole = options.device == "cuda" and len(outcomes) == len(steps)
-    findings = Findings(facts, options.device, len(steps), outcomes)
-    page = report.write(ROOT / "docs" if is_whole and not options.out else scratch, findings)
+    page = findings.write(ROOT / "docs" if is_whole and not options.out else scratch)
     for outcome in outcomes:
         for row in outcome.rows:
-            if row.verdict == MISSED:
+            if row.outcome == "failed":
                 print(f"{outcome.step.name}: {row.check}\n    expected  {row.expected}\n    got       {row.got}")
     print(f"\n{findings.summary}. The table is in {page}")
     if len(outcomes) < len(chosen):
@@ -60,7 +80,7 @@ def arguments(steps: Sequence[Step]) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(
         prog="scripts/check_gpu",
-        description="Checks trainapp on this machine's GPU. Exit codes: 0 all as expected, 1 not, 2 nothing could be "
+        description="Checks trainapp on this machine's GPU. Exit codes: 0 all passed, 1 not, 2 nothing could be "
         "checked, 130 interrupted.",
         epilog="As the first argument, --install first installs what is needed into .venv.",
     )
@@ -123,10 +143,14 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 def run_step(step: Step, device: str, folder: Path, seconds: float) -> Outcome:
     """Run the step for at most `seconds`. Its files and its log go to `folder`."""
-    work, rows, log = folder / step.name, folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
-    work.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, log = folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
     rows.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "gpu_check.table", step.entry, "--device", device]
+    path = step.path or f"scripts/gpu_check/check_{step.name}.py"
+    command = [sys.executable, "-m", "pytest", path, "-m", "", "-s", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-p", "gpu_check.rows", "--device", device, "--rows", str(rows), "--basetemp", str(folder / step.name)]
+    if (ROOT / path).is_dir():
+        command += ["-n", "6", "--dist", "loadfile"]  # a process per file
     # As `trainapp.launch` sets it: torch reads it while it is imported (2.13, c10/cuda/CUDAAllocatorConfig.h).
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "COLUMNS": "200"}
     if device == "cpu":
@@ -134,11 +158,12 @@ def run_step(step: Step, device: str, folder: Path, seconds: float) -> Outcome:
     started = time.monotonic()
     with log.open("w") as file:
         process = psutil.Popen(
-            [*command, "--folder", str(work), "--rows", str(rows)],
+            command,
+            cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=environment | step.environment,
             start_new_session=True,
         )
         try:
@@ -148,12 +173,9 @@ def run_step(step: Step, device: str, folder: Path, seconds: float) -> Outcome:
         finally:
             end_family(process)
     outcome = Outcome(step, read(rows), time.monotonic() - started)
-    ends = "the step ends by itself"
-    if code is None:
-        outcome.rows.append(Row(ends, f"within {seconds:.0f} s", f"stopped after {outcome.seconds:.0f} s", MISSED))
-    elif code:
-        got = f"signal {-code}" if code < 0 else f"exit code {code}"
-        outcome.rows.append(Row(ends, "exit code 0", f"{got}: {last_line(log)}"[:160], MISSED))
+    if code not in (0, 1) or (code and not outcome.count("failed")):  # 1: of pytest, some checks failed
+        got = f"stopped after {outcome.seconds:.0f} s" if code is None else f"exit code {code}: {last_line(log)}"[:160]
+        outcome.rows.append(Row("the step ends by itself", f"within {seconds:.0f} s", got, "failed"))
     return outcome
 
 

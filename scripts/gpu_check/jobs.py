@@ -1,4 +1,4 @@
-"""What several steps need: settings of runs with sizes that suit the device; tests/gpu/on_gpu.py launches them."""
+"""What several checks need: settings of runs with sizes that suit the device; tests/gpu/on_gpu.py launches them."""
 
 import gc
 from pathlib import Path
@@ -15,19 +15,12 @@ _CPU = {
     "gpt": (*runs.MODELS["gpt"], "data.size=128", "batch.global_size=32"),
     "resnet": ("model=resnet", "model.width=8", "model.norm=group", "data=digits", "batch.global_size=64"),
 }
-_QUIET = (*runs.TINY, "schedule=constant")
 
 
 def overrides(device: str, model: str, *more: str) -> tuple[str, ...]:
     """The settings of a run of this model, with a size that suits the device."""
     models = on_gpu.LARGE_MODELS if device == "cuda" else _CPU
-    return (*_QUIET, *models[model], f"train.device={device}", *more)
-
-
-def last_line(text: str) -> str:
-    """The last line that says something, cut to 120 characters."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:120] if lines else "no output"
+    return (*runs.TINY, "schedule=constant", *models[model], f"train.device={device}", *more)
 
 
 def unlimited(run_dir: Path, *settings: str) -> SimpleNamespace:
@@ -39,12 +32,6 @@ def unlimited(run_dir: Path, *settings: str) -> SimpleNamespace:
     if "train.device=cpu" not in settings:
         on_gpu.unlimited(run_dir / "first", *settings)
     return on_gpu.unlimited(run_dir / "second", *settings)
-
-
-def final_weights(run_dir: Path, step: int) -> torch.Tensor:
-    """All of the model's floating-point tensors in the checkpoint of a step, as one vector on the host."""
-    tensors = runs.saved(run_dir, step)["model"]
-    return torch.cat([tensors[name].flatten().double().cpu() for name in sorted(tensors)])
 
 
 def live_bytes(device: str) -> int:
@@ -73,8 +60,3 @@ def lift_limit(device: str) -> None:
 def text(size: float) -> str:
     """MiB."""
     return f"{size / on_gpu.MIB:.1f} MiB"
-
-
-def errors(count: int) -> str:
-    """1 error, 2 errors."""
-    return f"{count} error{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""Steps for `scripts/gpu_check` that go wrong in every way that a real one may."""
+"""Checks for `scripts/check_gpu` that go wrong in every way that a real one may: run with `-k` of one name."""
 
 import os
 import signal
@@ -6,39 +6,47 @@ import subprocess
 import sys
 import time
 
-
-def good(table, device, folder):
-    table.expect("one and one", "2", "2", True)
-    table.measured("seconds", "0.1")
-    (folder / "file").write_text(device)
+import pytest
 
 
-def missed(table, device, folder):
-    table.expect("one and one", "2", "3 | 4", False)
+def test_good(device, got, tmp_path):
+    """one and one is two
+
+    More is not in the table.
+    """
+    got("2")
+    got(f"on {device} | in {tmp_path.name}")
 
 
-def needs_cuda(table, device, folder):
-    table.needs_cuda("a kernel")
+def test_plain():
+    assert True
 
 
-def raises_in_part(table, device, folder):
-    with table.attempt("a part", "works"):
-        raise ValueError("first line\nsecond line")
-    table.expect("another part", "works", "works", True)
+def test_missed(got):
+    """2"""
+    got("3 | 4")
+    raise ValueError("first line\nsecond line")
 
 
-def crashes(table, device, folder):
-    table.expect("before", "kept", "kept", True)
+def test_left_out(needs_cuda):
+    """on a GPU"""
+
+
+def test_crashes():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def fails(table, device, folder):
+def test_never_ends(tmp_path):
+    """It also leaves a process of a session of its own, as a launcher's worker may be."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (tmp_path.parent / "child").write_text(str(child.pid))
+    time.sleep(600)
+
+
+@pytest.fixture
+def broken():
     raise RuntimeError("no such thing")
 
 
-def never_ends(table, device, folder):
-    """It also leaves a process of a session of its own, as a launcher's worker may be."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    (folder / "child").write_text(str(child.pid))
-    table.measured("before", "kept")
-    time.sleep(600)
+def test_fails(broken):
+    pass

@@ -1,23 +1,29 @@
-"""Plans beside measurements: the configurations, the plans in a process that sees no device, and the arithmetic."""
+"""The plan's peaks against those of real runs, for two dozen configurations; on the CPU for every fourth of them.
+
+The plans are made in a process that sees no device, while the runs go on.
+"""
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import runs
 from gpu import on_gpu
 
+from gpu_check import jobs
 from trainapp.planning import process
 
+PATIENCE = 240.0  # seconds for all plans
 MEDIAN, WORST = 0.01, 0.05  # relative errors that a plan may have; xMem's are 3.59% in the median
-_GPT = ("model=gpt", "model.dropout=0", "data=synthetic_tokens")
+_GPT = ("model=gpt", "model.dropout=0", "data=synthetic_tokens", "batch.global_size=16", "batch.micro_size=16")
 # Peaks of some GiB, to which 2 MiB pages and what earlier runs leave in the allocator are little.
 LARGE = {
     "gpt": (
-        *_GPT, "model.depth=6", "model.width=1024", "model.context_length=512", "data.vocab_size=16384",
-        "data.size=64", "data.val_size=16", "batch.global_size=16", "batch.micro_size=16",
+        *_GPT, "model.depth=6", "model.width=1024", "model.context_length=512", "data.vocab_size=16384", "data.size=64",
+        "data.val_size=16",
     ),
     "mlp": (
         "model=mlp", "model.width=8192", "model.depth=4", "data=synthetic_images", "data.size=8192", "data.val_size=64",
@@ -31,7 +37,7 @@ LARGE = {
 SMALL = {
     "gpt": (
         *_GPT, "model.depth=2", "model.width=64", "model.context_length=64", "data.vocab_size=512", "data.size=64",
-        "data.val_size=16", "batch.global_size=16", "batch.micro_size=16",
+        "data.val_size=16",
     ),
     "mlp": ("model=mlp", "model.width=64", "data=digits", "batch.global_size=64", "batch.micro_size=64"),
     "resnet": ("model=resnet", "model.width=4", "model.norm=group", "data=digits", "batch.global_size=16",
@@ -59,14 +65,36 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("resnet", ("precision=fp32",)),
     ("resnet", ("precision=bf16",)),
 )
-LABELLED = "resnet"  # what cuDNN takes for a convolution is not in a plan
-STEPS = 4
+
+
+def test_the_plans_peaks(tmp_path, device, got):
+    """median error at most 1%, worst at most 5%; on a GPU without resnet, as what cuDNN takes is in no plan"""
+    cases = CASES if device == "cuda" else CASES[::4]
+    settings = [overrides(device, model, chosen) for model, chosen in cases]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(plans, [(*own, *spelled(device)) for own in settings])
+        results = [measured(device, tmp_path / str(number), own) for number, own in enumerate(settings)]
+        planned = future.result()
+    counted = []
+    for (model, chosen), plan, result in zip(cases, planned, results, strict=True):
+        assert plan["method"] is not None, (chosen, plan["notes"])
+        error = plan["peak_bytes"] / result.peak_memory_bytes - 1
+        got(
+            f"{model} {' '.join(chosen)}: {jobs.text(plan['peak_bytes'])} for {jobs.text(result.peak_memory_bytes)} "
+            f"({100 * error:+.2f}%), reserved {jobs.text(result.peak_reserved_bytes)}"
+        )
+        if model != "resnet" or device == "cpu":
+            counted.append(abs(error))
+    median, worst = statistics.median(counted), max(counted)
+    got(f"median {100 * median:.2f}%, worst {100 * worst:.2f}%, of {len(counted)}")
+    assert median <= MEDIAN
+    assert worst <= WORST
 
 
 def overrides(device: str, model: str, chosen: Sequence[str]) -> tuple[str, ...]:
     """The settings of a run of this model with these settings."""
     models = LARGE if device == "cuda" else SMALL
-    quiet = ("checkpointing=off", f"train.max_steps={STEPS}", "plan.techniques=false")
+    quiet = ("checkpointing=off", "train.max_steps=4", "plan.techniques=false")
     return (*runs.TINY, *models[model], *quiet, f"train.device={device}", *chosen)
 
 
@@ -78,15 +106,14 @@ def spelled(device: str) -> tuple[str, ...]:
 
     from trainapp.planning import absent_gpu
 
-    name = absent_gpu.spelled(torch.cuda.get_device_properties(0))
-    return (f"plan.device={name}", "train.device=auto")
+    return (f"plan.device={absent_gpu.spelled(torch.cuda.get_device_properties(0))}", "train.device=auto")
 
 
-def plans(configurations: Sequence[Sequence[str]], patience: float) -> list[dict[str, Any]]:
+def plans(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The content of plan.json of each, from one process that sees no device. Raises NoAnswer."""
-    found: list[dict[str, Any]] = process.answer_of(
-        f"{__name__}.plans_here", [tuple(own) for own in configurations], patience=patience, sees_devices=False
-    )
+    function = "gpu_check.check_planned_peaks.plans_here"
+    chosen = [tuple(own) for own in configurations]
+    found: list[dict[str, Any]] = process.answer_of(function, chosen, patience=PATIENCE, sees_devices=False)
     return found
 
 
@@ -97,39 +124,10 @@ def plans_here(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     return [planner.plan(runs.configure(Path("unused"), *own))[0] for own in configurations]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Bytes of one configuration: allocated, planned and measured, and reserved."""
-
-    name: str
-    planned: int
-    measured: int
-    reserved: int
-
-    @property
-    def error(self) -> float:
-        """Relative, of what is allocated."""
-        return self.planned / self.measured - 1
-
-    @property
-    def text(self) -> str:
-        """MiB, planned against measured."""
-        planned, measured, reserved = (size / on_gpu.MIB for size in (self.planned, self.measured, self.reserved))
-        return f"allocated {planned:.1f} for {measured:.1f} MiB ({100 * self.error:+.2f}%), reserved {reserved:.0f}"
-
-
-def compared(name: str, facts: dict[str, Any], result: Any) -> Compared:
-    """A plan beside a run's result. Raises RuntimeError for a plan without figures."""
-    if facts["method"] is None:
-        raise RuntimeError(f"no estimate: {facts['notes']}")
-    return Compared(name, facts["peak_bytes"], result.peak_memory_bytes, result.peak_reserved_bytes)
-
-
-def summary(errors: Sequence[float]) -> tuple[str, bool]:
-    """Median and worst of relative errors as text, and whether both are small enough. No error is no success."""
-    if not errors:
-        return "nothing was compared", False
-    sizes = [abs(error) for error in errors]
-    median, worst = statistics.median(sizes), max(sizes)
-    text = f"median {100 * median:.2f}%, worst {100 * worst:.2f}%, of {len(sizes)}"
-    return text, median <= MEDIAN and worst <= WORST
+def measured(device: str, folder: Path, settings: tuple[str, ...]) -> SimpleNamespace:
+    """The result of a run. Of convolutions twice: see `jobs.unlimited`."""
+    try:
+        return (jobs.unlimited if "model=resnet" in settings else on_gpu.launched)(folder, *settings)
+    finally:
+        if device == "cuda":
+            on_gpu.forget()

@@ -7,32 +7,26 @@ program judges that error by this count, since under a limit the device never lo
 
 import collections
 import re
-from pathlib import Path
 
+import pytest
 import torch
 
+from gpu_check import jobs
 from trainapp.config.schema import Memory
 from trainapp.memory import device as device_memory
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory
 
-from .. import jobs
-from ..table import Table, failure_text
-
 LIMITS = 20
 SHAPES = {"cuda": (64, 64, 64, 64), "cpu": (4, 8, 16, 16)}  # samples, channels, height, width
 
 
-def check(table: Table, device: str, folder: Path) -> None:
-    """Rows for cuDNN's search on and off."""
-    for search in (True, False) if device == "cuda" else (False,):
-        torch.backends.cudnn.benchmark = search
-        with table.attempt(f"cuDNN's search {'on' if search else 'off'}", "errors that count as out of memory"):
-            under_limits(table, device, search)
-
-
-def under_limits(table: Table, device: str, search: bool) -> None:
-    """From what the convolution needs down to a tenth of it."""
+@pytest.mark.parametrize("searches", [True, False], ids=["search on", "search off"])
+def test_errors_under_20_limits(device, got, searches):
+    """all errors, at least one, count as out of memory; from what it needs down to a tenth of that"""
+    if searches and device == "cpu":
+        pytest.skip("needs CUDA")
+    torch.backends.cudnn.benchmark = searches
     place = torch.device(device)
     # A shape of its own for every limit: cuDNN remembers the algorithm that it has found for a shape.
     shapes = [(SHAPES[device][0] + number, *SHAPES[device][1:]) for number in range(LIMITS + 1)]
@@ -41,32 +35,25 @@ def under_limits(table: Table, device: str, search: bool) -> None:
     kinds: collections.Counter[str] = collections.Counter()
     missed, silent, raised = [], 0, 0
     for number, shape in enumerate(shapes[:LIMITS]):
-        limit = int(needed * (1.0 - 0.9 * number / (LIMITS - 1)))
         before = refused_allocations()  # 0 on the CPU
-        error = failure(place, shape, limit)
+        error = failure(place, shape, int(needed * (1.0 - 0.9 * number / (LIMITS - 1))))
         more = refused_allocations() - before
         if error is None:
             silent += more > 0
             continue
         raised += 1
-        text = re.sub(r"\d+(\.\d+)?", "N", failure_text(error)[:90])  # one row for all sizes
-        kinds[f"{text} (num_ooms +{more})"] += 1
+        text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        kinds[re.sub(r"\d+(\.\d+)?", "N", text[:90]) + f" (num_ooms +{more})"] += 1  # one for all sizes
         if not is_out_of_memory(error, more):
-            missed.append(failure_text(error))
+            missed.append(text)
         del error
         jobs.lift_limit(device)
         jobs.live_bytes(device)  # collects
-    name = f"search {'on' if search else 'off'}"
-    table.expect(
-        f"{name}: errors under {LIMITS} limits that count as out of memory",
-        "all, and at least 1",
-        f"{raised - len(missed)} of {raised}" + (f"; not: {missed[0]}" if missed else ""),
-        raised > 0 and not missed,
-    )
+    got(f"{raised - len(missed)} of {raised}; limits at which an allocation failed without an error: {silent}")
     for kind, count in kinds.most_common(4):
-        table.measured(f"{name}: error", f"{count} x {kind}")
-    if device == "cuda":
-        table.measured(f"{name}: limits at which an allocation failed and no error was raised", str(silent))
+        got(f"{count} x {kind}")
+    assert raised
+    assert not missed
 
 
 def measured(device: torch.device, shape: tuple[int, ...]) -> int:

@@ -6,11 +6,10 @@ NCCL refuses two ranks on one GPU. The cells, the faults and their reference are
 import contextlib
 import datetime
 import functools
-import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from parallel import cells
@@ -24,74 +23,59 @@ from trainapp.launch import worker
 from trainapp.parallel.ddp import Exchange
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 
-from ..table import Table
-
 Run = Callable[..., list[cells.Record]]
 STEP = 3
-# (phase, operations before the error)
-PLACES = (("fetch", 0), ("forward", 60), ("backward", 60), ("bucket", 0), ("metric", 0), ("clip", 0))
+# Operations before the error, by phase.
+PLACES = {"fetch": 0, "forward": 60, "backward": 60, "bucket": 0, "metric": 0, "clip": 0}
 EXACT = 1e-5  # relative error of gradients; atomic additions may come in any order
 SETTINGS = ("parallel=ddp", "train.ema=0.5", "data.min_length=9")  # all texts of one shape: a schedule has one size
 
 
-def check(table: Table, device: str, folder: Path) -> None:
-    """One row per phase of a step, and one for the evaluation."""
+@pytest.fixture(scope="module")
+def run(request, tmp_path_factory) -> Iterator[Run]:
+    device = request.config.getoption("--device")
     pool = Pool()
-    try:
-        function = on_cuda if device == "cuda" else cells.train
-        run = functools.partial(Cell(pool, folder).run, 2, *SETTINGS, f"train.device={device}", function=function)
-        reference = run(schedule={STEP: 2})
-        for phase, operation in PLACES:
-            in_step(table, run, reference, phase, operation)
-        in_evaluation(table, run)
-    finally:
-        pool.close()
+    function = on_cuda if device == "cuda" else cells.train
+    cell = Cell(pool, tmp_path_factory.mktemp("cells"))
+    yield functools.partial(cell.run, 2, *SETTINGS, f"train.device={device}", function=function)
+    pool.close()
 
 
-def in_step(table: Table, run: Run, reference: list[cells.Record], phase: str, operation: int) -> None:
-    """An error before this operation of a phase."""
-    name = f"DDP, rank 1 runs out in {phase}"
-    expected = f"step {STEP} retried at half the size, the gradients of a run configured so to {EXACT:g}"
-    with table.attempt(name, expected):
-        records = without_problems(run(faults=[fail_at(1, STEP, phase, operation=operation)]))
-        error = worst_error(records, reference)
-        sizes = [record.sizes for record in records]
-        met = sizes == [record.sizes for record in reference] and together(records) == together(reference)
-        got = f"micro-batches {sizes[0]} and {sizes[1]}, relative error {error:.1e}"
-        table.expect(name, expected, got, met and error <= EXACT)
+@pytest.fixture(scope="module")
+def reference(run) -> list[cells.Record]:
+    """A run that takes half the size in this step."""
+    return run(schedule={STEP: 2})
 
 
-def in_evaluation(table: Table, run: Run) -> None:
-    """There a rank recovers alone."""
-    name, expected = "DDP, rank 1 runs out in its evaluation", "metrics and training of a run without the error"
-    with table.attempt(name, expected):
-        settings = ("every.eval=2", "train.ema=null")  # an average is swapped in by views, which take no memory
-        reference = without_problems(run(*settings))
-        records = without_problems(run(*settings, faults=[fail_at(1, 2, "evaluate", operation=30)]))
-        phases = [failure["phase"] for failure in records[1].failures]
-        error = worst_error(records, reference)
-        losses = [[means["loss"] for means in one[0].evaluated] for one in (records, reference)]
-        same = all(math.isclose(a, b, rel_tol=EXACT) for a, b in zip(*losses, strict=True))
-        got = f"losses {rounded(losses[0])} and {rounded(losses[1])}, relative error of training {error:.1e}"
-        table.expect(name, expected, got, same and error <= EXACT and phases == ["evaluate"])
+@pytest.mark.parametrize("phase", PLACES)
+def test_rank_1_runs_out_in(run, reference, got, phase):
+    """the step is retried at half the size, with the gradients of a run configured so, to 1e-5"""
+    records = run(faults=[fail_at(1, STEP, phase, operation=PLACES[phase])])
+    assert not any(record.error for record in records), records
+    error = worst_error(records, reference)
+    got(f"micro-batches {records[0].sizes} and {records[1].sizes}, relative error {error:.1e}")
+    assert [record.sizes for record in records] == [record.sizes for record in reference]
+    assert together(records) == together(reference)
+    assert error <= EXACT
 
 
-def without_problems(records: list[cells.Record]) -> list[cells.Record]:
-    """The records. Raises RuntimeError for a rank whose run ended with an error."""
-    for record in records:
-        if record.error:
-            raise RuntimeError(record.error)
-    return records
+def test_rank_1_runs_out_in_its_evaluation(run, got):
+    """metrics and training of a run without the error: there a rank recovers alone"""
+    settings = ("every.eval=2", "train.ema=null")  # an average is swapped in by views, which take no memory
+    whole = run(*settings)
+    records = run(*settings, faults=[fail_at(1, 2, "evaluate", operation=30)])
+    assert not any(record.error for record in (*whole, *records)), records
+    error = worst_error(records, whole)
+    losses = [[means["loss"] for means in one[0].evaluated] for one in (records, whole)]
+    got(f"losses {losses[0]} and {losses[1]}, relative error of training {error:.1e}")
+    assert [failure["phase"] for failure in records[1].failures] == ["evaluate"]
+    assert losses[0] == pytest.approx(losses[1], rel=EXACT)
+    assert error <= EXACT
 
 
 def worst_error(records: list[cells.Record], reference: list[cells.Record]) -> float:
     """Of all steps' gradients and the weights, on all ranks."""
     return max(max(errors(*pair)) for pair in zip(records, reference, strict=True))
-
-
-def rounded(losses: list[float]) -> str:
-    """To six digits."""
-    return ", ".join(f"{loss:.6g}" for loss in losses)
 
 
 def on_cuda(rank: int, config: Config, *arguments: Any) -> cells.Record:

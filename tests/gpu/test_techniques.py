@@ -1,4 +1,4 @@
-"""Levers on a GPU: the same results as on the CPU, less memory in the allocator's terms. Skipped without one."""
+"""Techniques on a GPU: the same results as on the CPU, less memory in the allocator's terms. Skipped without one."""
 
 import gc
 
@@ -55,9 +55,9 @@ def test_loss_in_chunks(dtype, tolerance, deterministic):
 )
 def test_losses_are_those_of_the_plain_run(tmp_path, overrides, tolerance):
     runs.run(tmp_path / "plain", *GPT)
-    runs.run(tmp_path / "lever", *GPT, *overrides)
-    plain, lever = ([line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("plain", "lever"))
-    assert lever == pytest.approx(plain, rel=tolerance)
+    runs.run(tmp_path / "technique", *GPT, *overrides)
+    plain, found = ([line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("plain", "technique"))
+    assert found == pytest.approx(plain, rel=tolerance)
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
