@@ -11,7 +11,6 @@ from oom.inject import Injector, Recorded
 
 from trainapp.memory.detection import is_device_lost, requested_bytes
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
-from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ENDS = ("train.max_steps=5", "every.save=null")
@@ -109,23 +108,3 @@ def test_exactness_finds_nothing_in_the_models_that_come_with_it(tmp_path):
     for model in runs.MODELS:
         result = launched(tmp_path / model, *runs.MODELS[model], *ON_GPU, "train.max_steps=4", "debug=exactness")
         assert result.steps == 4, model
-
-
-def test_the_step_waits_for_nothing(tmp_path):
-    """A step of a proven size neither reads a value nor copies to pageable memory; a logged one, the control, does."""
-    settings = ("train.max_steps=99", "checkpointing=off", "every.log=null", "data.size=1024")
-    run = runs.prepare(tmp_path, *runs.MODELS["gpt"], *ON_GPU, "precision=bf16", *settings)
-    for _ in range(10):
-        loop.train_step(run)
-    assert not run.sizes.train.is_unproven
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            loop.train_step(run)
-        run.cadences.log = 1
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            loop.train_step(run)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        run.close()
