@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainapp.torch_private import is_tracing, outside_dispatch_modes
+from trainapp.torch_private import outside_dispatch_modes
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SPAWNED = "n_children_spawned"  # beside the bit generator's own state
@@ -37,11 +37,6 @@ def seed_from(device: torch.device, *numbers: int) -> None:
         torch.cuda.manual_seed(seed)
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
-
-
-def new_generator(device: torch.device) -> torch.Generator:
-    """For numbers on this device. In a trace, whose tensors have no values, its device need not be here."""
-    return torch.Generator() if is_tracing() else torch.Generator(device)
 
 
 def seed_evaluation(device: torch.device, seed: int, name: str) -> None:

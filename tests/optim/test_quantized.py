@@ -8,9 +8,8 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.optim.low_precision import AdamW
+from trainapp.optim.low_precision import BLOCKS, AdamW, Quantized, Quantizer, empty_moment
 from trainapp.optim.optimizers import materialise_state
-from trainapp.optim.low_precision import BLOCKS, Quantized, Quantizer, empty_moment
 
 KINDS = ("8bit", "4bit")
 CPU = torch.device("cpu")

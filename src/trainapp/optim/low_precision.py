@@ -13,14 +13,12 @@ The optimizers of torchao 0.18 (torchao/optim/adam.py) are not used: their step 
 dispatch mode, where torch runs it uncompiled. A step whose memory is counted would have other bits than its replay.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from trainapp.rng import new_generator
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -85,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     device = parameter.device
                     if device not in generators:
-                        generators[device] = new_generator(device)
+                        generators[device] = torch.Generator(device)
                     self._update(parameter, group, generators[device])
 
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:

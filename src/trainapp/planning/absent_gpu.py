@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 import types
@@ -9,20 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
-from trainapp.assembly.components import Components
-from trainapp.config.schema import Config, Parallel
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.optim import precision
-from trainapp.optim.precision import NonFiniteCheck
 from trainapp.planning import pretend
-from trainapp.planning.measured import Measured
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.torch_private import ASKS_DEVICE, DispatchMode
@@ -48,22 +48,21 @@ DEVICES = {
 }
 CONTEXT = 512 * MIB  # of the driver and of the libraries' code, which no allocator counts
 HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leaves
-COMMUNICATOR = 688 * MIB  # of NCCL per group of ranks, on A100s with NVLink (NVIDIA/nccl#964)
+# Of NCCL, on A100s with NVLink (NVIDIA/nccl#964), per group of ranks: of all, of the shards, of the replicas.
+COMMUNICATOR = 688 * MIB
 THREADS = 2  # that multiply matrices, each with a workspace of cuBLAS: the program's and the autograd engine's
-BUILDING = "building"  # the phase before the first step
 _CONVOLUTIONS = (
     "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top; plan with a smaller "
     "memory.limit to leave room for it"
 )
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class _NeverChecked(NonFiniteCheck):
-    """On a GPU the first bad step is read when a step is logged: here there is none."""
-
-    def check(self) -> None:
-        """Nothing is read."""
+_ATTENTION = F.scaled_dot_product_attention
+# Of the functions that CUDA's autocast computes in fp32, those that keep activations and are not in the CPU's list.
+_IN_FP32 = (
+    *((F, name) for name in ("layer_norm", "softmax", "log_softmax", "group_norm", "cross_entropy")),
+    *((torch, name) for name in ("softmax", "log_softmax")),
+)
 
 
 @dataclass(frozen=True)
@@ -89,90 +88,72 @@ class AbsentGpu:
         """How far off a peak may be, as a share of it."""
         return 0.3 if self.on_cpu else 0.1
 
-    @property
-    def has_flash_attention(self) -> bool:
-        """From Ampere on, which also computes in bf16 rather than emulate it."""
-        return self.capability >= (8, 0)
-
-    def as_on_the_cpu(self) -> "AbsentGpu":
-        """The same, traced on the CPU."""
-        return dataclasses.replace(self, on_cpu=True)
-
     def limit(self, config: Config) -> int:
         """The bytes that a run on the device may reserve: without `memory.limit`, what an otherwise unused one has."""
         if config.memory.limit is not None:
             return parse_memory_size(config.memory.limit, self.memory)
-        groups = communicators_of(config.parallel) if world_of(config) > 1 else 0
-        available = self.memory - CONTEXT - groups * COMMUNICATOR
+        parallel = config.parallel
+        groups = {"single": 0, "ddp": 1, "fsdp": 2 if parallel.fsdp.replicas == 1 else 3}[parallel.strategy]
+        available = self.memory - CONTEXT - (groups * COMMUNICATOR if world_of(config) > 1 else 0)
         return available - min(HEADROOM, available // 8)
-
-    def give_autograd_a_device(self) -> None:
-        """Call before any backward, in which torch's engine counts the devices. Raises RuntimeError where it cannot."""
-        if self.on_cpu:
-            return
-        if not pretend.can_pretend():
-            raise RuntimeError("fake CUDA tensors need Linux on x86-64 or aarch64")
-        pretend.give_autograd_a_device()
 
     @contextlib.contextmanager
     def pretended(self) -> Iterator[None]:
         """Entered before the fake tensor mode."""
         with contextlib.ExitStack() as stack:
-            if not self.on_cpu:
+            stack.enter_context(
+                mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))
+            )
+            if self.on_cpu:
+                for owner, name in _IN_FP32:
+                    stack.enter_context(mock.patch.object(owner, name, _in_fp32(getattr(owner, name))))
+                stack.enter_context(mock.patch.object(F, "dropout", _dropout))
+            else:
                 stack.enter_context(pretend.pretended(self.name, self.capability, self.memory))
-            stack.enter_context(_Functions(self))
+                stack.enter_context(mock.patch.object(torch, "Generator", _HostGenerator))
+                # Optimizers and clipping take loops instead of the foreach kernels for subclasses of Tensor. The lists
+                # stay the same objects: DTensor adds itself to them when it is first imported (2.13).
+                for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+                    kinds.append(FakeTensor)
+                    stack.callback(kinds.remove, FakeTensor)
             yield
 
     def engine(self) -> AbstractContextManager[Any]:
         """Entered after the fake tensor mode and after what answers reads."""
         return contextlib.nullcontext() if self.on_cpu else _EngineOnCuda()
 
-    def numerics(self, config: Config) -> precision.Precision:
-        """Autocast and loss scaler as on the device."""
-        return precision.build(config.precision, self.device)
-
     def fake(self, from_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """On the device."""
         return lambda tensor: from_tensor(tensor).to(self.device)
 
     def prepare(self, session: Session) -> None:
-        """Replace what would read values."""
-        scaled = session.state.precision.scaler.is_enabled()
-        session.engine.nonfinite = _NeverChecked(session.config.train.nonfinite, self.device, scaled, lambda: None)
+        """Raises NotImplementedError for a model whose kernels are known only on a GPU."""
+        if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in session.state.model.modules()):
+            raise NotImplementedError("what cuDNN keeps of a recurrent layer is known only on a GPU")
+        session.engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
     def completed(self, found: Breakdown, session: Session) -> Breakdown:
         """With cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and with the whole model that each rank of
         FSDP has in fp32 before it is sharded.
         """
+        model, parallel, notes = session.state.model, session.config.parallel, list(found.notes)
         of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or session.config.train.deterministic else 8320 * 2**10
-        libraries, notes = THREADS * of_one, list(found.notes)
+        libraries = THREADS * of_one
         phases = {name: size + libraries for name, size in found.phases.items()}
-        model, parallel = session.state.model, session.config.parallel
-        changed: dict[str, Any] = {"total": found.total + libraries, "phases": phases}
-        changed["categories"] = found.categories | {"libraries": libraries}
+        found = dataclasses.replace(found, total=found.total + libraries, phases=phases)
+        found = dataclasses.replace(found, categories=found.categories | {"libraries": libraries})
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
-        whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor's numel is global
         if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and session.ranks.world > 1:
-            changed["phases"] = {BUILDING: whole} | phases
-            if whole > changed["total"]:
-                changed |= {"total": whole, "phase": BUILDING, "module": "", "events": []}
-                changed["categories"] = {Category.PARAMETERS.value: whole}
+            whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor's are all ranks'
+            if whole > found.total:
                 notes.append(
                     f"each rank has the whole model on its device, {bytes_text(whole)}, before it is sharded; "
                     "parallel.fsdp.meta_init=true builds the shards alone"
                 )
-        return dataclasses.replace(found, **changed, notes=tuple(notes))
-
-
-class MeasuredHere(Measured):
-    """Real steps on the CPU, for a GPU that is not here and a model that cannot be traced."""
-
-    margin = spare = 0.3
-
-    def __init__(self, components: Components, world: int, device: torch.device, gpu: AbsentGpu):
-        super().__init__(components, world, device)
-        self.limit = gpu.limit  # type: ignore[method-assign]
+            building = {Category.PARAMETERS.value: whole}
+            found = Breakdown(whole, "building", phases={"building": whole}, categories=building).joined(found)
+        return dataclasses.replace(found, notes=tuple(notes))
 
 
 # --- which device
@@ -229,12 +210,6 @@ def on_cpu(config: Config) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
 
 
-def communicators_of(parallel: Parallel) -> int:
-    """The groups for which a run has NCCL's buffers: that of all ranks, the shards', the replicas'."""
-    of_shards = 2 if parallel.fsdp.replicas == 1 else 3
-    return {"single": 0, "ddp": 1, "fsdp": of_shards}[parallel.strategy]
-
-
 # --- what its kernels keep
 
 
@@ -246,10 +221,11 @@ def chosen_kernel(gpu: AbsentGpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
     if q.dim() != 4 or 0 in q.shape or 0 in k.shape or q.dtype != k.dtype or q.dtype != v.dtype:
         return "math"
     same = q.size(-1) == k.size(-1) == v.size(-1)
-    flash = enabled.flash_sdp_enabled() and gpu.has_flash_attention and q.dtype in _HALF
+    is_ampere = gpu.capability >= (8, 0)  # which also computes in bf16 rather than emulate it
+    flash = enabled.flash_sdp_enabled() and is_ampere and q.dtype in _HALF
     if flash and mask is None and same and q.size(-1) <= 256:
         return "flash"
-    if q.dtype == torch.bfloat16 and gpu.capability < (8, 0):
+    if q.dtype == torch.bfloat16 and not is_ampere:
         return "math"
     alignment = 8 if q.dtype in _HALF else 4
     aligned = q.size(-1) % alignment == 0 and v.size(-1) % alignment == 0
@@ -274,6 +250,8 @@ def attention(
     torch takes the plain product, which keeps all attention weights for the backward.
     """
     q, k, v, kind = query, key, value, query.device.type
+    if kind != gpu.device.type:
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(kind):  # the operations below are not in its list; the function is
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(dtype) if t.dtype in (torch.float32, *_HALF) else t for t in (q, k, v))
@@ -285,7 +263,7 @@ def attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if gpu.on_cpu:  # the CPU's fused kernel keeps the same, without dropout
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _ATTENTION(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if kernel == "flash":
         width = q.size(-1)
@@ -304,58 +282,34 @@ def attention(
     ]
 
 
-# On a GPU these are one operation of cuDNN, which keeps a reserve that is known only there.
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-# Of autocast's list of functions in fp32, those that keep activations and are not in the CPU's.
-_IN_FP32 = (F.layer_norm, F.softmax, F.log_softmax, F.group_norm, torch.softmax, torch.log_softmax, F.cross_entropy)
+def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As under CUDA's autocast."""
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return cast
 
 
-class _Functions(torch.overrides.TorchFunctionMode):
-    """Replaces attention, also where activation checkpointing recomputes it; on the CPU also CUDA's list of functions
-    that autocast runs in fp32, and dropout, whose mask has a byte per element.
-    """
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """With a mask of a byte per element."""
+    return torch.native_dropout(input, p, True)[0] if training else input
 
-    def __init__(self, gpu: AbsentGpu):
-        super().__init__()
-        self._gpu = gpu
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            first = args[0] if args else kwargs["query"]
-            if first.device.type == self._gpu.device.type:
-                return attention(self._gpu, *args, **kwargs)
-        if func in _RECURRENT and args[0].device.type == "cuda":
-            raise NotImplementedError(f"{func.__name__}: what cuDNN keeps of a recurrent layer is known only on a GPU")
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
-        if self._gpu.on_cpu:
-            if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-                args = (args[0].float() if args[0].dtype in _HALF else args[0], *args[1:])
-            if func is F.dropout and (args[2:] or (kwargs.get("training", True),))[0]:
-                return torch.native_dropout(args[0], (args[1:] or (kwargs.get("p", 0.5),))[0], True)[0]
-        return func(*args, **kwargs)
+class _HostGenerator(torch.Generator):
+    """One of the host for any device: no number is drawn from it."""
 
-    def _backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """`loss.backward(...)`: the engine is called with this mode on, which is off while it handles a call."""
-        given = torch.ones_like(loss) if gradient is None else gradient
-        into = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        keeps = create_graph if retain_graph is None else retain_graph
-        with self:
-            _engine_run_backward(
-                (loss,), (given,), keeps, create_graph, into, allow_unreachable=True, accumulate_grad=True
-            )
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
 
 
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
-_MODES = ("__torch_dispatch__", "__torch_function__")  # a function mode sees the calls of dispatch modes, too
 # The engine adds up gradients, and some of its formulas fill zeros, in place, but not for subclasses of Tensor, which
 # fake tensors are (2.13, input_buffer.cpp and FunctionsManual.cpp): else they would be in memory twice.
 _IN_PLACE: dict[Any, Any] = {
@@ -379,6 +333,8 @@ class _EngineOnCuda(DispatchMode):
             if owners <= _OWNERS and old.shape == new.shape and old.dtype == new.dtype:
                 _IN_PLACE[func](old.detach(), *args[1:], **(kwargs or {}))
                 return old
+        if kwargs and kwargs.get("pin_memory"):  # takes a driver
+            kwargs = {**kwargs, "pin_memory": False}
         size = _workspace_of_backward(func, args)
         workspace = torch.empty(size, dtype=torch.uint8, device="cuda:0") if size else None
         result = func(*args, **(kwargs or {}))
@@ -389,7 +345,7 @@ class _EngineOnCuda(DispatchMode):
 def _called_by_engine() -> bool:
     """Whether no Python lies between the engine and the dispatch modes. Its device threads have no other frames."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name in _MODES or frame.f_code is _CALL):
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is _CALL):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 

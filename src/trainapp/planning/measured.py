@@ -14,6 +14,7 @@ from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
 from trainapp.memory import device as device_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
+from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.batches import planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated
@@ -34,17 +35,21 @@ MOST_MICRO_BATCHES = 8  # of a timed step
 class Measured:
     """The estimator that runs small steps for real, of one rank whose peers exchange nothing.
 
+    instead_of: a GPU that is not here, for which steps on the CPU stand.
     Raises what the model raises; MemoryLimitExceeded where two sizes do not fit into MEMORY_SHARE.
     """
 
-    method, margin, spare = "measured", 0.1, 0.1
+    method = "measured"
 
-    def __init__(self, components: Components, world: int, device: torch.device):
-        self.components, self.world, self.device = components, world, device
+    def __init__(self, components: Components, world: int, device: torch.device, instead_of: AbsentGpu | None = None):
+        self.components, self.world, self.device, self._instead_of = components, world, device, instead_of
+        self.margin = self.spare = 0.1 if instead_of is None else 0.3
         self._known: dict[tuple[Any, ...], dict[int, Breakdown]] = {}
 
     def limit(self, config: Config) -> int:
         """The bytes that a run may use."""
+        if self._instead_of is not None:
+            return self._instead_of.limit(config)
         memory = device_memory.build(config.memory, self.device)
         memory.enforce()
         return memory.enforced

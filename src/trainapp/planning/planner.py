@@ -18,7 +18,7 @@ from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.planning import absent_gpu
+from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.batches import Workload, given_size, planned_config
 from trainapp.planning.measured import Measured
 from trainapp.planning.process import AGAIN, FAILED, Plan
@@ -269,10 +269,10 @@ def estimator_of(config: Config, method: str) -> Estimator:
     if config.plan.device is not None:
         gpu, components = absent_gpu.find(config), load_components(absent_gpu.on_cpu(config))
         if method == "measured":
-            return absent_gpu.MeasuredHere(components, world, torch.device("cpu"), gpu)
-        if method != "traced":
-            gpu = gpu.as_on_the_cpu()
-        gpu.give_autograd_a_device()
+            return Measured(components, world, torch.device("cpu"), gpu)
+        if method == "traced":
+            pretend.give_autograd_a_device()
+        gpu = replace(gpu, on_cpu=method != "traced")
         return Traced(components, world, gpu, refuses=method != "made up")
     components, device = load_components(config), choose_device(config.train.device)
     if method == "measured":

@@ -20,12 +20,8 @@ from unittest import mock
 import torch
 
 _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
-    "x86_64": (b"\x31\xc0\xc3", b"\xb8\x01\0\0\0\xc3", b"\xb8\x01\0\0\0\x31\xd2\xc3"),
-    "aarch64": (
-        b"\x00\x00\x80\xd2\xc0\x03\x5f\xd6",
-        b"\x20\x00\x80\xd2\xc0\x03\x5f\xd6",
-        b"\x20\x00\x80\xd2\x01\x00\x80\xd2\xc0\x03\x5f\xd6",
-    ),
+    "x86_64": ("31c0c3", "b801000000c3", "b80100000031d2c3"),
+    "aarch64": ("000080d2c0035fd6", "200080d2c0035fd6", "200080d2010080d2c0035fd6"),
 }
 _kept: list[Any] = []  # what torch points to until the process ends
 
@@ -36,14 +32,10 @@ class Idle:
     def __init__(self, *args: Any, **options: Any):
         """Takes what torch's take."""
 
-    def record_event(self, event: Any = None) -> Any:
-        """One that has happened."""
-        return event or self
-
-    def _nothing(self, *args: Any) -> None:
-        pass
-
-    record = wait = wait_event = wait_stream = synchronize = _nothing
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args: self
 
 
 def can_pretend() -> bool:
@@ -56,30 +48,25 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
     """Inside, `cuda:0` is this device to what builds and steps a run. Enter it outside of a fake tensor mode, after
     `give_autograd_a_device`.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
     properties = types.SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=memory)
-    state, stream = torch.zeros(16, dtype=torch.uint8), Idle()  # no generator exists, and no number is drawn
-    answers: dict[str, Any] = {
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "get_device_name": lambda index=None: name,
-        "get_device_properties": lambda index=None: properties,
-        "get_device_capability": lambda index=None: capability,
-        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0) or including_emulation,
-        "get_rng_state": lambda index=None: state,
-        "set_rng_state": lambda new_state, index=None: None,
-        "synchronize": lambda index=None: None,
-        "Stream": Idle,
-        "Event": Idle,
-        "current_stream": lambda device=None: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-    }
-    patches: list[Any] = [mock.patch.object(torch.cuda, one, answer) for one, answer in answers.items()]
-    patches += [
-        mock.patch.object(torch.accelerator, "current_stream", answers["current_stream"]),
+    state = torch.zeros(16, dtype=torch.uint8)
+    patches: list[Any] = [
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: 0,
+            device_count=lambda: 1,
+            get_device_properties=lambda index=None: properties,
+            get_device_capability=lambda index=None: capability,
+            is_bf16_supported=lambda including_emulation=True: capability >= (8, 0) or including_emulation,
+            get_rng_state=lambda index=None: state,
+            set_rng_state=lambda new_state, index=None: None,
+            synchronize=lambda index=None: None,
+            Stream=Idle,
+            Event=Idle,
+            current_stream=Idle,
+            stream=lambda stream: contextlib.nullcontext(),
+        ),
+        mock.patch.object(torch.accelerator, "current_stream", Idle),
         # Autocast and GradScaler switch themselves off where CUDA is not available, with a warning alone.
         mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
         # DDP's logger insists on timers, which only a build for the device has (2.13, c10d/logger.cpp).
@@ -91,51 +78,51 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        # Optimizers and clipping take loops instead of the foreach kernels for subclasses of Tensor. The lists stay the
-        # same objects: DTensor adds itself to them when it is first imported (2.13, distributed/tensor/__init__.py).
-        for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-            kinds.append(FakeTensor)
-            stack.callback(kinds.remove, FakeTensor)
         yield
 
 
 def give_autograd_a_device() -> None:
-    """The engine gets a copy of the CPU's device guard, which does nothing, with the answers of a single idle device;
-    and CUDA's hooks say that it is built, and has no context.
+    """Call before any backward, in which torch's engine counts the devices. The engine gets a copy of the CPU's device
+    guard, which does nothing, with the answers of a single idle device; and CUDA's hooks say that it is built, and has
+    no context. Raises RuntimeError where it cannot.
     """
     if torch.cuda.is_available() or _kept:
         return
+    if not can_pretend():
+        raise RuntimeError("fake CUDA tensors need Linux on x86-64 or aarch64")
     zero, one, stream = _CODE[platform.machine()]
     registry = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
     get_hooks = ctypes.CDLL("libtorch_cpu.so")["_ZN2at6detail12getCUDAHooksEv"]
     get_hooks.restype = ctypes.c_void_p
-    hooks, hooks_header = get_hooks(), "ATen/detail/AcceleratorHooksInterface.h"
-    guard_header = "c10/core/impl/DeviceGuardImplInterface.h"
+    guard_methods = _methods("c10/core/impl/DeviceGuardImplInterface.h")
+    hooks, hooks_methods = get_hooks(), _methods("ATen/detail/AcceleratorHooksInterface.h")
     torch._C._ensureCUDADeviceGuardSet()
     if not registry[1]:  # a build for the CPU alone
         guard = (ctypes.c_void_p * 1).from_buffer_copy(ctypes.string_at(registry[0] or 0, 8))
         _kept.append(guard)
         registry[1] = ctypes.addressof(guard)
-        for name in ("type", "exchangeDevice", "getDevice"):
-            _replace_method(registry[1], guard_header, name, one)
-        _replace_method(hooks, hooks_header, "isBuilt", one)
-    for name in ("getStream", "exchangeStream"):
-        _replace_method(registry[1], guard_header, name, stream)
-    _replace_method(hooks, hooks_header, "hasPrimaryContext", zero)
+        _replace(registry[1], guard_methods, {"type": one, "exchangeDevice": one, "getDevice": one})
+        _replace(hooks, hooks_methods, {"isBuilt": one})
+    _replace(registry[1], guard_methods, {"getStream": stream, "exchangeStream": stream})
+    _replace(hooks, hooks_methods, {"hasPrimaryContext": zero})
 
 
-def _replace_method(instance: int | None, header: str, name: str, code: bytes) -> None:
-    """Replace a virtual method of one C++ object: it gets a copy of its table of methods, which `header` orders."""
+def _methods(header: str) -> list[str]:
+    """The virtual methods of a class of C++ in the order of its table, in which a destructor has two entries."""
     text = (Path(torch.__file__).parent / "include" / header).read_text()
     methods = re.findall(r"^\s*virtual [^;{(]*?([~\w]+)\(", text, re.M)
-    place = methods.index(name) + (methods[0].startswith("~"))  # a destructor has two entries
-    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    page.write(code)
-    table = ctypes.c_void_p.from_address(instance or 0)
-    before, length = 2, 160  # what the table has before its first method; more than any of them has
-    copy = (ctypes.c_void_p * (before + length)).from_buffer_copy(
-        ctypes.string_at((table.value or 0) - 8 * before, 8 * (before + length))
-    )
-    copy[before + place] = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return [methods[0], *methods] if methods[0].startswith("~") else methods
+
+
+def _replace(instance: int | None, methods: list[str], codes: dict[str, str]) -> None:
+    """Replace virtual methods of one C++ object: it gets a copy of its table of them."""
+    table, before, length = ctypes.c_void_p.from_address(instance or 0), 2, 160  # entries before the first, and at most
+    copied = ctypes.string_at((table.value or 0) - 8 * before, 8 * (before + length))
+    copy = (ctypes.c_void_p * (before + length)).from_buffer_copy(copied)
+    for name, code in codes.items():
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        page.write(bytes.fromhex(code))
+        copy[before + methods.index(name)] = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        _kept.append(page)
     table.value = ctypes.addressof(copy) + 8 * before
-    _kept.extend([page, copy])
+    _kept.append(copy)

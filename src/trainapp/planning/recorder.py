@@ -66,6 +66,8 @@ class Breakdown:
             phases={name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names},
             seconds=self.seconds or other.seconds,
             notes=tuple(dict.fromkeys(self.notes + other.notes)),
+            smallest=max(self.smallest, other.smallest),
+            blocks=max(self.blocks, other.blocks),
             techniques=self.techniques or other.techniques,
         )
 

@@ -23,6 +23,7 @@ from trainapp.memory.device import static_bytes
 from trainapp.memory.host import total_bytes
 from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, lazy_modules
+from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.batches import FakeBatches, FakeEvalBatches, longest, longest_in_training, planned_config
@@ -168,7 +169,7 @@ def _on_fakes(
         stack.enter_context(values)
         if gpu is not None:
             stack.enter_context(gpu.engine())
-            parts.numerics = gpu.numerics(planned)
+            parts.numerics = precision.build(planned.precision, parts.device)  # autocast and scaler as there
         model = _model_without_data(parts.components, fake, parts.batches.example, host, parts)
         parts.components = dataclasses.replace(parts.components, model=model)
         numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.strategy import local
-from trainapp.torch_private import base_of, is_tracing, storage_id, version_of
+from trainapp.torch_private import base_of, storage_id, version_of
 
 LEAST = 2**20  # bytes; copying smaller tensors takes longer than it saves
 STASH = 4  # copies under way in the forward
@@ -143,7 +143,7 @@ class _Copies:
     """Copies between a device and the host: by a stream of their own and pinned memory, or at once."""
 
     def __init__(self, device_type: str):
-        self._has_streams = device_type == "cuda" and not is_tracing()
+        self._has_streams = device_type == "cuda"
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()  # what the host does not have yet
         self._last: weakref.ref[_Stored] | None = None
