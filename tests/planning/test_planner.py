@@ -11,7 +11,6 @@ from torch import nn
 
 from trainapp.config import compose
 from trainapp.planning import planner
-from trainapp.planning.recorder import Breakdown
 
 SIZES = ("batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
 OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.techniques=false")
@@ -111,13 +110,11 @@ def searched(peak_of, limit, top, smallest=1):
     """The largest size that the planner finds, and the sizes that it has asked for."""
     asked = []
 
-    def at(size):
+    def peak(size):
         asked.append(size)
-        return Breakdown(peak_of(size))
+        return peak_of(size)
 
-    own = planner.Planner.__new__(planner.Planner)
-    own.limit, own.estimator = limit, type("Exact", (), {"spare": 0.0})
-    return own._largest(at, top, smallest), asked
+    return planner.largest_size(peak, limit, top, smallest), asked
 
 
 @pytest.mark.parametrize("seed", range(100))

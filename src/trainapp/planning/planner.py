@@ -104,44 +104,14 @@ class Planner:
     @functools.cached_property
     def largest(self) -> int:
         """Training's largest micro-batch that fits, 0 if none does."""
-        return self._largest(lambda size: self.peak(size, 0), self.workload.share, self.smallest)
+        return largest_size(lambda size: self.peak(size, 0).total, self.room, self.workload.share, self.smallest)
 
     @functools.cached_property
     def largest_eval(self) -> int:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
         most = self.workload.most_evaluated
-        return self._largest(lambda size: self.peak(0, size), most, most if self.workload.whole else 1)
-
-    def _largest(self, at: Callable[[int], Breakdown], top: int, smallest: int) -> int:
-        """The largest size from `smallest` to `top` that fits. The peak is a line in the size, in few pieces, so that
-        secants find it in few calls; bisection in turn, where it is rough.
-        """
-        known = dict[int, int]()
-
-        def fits(size: int) -> bool:
-            known[size] = at(size).total
-            return known[size] <= self.room
-
-        if top < 1 or fits(top):
-            return top
-        if smallest >= top:
-            return 0
-        try:
-            low = smallest if fits(smallest) else 0
-        except (UserError, MemoryError, MemoryLimitExceeded):
-            raise
-        except Exception:
-            if smallest > 1 or top < 3:
-                raise
-            low = 2 if fits(2) else 0  # some models take no single sample
-        high = top
-        while low and high - low > 1 and len(known) < (ENOUGH_SIZES if low >= NEAR * high else MOST_SIZES):
-            guess = (low + high) // 2
-            if len(known) % 3 and known[high] > known[low]:
-                guess = low + int((self.room - known[low]) * (high - low) / (known[high] - known[low]))
-            guess = min(max(guess, low + 1), high - 1)
-            low, high = (guess, high) if fits(guess) else (low, guess)
-        return low
+        smallest = most if self.workload.whole else 1
+        return largest_size(lambda size: self.peak(0, size).total, self.room, most, smallest)
 
     def plan(self) -> tuple[Plan, Breakdown]:
         """At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
@@ -197,6 +167,38 @@ class Planner:
             "binding_rank": int(max(peaks, key=lambda rank: peaks[rank])),
             "peak_bytes": peaks,
         }
+
+
+def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
+    """The largest size from `smallest` to `top` whose peak is at most `room` bytes, 0 if none is. The peak is a line in
+    the size, in few pieces, so that secants find it in few calls; bisection in turn, where it is rough.
+    """
+    known = dict[int, int]()
+
+    def fits(size: int) -> bool:
+        known[size] = peak(size)
+        return known[size] <= room
+
+    if top < 1 or fits(top):
+        return top
+    if smallest >= top:
+        return 0
+    try:
+        low = smallest if fits(smallest) else 0
+    except (UserError, MemoryError, MemoryLimitExceeded):
+        raise
+    except Exception:
+        if smallest > 1 or top < 3:
+            raise
+        low = 2 if fits(2) else 0  # some models take no single sample
+    high = top
+    while low and high - low > 1 and len(known) < (ENOUGH_SIZES if low >= NEAR * high else MOST_SIZES):
+        guess = (low + high) // 2
+        if len(known) % 3 and known[high] > known[low]:
+            guess = low + int((room - known[low]) * (high - low) / (known[high] - known[low]))
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    return low
 
 
 def with_modes(config: Config, estimator: Estimator) -> Config:
