@@ -20,6 +20,7 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.traced import of_model, stepped
 from trainapp.signals import StopRequest
+from trainapp.techniques.technique import Situation
 from trainapp.training.evaluate import evaluate
 from trainapp.training.loop import train_step, update_weight_average
 from trainapp.training.session import Session
@@ -98,7 +99,8 @@ class Measured:
             else:
                 found = _by_counters(session, *sizes)
             seconds = (time.monotonic() - started) / (STEPS if trains else 1)
-            return of_model(dataclasses.replace(found, seconds=seconds), config, session)
+            situation = Situation(config, session.state.model, session.knows_loss)
+            return of_model(dataclasses.replace(found, seconds=seconds), situation)
 
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.

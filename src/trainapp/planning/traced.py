@@ -103,7 +103,8 @@ class Traced:
             self._is_of_transformers = transformers_models.is_one(session.state.model)
             found = stepped(session, recorder, size, eval_size)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            found = of_model(dataclasses.replace(found, notes=(*found.notes, *notes)), config, session)
+            situation = Situation(config, session.state.model, session.knows_loss)
+            found = of_model(dataclasses.replace(found, notes=(*found.notes, *notes)), situation)
             return found if self.gpu is None else self.gpu.completed(found, session)
 
 
@@ -125,13 +126,13 @@ def stepped(session: Session, recorder: Recorder, size: int, eval_size: int, ste
     return found
 
 
-def of_model(found: Breakdown, config: Config, session: Session) -> Breakdown:
+def of_model(found: Breakdown, situation: Situation) -> Breakdown:
     """With what the plan has to know of the model."""
-    model, blocks = session.state.model, 0
+    model, blocks = situation.model, 0
     with contextlib.suppress(UserError):
         blocks = len(blocks_of(model, "blocks()"))
-    techniques = tuple(available(Situation(config, model, session.knows_loss)))
-    return dataclasses.replace(found, smallest=build.smallest_micro_batch(model), blocks=blocks, techniques=techniques)
+    smallest, techniques = build.smallest_micro_batch(model), tuple(available(situation))
+    return dataclasses.replace(found, smallest=smallest, blocks=blocks, techniques=techniques)
 
 
 def _training(session: Session, recorder: Recorder, steps: int) -> Breakdown:
