@@ -10,7 +10,6 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -220,8 +219,6 @@ class DispatchMode(TorchDispatchMode):
 # () -> context manager. Operations inside it are not seen by any dispatch mode, such as the counter of live tensors.
 outside_dispatch_modes = _disable_current_modes
 
-builds_on_meta = ContextVar("builds_on_meta", default=False)  # for a trace: set by the planner
-
 
 def fake_tensor_mode() -> Any:
     """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
@@ -247,9 +244,13 @@ def fake_tensor_mode() -> Any:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a `fake_tensor_mode` has made the tensor."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
-    return isinstance(tensor, FakeTensor)
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor can be read: those on the meta device and those of a `fake_tensor_mode` cannot."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -271,8 +272,8 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether a `fake_tensor_mode` is in force, or a model is built for one on meta: tensors have no values."""
-    return builds_on_meta.get() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    """Whether a `fake_tensor_mode` is in force: tensors have no values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 # --- operators

@@ -22,8 +22,8 @@ from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.inputs import beside_inputs, inputs_and_targets
-from trainapp.models import transformers_models
-from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
+from trainapp.models.huggingface import require_documents_apart
+from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
@@ -220,10 +220,9 @@ def constructed(config: Config, components: Components) -> nn.Module:
             f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
         )
     model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
-    packed = bool(spec.get("packed")) and transformers_models.is_one(model)
-    transformers_models.prepare(model, packed)
-    if packed:
-        transformers_models.require_documents_apart(model)
+    without_cache(model)
+    if spec.get("packed") and is_of_transformers(model):
+        require_documents_apart(model)
     return model
 
 

@@ -62,6 +62,8 @@ def _names_twice(config: Config) -> bool:
     return len(set(names)) < len(names)
 
 
+_HUGGING_FACE = "trainapp.models.huggingface.build"
+
 EXCLUSIONS = (
     # The length of a run and its batches
     Exclusion(
@@ -247,6 +249,12 @@ EXCLUSIONS = (
         lambda c: c.adapter.base_dtype == "bf16" and c.precision.mode in ("fp32", "tf32", "fp16"),
         "matmuls with a base in bf16 are in bf16",
         "use precision=bf16",
+    ),
+    Exclusion(
+        ("model=hf", "parallel.fsdp.meta_init"),
+        lambda c: c.model.target == _HUGGING_FACE and bool(c.model.arguments.get("path")) and c.parallel.fsdp.meta_init,
+        "the weights of model.path are read into a model in host memory",
+        "use parallel.fsdp.meta_init=false",
     ),
     Exclusion(
         ("adapter", "parallel.fsdp.meta_init"),

@@ -23,7 +23,7 @@ from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
 from trainapp.losses.losses import classification, has_embeddings, unchecked
-from trainapp.models import transformers_models
+from trainapp.models.inspect import is_of_transformers, positions_of
 from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def generate(session: Session) -> None:
     ends = ends_of_text(settings, data, model)
     prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_of(model))
-    itself = transformers_models.is_one(model) and model.can_generate()
+    itself = is_of_transformers(model) and model.can_generate()
     continued = by_transformers if itself else by_position
 
     def rows_of(micro: MicroBatch) -> list[Row]:
@@ -219,7 +219,7 @@ def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[i
     if settings.end_of_text != "auto":
         return frozenset() if settings.end_of_text is None else frozenset({settings.end_of_text})
     found = getattr(data, "end_of_text", None)
-    if found is None and transformers_models.is_one(model):
+    if found is None and is_of_transformers(model):
         found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if found is None:
         return frozenset()
@@ -228,8 +228,8 @@ def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[i
 
 def context_of(model: Any) -> int | None:
     """The longest sequence that the model reads, where it says so."""
-    if transformers_models.is_one(model):
-        return transformers_models.positions_of(model.config)
+    if is_of_transformers(model):
+        return positions_of(model.config)
     length = getattr(model, "context_length", None)
     return length if isinstance(length, int) else None
 

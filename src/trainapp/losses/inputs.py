@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
+from trainapp.models.inspect import is_of_transformers
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             "gives it what it needs"
         ) from error
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) and transformers_models.is_one(model):
+    if not isinstance(logits, Tensor) and is_of_transformers(model):
         raise UserError(
             f"{type(model).__name__} returns no logits (only {', '.join(output)}), which the task's loss is of; choose "
             "a model.task other than base, or a task of your own"

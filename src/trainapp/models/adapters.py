@@ -5,10 +5,8 @@ put into the model in place, which keeps its class, its blocks and its names. Wh
 has its digest instead of its values, since it is found again where it came from.
 """
 
-import copy
 import functools
 import hashlib
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,13 +20,11 @@ from torch import Tensor, nn
 from trainapp.checksum import checksum
 from trainapp.config.schema import Adapter, Config
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
-from trainapp.models.inspect import blocks_of
+from trainapp.models.huggingface import drawn
+from trainapp.models.inspect import blocks_of, heads
 from trainapp.models.weights import load_initial_weights
-from trainapp.torch_private import is_tracing
+from trainapp.torch_private import has_values
 from trainapp.units import listed
-
-log = logging.getLogger(__name__)
 
 # peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
@@ -42,7 +38,7 @@ class Base:
     """
 
     names: frozenset[str]
-    digest: str  # empty in a trace
+    digest: str  # empty of tensors without values
     buffers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -62,8 +58,8 @@ def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.
     @functools.wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         model = kind(*args, **kwargs)
-        transformers_models.prepare(model)
-        if config.model.init_from and not is_tracing():  # of the base: afterwards its layers have other names
+        # Of the base: afterwards its layers have other names. A trace has none to load.
+        if config.model.init_from and has_values(next(model.parameters())):
             load_initial_weights(model, Path(config.model.init_from), config.model.init_strict)
         add_lora(model, config.adapter)
         return model
@@ -77,7 +73,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     Raises UserError for names that the model does not have, and where peft is missing.
     """
     peft = require_peft()
-    trained = transformers_models.heads(model) if settings.train == "auto" else list(settings.train)
+    trained = heads(model) if settings.train == "auto" else list(settings.train)
     _require_modules(model, trained, "adapter.train")
     _require_all_trained(model, trained)
     options = peft.LoraConfig(
@@ -156,79 +152,36 @@ def merge(model: nn.Module) -> None:
 
 
 def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
-    """The adapters and what else has changed in training, by the names that `PeftModel.from_pretrained` reads, and
-    peft's configuration of them.
+    """The adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and peft's
+    configuration of them.
 
-    written: names of frozen parameters that forwards have written. Raises UserError for a change that peft cannot load
-    beside adapters.
+    written: names of frozen parameters that forwards have written. Raises UserError where training has changed anything
+    else: peft would load the base's values.
     """
-    peft = require_peft()
-    settings = model.peft_config["default"]  # set by peft
-    # Otherwise it would ask the hub about the base's embeddings.
-    tensors = model.state_dict(keep_vars=True)
-    options = {"state_dict": tensors, "save_embedding_layers": False}
-    trained = peft.get_peft_model_state_dict(model, **options)
-    if changed := _changed_beside(model, tensors, {id(tensor) for tensor in trained.values()}, written):
-        owners = _owners(model, changed, peft)
-        settings = copy.copy(settings)
-        settings.modules_to_save = [*(settings.modules_to_save or ()), *owners]
-        for name in owners:
-            trained |= {own: tensor for own, tensor in tensors.items() if own.startswith(f"{name}.")}
-        log.info(
-            "beside the adapters, the export has the modules %s, in which training changed %s",
-            *map(listed, (owners, changed)),
-        )
-    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, settings
-
-
-def _changed_beside(
-    model: nn.Module, tensors: Mapping[str, Any], known: set[int], written: Collection[str]
-) -> list[str]:
-    """The parameters that are trained or `written` and the buffers that have changed, but for those in `known`."""
-    base, parameters = _require_base(model), dict(model.named_parameters(remove_duplicate=False))
-    changed = []
-    for name, tensor in tensors.items():
-        if not torch.is_tensor(tensor) or id(tensor) in known:
-            continue
-        if name in parameters:
-            is_changed = parameters[name].requires_grad or name in written
-        else:
-            is_changed = base.buffers.get(name) != digest_of({name: tensor})
-        if is_changed:
-            changed.append(name)
-    return changed
-
-
-def _owners(model: nn.Module, tensors: list[str], peft: Any) -> list[str]:
-    """The modules that hold these, and all that peft would take for them: it compares the ends of names. Raises
-    UserError where one of them has adapters itself, which peft would not find in its copy, or has grown new buffers.
-    """
-    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.AuxiliaryTrainingWrapper)
-    modules = dict(model.named_modules())
-    adapted = [name for name, module in modules.items() if isinstance(module, kinds)]
-    ends = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
-    outside = [name for name in modules if not any(name.startswith(f"{own}.") for own in adapted)]
-    owners = [name for name in outside if name.endswith(ends)]
-    grown = [
-        name
-        for name in tensors
-        if name not in _require_base(model).buffers and name in dict(model.named_buffers(remove_duplicate=False))
-    ]
-    mixed = [name for name in owners if any(own == name or own.startswith(f"{name}.") for own in adapted)]
-    inside = [end for end in ends if end not in outside]
-    if grown or mixed or inside or "" in ends:
-        raise UserError(
-            f"mode=export: training changed {listed(tensors)}, which peft cannot load beside adapters (their modules "
-            "have adapters themselves, or new buffers), so that they would be lost; export the whole model with "
-            "export.merge=true"
-        )
-    return [name for name in owners if not any(name.startswith(f"{other}.") for other in owners)]
-
-
-def _require_base(model: nn.Module) -> Base:
     base = base_of(model)
     assert base is not None, "a model without adapters"
-    return base
+    tensors = model.state_dict(keep_vars=True)
+    # Otherwise it would ask the hub about the base's embeddings.
+    options = {"state_dict": tensors, "save_embedding_layers": False}
+    trained = require_peft().get_peft_model_state_dict(model, **options)
+    known, parameters = (
+        {id(tensor) for tensor in trained.values()},
+        dict(model.named_parameters(remove_duplicate=False)),
+    )
+    changed = []
+    for name, tensor in tensors.items():
+        if torch.is_tensor(tensor) and id(tensor) not in known:
+            if name in parameters:
+                is_changed = parameters[name].requires_grad or name in written
+            else:
+                is_changed = base.buffers.get(name) != digest_of({name: tensor})
+            changed += [name] * is_changed
+    if changed:
+        raise UserError(
+            f"mode=export: training changed {listed(changed)} beside the adapters, which would be lost in an export "
+            "without them; export the whole model with export.merge=true"
+        )
+    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, model.peft_config["default"]
 
 
 def _targets(model: nn.Module, settings: Adapter) -> list[str]:
@@ -257,7 +210,7 @@ def _require_all_trained(model: nn.Module, trained: Iterable[str]) -> None:
     others.
     """
     names = tuple(trained)
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in transformers_models.drawn(model))
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn(model))
     left = [own for own in owners if not any(f".{name}." in f".{own}." for name in names)]
     if left:
         raise UserError(
@@ -283,7 +236,7 @@ def _require_modules(model: nn.Module, wanted: list[str], setting: str) -> None:
 @torch.no_grad()
 def digest_of(base: Mapping[str, Tensor]) -> str:
     """Of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
-    if is_tracing() or any(tensor.is_meta or tensor.layout is not torch.strided for tensor in base.values()):
+    if not all(has_values(tensor) and tensor.layout is torch.strided for tensor in base.values()):
         return ""
     digest = hashlib.sha256()
     for name, parameter in sorted(base.items()):

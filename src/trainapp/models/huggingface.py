@@ -1,24 +1,26 @@
-"""Models of Transformers from a configuration, a folder or the hub: `model=hf`.
+"""Models of Transformers from a configuration, a folder or the hub: `model=hf`. And checks of what one computes.
 
-The model is Transformers' own, with its names: what is exported is what `from_pretrained` opens. `transformers_models`
-says how the rest of the program reads it.
+The model is Transformers' own, with its names: what is exported is what `from_pretrained` opens. `models.inspect` reads
+it, as it reads any other.
 """
 
+import inspect
 import logging
 import pickle
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
-from trainapp.torch_private import is_tracing
+from trainapp.models.inspect import heads, positions_of, without_cache
+from trainapp.torch_private import has_values
 from trainapp.units import listed, suggest
-from trainapp.validation import Bool, NonNegativeInt, PositiveInt, Str
+from trainapp.validation import NonNegativeInt, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ TASKS = {
     "video_classification": "AutoModelForVideoClassification",
     "base": "AutoModel",
 }
+_drawn: "weakref.WeakKeyDictionary[nn.Module, list[str]]" = weakref.WeakKeyDictionary()  # see `drawn`
 
 
 def build(
@@ -52,46 +55,54 @@ def build(
     classes: list[Str] | None = None,
     image_shape: Sequence[PositiveInt] | None = None,
     pad_token_id: NonNegativeInt | None = None,
-    packed: Bool = False,
 ) -> nn.Module:
     """A model of Transformers, in fp32.
 
     task: what its last layer is for, one of TASKS. config: `{model_type: llama, ...}`, drawn from the seed; with
     `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: how it is
     computed; None: Transformers' choice.
-    The others come from the data, where it knows them. packed: whether its sequences hold several documents.
-    Raises UserError for settings that do not fit each other or the data, and where Transformers is missing.
+    The others come from the data, where it knows them. Raises UserError for settings that do not fit each other or the
+    data, and where Transformers is missing.
     """
     transformers = require_transformers("model=hf")
-    if path is not None and torch.empty(0).is_meta and not is_tracing():
-        raise UserError(
-            f"model.path={path} with parallel.fsdp.meta_init=true: weights are read into a model in host memory; use "
-            "parallel.fsdp.meta_init=false"
-        )
-    kind = getattr(transformers, _class_of(task))
+    if task not in TASKS:
+        hint = suggest(str(task), TASKS)
+        raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
+    kind = getattr(transformers, TASKS[task])
     settings = _configuration(transformers, config, path, revision)
-    from_data = {"vocab_size": vocab_size, "num_classes": num_classes, "classes": classes, "image_shape": image_shape}
-    _follow_data(settings, config or {}, path is None, from_data, context_length)
+    _follow_data(settings, config or {}, path is None, vocab_size, context_length)
+    if num_classes is not None:
+        _follow_classes(settings, config or {}, path is None, num_classes, classes)
+    if image_shape is not None and path is None:
+        channels, *size = image_shape
+        side = size[0] if len(set(size)) == 1 else list(size)
+        for name, value in {"num_channels": channels, "image_size": side}.items():
+            if hasattr(settings, name) and name not in (config or {}):
+                setattr(settings, name, value)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    options["dtype"] = torch.float32
     try:
-        if path is None or is_tracing():  # a trace has no values to load
-            model: Any = kind.from_config(settings, dtype=torch.float32, **options)
+        if path is None or not has_values(torch.empty(0)):  # a trace has none to load
+            model: Any = kind.from_config(settings, **options)
         else:
-            options |= {"revision": revision or "main", "dtype": torch.float32}
+            options["revision"] = revision or "main"
             model = _pretrained(kind, _place(path), settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
-    transformers_models.prepare(model, packed)
+    without_cache(model)
     if task == "causal_lm":
-        transformers_models.require_causal(model)
-    _require_embeddings(model, vocab_size, path)
-    text = model.config.get_text_config()
+        require_causal(model)
+    if vocab_size is not None and path is not None:
+        embeddings = model.get_input_embeddings()
+        if isinstance(embeddings, nn.Embedding) and embeddings.num_embeddings < vocab_size:
+            raise UserError(
+                f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has "
+                f"{vocab_size}; use the model's own tokenizer (data.tokenizer)"
+            )
     if num_classes is not None and pad_token_id is not None:
         # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
         # "no gradient".
-        text.pad_token_id = pad_token_id
-    if packed:
-        transformers_models.require_documents_apart(model)
+        model.config.get_text_config().pad_token_id = pad_token_id
     built: nn.Module = model
     return built
 
@@ -106,13 +117,6 @@ def require_transformers(setting: str) -> Any:
         raise UserError(f"{setting}: needs Transformers ({error}); pip install 'trainapp[hf]'") from None
     transformers.utils.logging.disable_progress_bar()  # the run has one of its own
     return transformers
-
-
-def _class_of(task: str | None) -> str:
-    if task not in TASKS:
-        hint = suggest(str(task), TASKS)
-        raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
-    return TASKS[task]
 
 
 def _named(config: dict[str, Any] | None, path: str | None) -> str:
@@ -159,13 +163,13 @@ def _first_lines(error: Exception) -> str:
 
 
 def _follow_data(
-    settings: Any, given: dict[str, Any], is_new: bool, data: dict[str, Any], context_length: int | None
+    settings: Any, given: dict[str, Any], is_new: bool, vocab_size: int | None, context_length: int | None
 ) -> None:
     """Set what the data decides and the user has not. Raises UserError where they differ.
 
     is_new: whether the weights are drawn, so that shapes are free.
     """
-    text, vocab_size, classes = settings.get_text_config(), data["vocab_size"], data["classes"]
+    text = settings.get_text_config()
     if vocab_size is not None and is_new and "vocab_size" not in given:
         text.vocab_size = vocab_size
     if vocab_size is not None and getattr(text, "vocab_size", vocab_size) < vocab_size:
@@ -173,7 +177,7 @@ def _follow_data(
             f"model.config.vocab_size={text.vocab_size}: the data has {vocab_size} tokens; leave it out, or use the "
             "model's own tokenizer"
         )
-    longest = transformers_models.positions_of(settings)
+    longest = positions_of(settings)
     if context_length is not None and longest is not None and longest < context_length:
         if not is_new or "max_position_embeddings" in given:
             raise UserError(
@@ -181,19 +185,20 @@ def _follow_data(
                 "(max_position_embeddings); use a shorter context"
             )
         text.max_position_embeddings = context_length
-    if data["num_classes"] is not None:
-        if not is_new and classes is not None:
-            _require_same_order(settings.id2label, classes)
-        _set_classes(settings, given, data["num_classes"], classes)
-    if data["image_shape"] is not None and is_new:
-        channels, *size = data["image_shape"]
-        side = size[0] if len(set(size)) == 1 else list(size)
-        for name, value in {"num_channels": channels, "image_size": side}.items():
-            if hasattr(settings, name) and name not in given:
-                setattr(settings, name, value)
 
 
-def _set_classes(settings: Any, given: dict[str, Any], count: int, classes: Sequence[str] | None) -> None:
+def _follow_classes(
+    settings: Any, given: dict[str, Any], is_new: bool, count: int, classes: Sequence[str] | None
+) -> None:
+    """Set the number and the names of the data's classes. Raises UserError where the configuration has others, or a
+    pretrained model has the same ones in another order: each would be trained as another.
+    """
+    own = [settings.id2label[number] for number in sorted(settings.id2label)]
+    if not is_new and classes is not None and own != list(classes) and sorted(own) == sorted(classes):
+        raise UserError(
+            f"model.path: its classes are {', '.join(own)}, and the data has them in another order "
+            f"({', '.join(classes)}); set data.classes=[{', '.join(own)}]"
+        )
     wanted = given.get("num_labels", len(given["id2label"]) if "id2label" in given else count)
     if wanted != count:
         raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; leave it out")
@@ -202,29 +207,6 @@ def _set_classes(settings: Any, given: dict[str, Any], count: int, classes: Sequ
     if classes is not None and "id2label" not in given:
         settings.id2label = dict(enumerate(classes))
         settings.label2id = {name: number for number, name in enumerate(classes)}
-
-
-def _require_same_order(of_model: dict[int, str], classes: Sequence[str]) -> None:
-    """Raises UserError where a model and the data have the same classes in another order: each would be trained as
-    another.
-    """
-    own = [of_model[number] for number in sorted(of_model)]
-    if own != list(classes) and sorted(own) == sorted(classes):
-        raise UserError(
-            f"model.path: its classes are {', '.join(own)}, and the data has them in another order "
-            f"({', '.join(classes)}); set data.classes=[{', '.join(own)}]"
-        )
-
-
-def _require_embeddings(model: Any, vocab_size: int | None, path: str | None) -> None:
-    if vocab_size is None or path is None:
-        return
-    embeddings = model.get_input_embeddings()
-    if isinstance(embeddings, nn.Embedding) and embeddings.num_embeddings < vocab_size:
-        raise UserError(
-            f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has {vocab_size}; "
-            "use the model's own tokenizer (data.tokenizer)"
-        )
 
 
 def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], is_classifier: bool) -> Any:
@@ -238,47 +220,112 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
     try:
         model, report = kind.from_pretrained(place, config=settings, **options)
     except _DAMAGED as error:
-        if isinstance(error, RuntimeError) and not _is_of_files(error):  # memory that runs out, say
-            raise
+        if isinstance(error, RuntimeError) and "archive" not in str(error) and "PytorchStreamReader" not in str(error):
+            raise  # not of a file: memory that runs out, say
         raise UserError(
             f"model.path={place}: its weights cannot be read ({type(error).__name__}: {str(error)[:200]}): a file is "
             "damaged or incomplete, and has to be downloaded or copied again, or model.config names something that "
             "this version of Transformers does not have"
         ) from error
-    new = transformers_models.heads(model) if is_classifier else []
-    wrong = sorted(name for name, *_ in report["mismatched_keys"] if name.partition(".")[0] not in new)
-    if wrong:
+    resized = [name for name, *_ in report["mismatched_keys"]]
+    new = heads(model) if is_classifier else []
+    if wrong := sorted(name for name in resized if name.partition(".")[0] not in new):
         raise UserError(
             f"model.path={place}: model.config asks for other shapes of {listed(wrong)} than there are; leave those "
             "settings out"
         )
-    resized = [name for name, *_ in report["mismatched_keys"]]
-    _require_rest(model, place, saved_as, list(report["missing_keys"]), resized)
-    return model
-
-
-def _is_of_files(error: RuntimeError) -> bool:
-    """Whether torch says so of an archive that `torch.save` wrote."""
-    return "PytorchStreamReader" in str(error) or "archive" in str(error)
-
-
-def _require_rest(model: nn.Module, place: str, saved_as: list[str], missing: list[str], resized: list[str]) -> None:
-    """Raises UserError for weights that are not there, unless they are of a task that the saved model was not for: then
-    notes that they are drawn.
-    """
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]  # which old files lack
+    # Old files lack `num_batches_tracked`.
+    missing = [name for name in report["missing_keys"] if not name.endswith("num_batches_tracked")]
     is_same = type(model).__name__ in saved_as
-    lost = sorted(missing if is_same else (name for name in missing if not transformers_models.is_of_task(model, name)))
-    if lost:
+    if lost := sorted(missing if is_same else (name for name in missing if not _is_of_task(model, name))):
         saved = f", saved as {listed(saved_as)}" if saved_as else ""
         raise UserError(
             f"model.path={place}: it lacks weights of {type(model).__name__}, which would be drawn at random: "
             f"{listed(lost)}; name a folder that is complete (this one{saved}), or choose the model.task of the saved "
             "model"
         )
-    drawn = sorted({*missing, *resized})
-    if drawn:
-        transformers_models.note_drawn(model, drawn)
+    if names := sorted({*missing, *resized}):
+        _drawn[model] = names
         log.warning(
-            "model.path=%s: new for this task, drawn from train.seed and not pretrained: %s", place, ", ".join(drawn)
+            "model.path=%s: new for this task, drawn from train.seed and not pretrained: %s", place, ", ".join(names)
         )
+    return model
+
+
+def _is_of_task(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to what a task adds to the model's body: a layer beside it, or its pooler."""
+    given: Any = model
+    inside = "" if given.base_model is model else f"{given.base_model_prefix}."
+    return not name.startswith(inside) or name.removeprefix(inside).startswith("pooler.")
+
+
+def drawn(model: nn.Module) -> list[str]:
+    """The tensors of a pretrained model that are not pretrained."""
+    return _drawn.get(model, [])
+
+
+# --- checks that compute, and so need values: on meta, and in a trace, there are none
+
+
+def require_causal(model: nn.Module) -> None:
+    """Raises UserError for a model whose predictions depend on the tokens that they are to predict, such as BERT as
+    a decoder without `is_decoder`, and XLNet: it would train to read the answers.
+
+    Compares two short texts of which the later tokens differ. What fails here, the first step reports.
+    """
+    if not has_values(next(model.parameters())):
+        return
+    try:
+        first, second = (_logits(model, tokens)[:, :2] for tokens in ([0, 1, 2, 3], [0, 1, 3, 0]))
+    except Exception:
+        return
+    # Causal ones differ by the rounding of experts that get other tokens, up to 1e-7 in fp32; BERT with drawn weights
+    # by 2e-3.
+    least = max(1e-5, 4 * torch.finfo(first.dtype).eps) * float(first.abs().max())
+    if not torch.allclose(first, second, rtol=0, atol=least):
+        decoder = hasattr(getattr(model, "config", None), "is_decoder")
+        advice = "model.config.is_decoder=true where its attention follows that, or " if decoder else ""
+        raise UserError(
+            f"model.task=causal_lm: {type(model).__name__} attends to later tokens, so it would see the tokens it is "
+            f"to predict; use {advice}a model that reads from left to right"
+        )
+
+
+def require_documents_apart(model: nn.Module) -> None:
+    """Raises UserError for a model in which packed documents, told apart by their positions, see each other.
+
+    Compares two short documents in one sequence with the second by itself.
+    """
+    name, setting = type(model).__name__, "data.pack=true"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{setting}: {name} takes no position_ids, which tell documents apart; use data.pack=false")
+    given: Any = model
+    if "flash" in str(getattr(given.config, "_attn_implementation", "")):
+        raise UserError(
+            f"{setting} with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of one "
+            "sample; use model.attention=sdpa"
+        )
+    if not has_values(next(model.parameters())):
+        return
+    together = _logits(model, [0, 1, 2, 2, 0, 1], [0, 1, 2, 0, 1, 2])[:, 3:]
+    alone = _logits(model, [2, 0, 1], [0, 1, 2])
+    if not torch.allclose(together, alone, rtol=1e-2, atol=1e-4 * float(alone.abs().max())):
+        raise UserError(
+            f"{setting}: in {name} a packed document changes what the next one computes (by "
+            f"{float((together - alone).abs().max()):.2g}): its attention does not follow position_ids; use "
+            "data.pack=false, or model.attention=sdpa"
+        )
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: list[int], positions: list[int] | None = None) -> Tensor:
+    """Of one text, in evaluation mode."""
+    device, was_training = next(model.parameters()).device, model.training
+    others = {} if positions is None else {"position_ids": torch.tensor([positions], device=device)}
+    model.eval()
+    try:
+        output = model(torch.tensor([tokens], device=device), **others)
+    finally:
+        model.train(was_training)
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits.float()

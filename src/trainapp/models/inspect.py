@@ -1,16 +1,24 @@
-"""What the program reads from a model of any class, and its evaluation mode."""
+"""What the program reads from a model of any class, and its evaluation mode.
+
+Of a model of Transformers, however it was built, the blocks are the layers that Transformers itself would checkpoint,
+or the list of equal modules that it is made of. The package is imported only if such a model exists.
+"""
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainapp.config.schema import Model
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
 from trainapp.torch_private import BatchNorm
+
+# Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
+_caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -57,7 +65,7 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
     """
     method = getattr(model, "blocks", None)
     if not callable(method) or isinstance(method, nn.Module):
-        if blocks := transformers_models.blocks(model):
+        if blocks := _blocks_of_transformers(model):
             return blocks
         raise UserError(
             f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "
@@ -83,8 +91,95 @@ class LastLayer(NamedTuple):
 
 def last_layer(model: nn.Module) -> LastLayer | None:
     """From a model's `features` and `head`, or those of a model of Transformers; None for another."""
-    features, head = getattr(model, "features", None), getattr(model, "head", None)
+    given: Any = model
+    features, head = getattr(given, "features", None), getattr(given, "head", None)
     if callable(features) and isinstance(head, nn.Module):
         return LastLayer(features, head)
-    parts = transformers_models.features_and_head(model)
-    return None if parts is None else LastLayer(*parts)
+    if not is_of_transformers(model):
+        return None
+    head, base = given.get_output_embeddings(), given.base_model
+    if head is None or base is model:
+        return None
+
+    def hidden(inputs: Tensor, **others: Tensor) -> Any:
+        return base(inputs, **others).last_hidden_state
+
+    return LastLayer(hidden, head)
+
+
+# --- models of Transformers
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether the model is one of Transformers' classes, or of a class derived from one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def without_cache(model: nn.Module) -> None:
+    """Switch the cache of keys and values off, which only generation reads. Does nothing to other models.
+
+    With it, each layer of a checkpointed model appends to the cache a second time when it is recomputed, and packed
+    documents would see each other: the models look for their borders only where there is no cache.
+    """
+    if not is_of_transformers(model) or model in _caches:
+        return
+    config: Any = model.config
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    _caches[model] = [(part, part.use_cache) for part in parts if getattr(part, "use_cache", None) is not None]
+    for part, _ in _caches[model]:
+        part.use_cache = False
+
+
+@contextlib.contextmanager
+def as_published(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model's configuration is the one to be saved."""
+    kept = _caches.get(model, [])
+    try:
+        for part, value in kept:
+            part.use_cache = value
+        yield
+    finally:
+        for part, _ in kept:
+            part.use_cache = False
+
+
+def _blocks_of_transformers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, outermost ones only; none for other models."""
+    if not is_of_transformers(model):
+        return []
+    layers = sys.modules.get("transformers.modeling_layers")
+    found = [] if layers is None else _outermost(model, layers.GradientCheckpointingLayer)
+    if found:
+        return found
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    alike = [members for members in lists if len({type(member) for member in members}) == 1]
+    return max(alike, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
+
+
+def _outermost(root: nn.Module, kind: type) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in root.children():
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
+    return list(dict.fromkeys(found))
+
+
+def heads(model: nn.Module) -> list[str]:
+    """The names of the modules beside the model's body, which a pretrained body comes without: a classifier, say. None
+    where the last layer is the language model's own.
+    """
+    if not is_of_transformers(model):
+        return []
+    given: Any = model
+    base = given.base_model
+    if base is model or given.get_output_embeddings() is not None:
+        return []
+    return [
+        name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
+    ]
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence that a model reads; None where it has no limit (for which XLNet has -1)."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None

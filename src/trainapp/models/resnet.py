@@ -103,9 +103,6 @@ class ResNet(nn.Module):
 
     norm: "group" makes the result independent of the micro-batch; "batch" normalises over it.
     width: channels of the first stage; each of the three later stages doubles them.
-    A last stage of 1 x 1 needs two samples at once, where the norm would else have a single value to normalise: always
-    with "batch"; with "group" where every channel is a group of its own (torch refuses one such sample, and all others
-    become zero, so that a larger `width` is advisable).
     stem: "large" is a 7x7 convolution of stride 2 and a max-pool; "small" is a 3x3 convolution that keeps the
     size; "auto" takes the small one when the shorter side is under 64 pixels.
     Raises ValueError for inputs that are not [B, *image_shape].
@@ -139,18 +136,10 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
 
-        self.smallest_micro_batch = 2 if self._has_norms_of_one_value(1 if stem == "small" else 4) else 1
+        # A norm cannot tell a single value from its mean. In a last stage of 1 x 1, one sample has no more per channel.
+        has_one_value = max(size) <= (8 if stem == "small" else 32) and (norm == "batch" or 32 % (8 * width) == 0)
+        self.smallest_micro_batch = 2 if has_one_value else 1
         self.init_weights()
-
-    def _has_norms_of_one_value(self, reduction: int) -> bool:
-        """Whether a norm has a single value of a single sample: none can be told from its mean.
-
-        reduction: by which the first stage is smaller than the image.
-        """
-        for number, stage in enumerate((self.layer1, self.layer2, self.layer3, self.layer4)):
-            if max(self.image_shape[1:]) <= reduction << number and any(map(_has_one_value, stage.modules())):
-                return True
-        return False
 
     def init_weights(self) -> None:
         """Draws every parameter anew: fan-out kaiming convolutions, and blocks that start as the identity."""
@@ -171,25 +160,15 @@ class ResNet(nn.Module):
             channels, height, width = self.image_shape
             raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
         if self.training and len(inputs) < self.smallest_micro_batch:
-            has_groups = isinstance(self.bn1, nn.GroupNorm)
-            what, unit, remedy = (
-                ("group", "group", "a larger model.width") if has_groups else ("batch", "channel", "model.norm=group")
-            )
             raise UserError(
-                f"model.norm={what} cannot normalise a micro-batch of 1: with {self.image_shape[1]} x "
-                f"{self.image_shape[2]} images the last stage has 1 value for each {unit}; "
-                f"use {remedy}, a batch.micro_size of 2 or more, or data.drop_last=true if an epoch ends on one"
+                f"model.norm={'group' if isinstance(self.bn1, nn.GroupNorm) else 'batch'} with images of "
+                f"{self.image_shape[1]} x {self.image_shape[2]} pixels: its last stage has one value per statistic in a "
+                "micro-batch of 1; use batch.micro_size=2 or more, data.drop_last=true where an epoch ends on one "
+                "sample, or model.norm=group with a model.width of 8 or more"
             )
         x = self.maxpool(self.relu(self.bn1(self.conv1(inputs))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
-
-
-def _has_one_value(module: nn.Module) -> bool:
-    """Whether a 1 x 1 image has a single value for each statistic of this norm."""
-    return isinstance(module, nn.BatchNorm2d) or (
-        isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
-    )
 
 
 def _stage(block: type, count: int, channels_in: int, channels: int, stride: int, norm: Norm) -> nn.Sequential:

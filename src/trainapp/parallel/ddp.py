@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, trained_alone, warm_up_group
-from trainapp.torch_private import DispatchMode, outside_dispatch_modes, rebuild_buckets, storage_id
+from trainapp.torch_private import DispatchMode, rebuild_buckets, storage_id
 
 
 @dataclass
@@ -83,9 +83,7 @@ class DDP(SingleDevice):
         self.settings, self._updates = settings, updates
         self._task_module = TaskModule(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor, 0)
+        ranks.broadcast([*model.parameters(), *model.buffers()])
         self._of_update: dict[int, tuple[nn.parallel.DistributedDataParallel, Buckets, Exchange]] = {}
         for number in reversed(range(len(updates) or 1)):
             self._update, self._exchange = number, Exchange(ranks)
@@ -161,12 +159,6 @@ class DDP(SingleDevice):
     def warm_up(self) -> None:
         """On the group of all ranks, the only one that it uses."""
         warm_up_group(None, self.ranks.device)
-
-    def broadcast_buffers(self) -> None:
-        """BatchNorm's statistics are each rank's own until here."""
-        with outside_dispatch_modes():
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
 
 
 def _no_buffer_sync() -> dict[str, Any]:

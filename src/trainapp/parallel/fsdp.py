@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
-from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, prepare_fsdp, tree_map
+from trainapp.torch_private import fsdp_collectives, prepare_fsdp, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 takes time that other strategies save
@@ -26,9 +26,6 @@ class FSDP(SingleDevice):
 
     Build it before the optimizer. compute_dtype: of gathered parameters. Raises UserError where the number of ranks
     does not fit the settings.
-
-    The votes are held in `__call__` of custom collectives. `allocate` runs before it, so a buffer that does not fit is
-    covered too.
     """
 
     forward_is_collective = True
@@ -43,25 +40,23 @@ class FSDP(SingleDevice):
     ):
         super().__init__(model, ranks)
         self.settings = settings
-        with outside_dispatch_modes():  # a mesh reads the numbers of its ranks, also in a trace
-            mesh = _mesh(ranks, settings.replicas)
-            shards = mesh["shard"]
-        self._shard_group = mesh.get_group("shard")
+        if ranks.world % settings.replicas:
+            raise UserError(
+                f"parallel.fsdp.replicas={settings.replicas}: must divide the number of ranks, {ranks.world}; each "
+                "replica is sharded over the same number of ranks"
+            )
+        meshes = ranks.meshes(replicate=settings.replicas, shard=ranks.world // settings.replicas)
+        self._shard_group = meshes["shard"].get_group()
         task_module = TaskModule(model)
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
-        self._root, sharded = _shard(task_module, blocks, shards, settings, compute_dtype)
+        self._root, sharded = _shard(task_module, blocks, meshes["shard"], settings, compute_dtype)
         self._sharded = [self._root, *sharded]
-        replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
+        replicas = meshes["replicate"].get_group() if settings.replicas > 1 else None
         self._groups = (self._shard_group, replicas)
-        _gate_collectives(task_module, ranks.check_peers, lambda buffer: self.note_buffer(buffer), replicas)
+        _gate_collectives(task_module, ranks, lambda buffer: self.note_buffer(buffer), replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
-        self._has_run = False
-        task_module.register_forward_pre_hook(self._note_forward, prepend=True)
-
-    def _note_forward(self, *_: object) -> None:
-        self._has_run = True
 
     @property
     def recovers_in_place(self) -> bool:
@@ -70,8 +65,7 @@ class FSDP(SingleDevice):
 
     def turn_to(self, update: int) -> None:
         """Called while the parameters of all updates require gradients: FSDP2 asks once, in its first forward."""
-        if not self._has_run:
-            prepare_fsdp(self._root)
+        prepare_fsdp(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""
@@ -117,30 +111,15 @@ class FSDP(SingleDevice):
         """
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        if self._has_run:  # FSDP2 creates in its first forward what the reset needs
-            self._root.reset_iter_state()
+        prepare_fsdp(self._root)  # an error may come before the first forward, which makes what the reset needs
+        self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
-
-    def sharded_together(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each module that is sharded for itself, in the order in which they were sharded."""
-        known: set[nn.Parameter] = set()
-        root, *blocks = self._sharded
-        for module in (*blocks, root):
-            own = [parameter for parameter in module.parameters() if parameter not in known]
-            known.update(own)
-            yield own
 
     def warm_up(self) -> None:
         """On the group of all ranks and on those of the mesh, which may be the same."""
         groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}
         for group in groups.values():
             warm_up_group(group, self.ranks.device)
-
-    def broadcast_buffers(self) -> None:
-        """Buffers are replicated; BatchNorm's statistics are each rank's own until here."""
-        with outside_dispatch_modes():
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm over the ranks that share one copy of the model."""
@@ -154,16 +133,6 @@ class FSDP(SingleDevice):
         self.ranks.check_peers()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-
-
-def _mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
-    if ranks.world % replicas:
-        raise UserError(
-            f"parallel.fsdp.replicas={replicas}: must divide the number of ranks, {ranks.world}; each replica is "
-            "sharded over the same number of ranks"
-        )
-    shape = (replicas, ranks.world // replicas)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(
@@ -202,10 +171,7 @@ def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _gate_collectives(
-    root: nn.Module,
-    check_peers: Callable[[], None],
-    note: Callable[[torch.Tensor], None],
-    replicas: dist.ProcessGroup | None,
+    root: nn.Module, ranks: Ranks, note: Callable[[torch.Tensor], None], replicas: dist.ProcessGroup | None
 ) -> None:
     """Vote before every gather and reduction, and sum gradients instead of averaging them.
 
@@ -214,55 +180,38 @@ def _gate_collectives(
     """
     from torch.distributed.fsdp import FSDPModule
 
+    def sum_over_replicas(gradients: torch.Tensor) -> None:
+        # FSDP2's own, for a mesh of two dimensions, cannot be gated.
+        ranks.check_peers()
+        dist.all_reduce(gradients, group=replicas)
+
+    all_gather, reduce_scatter = fsdp_collectives()
     for module in root.modules():
         if isinstance(module, FSDPModule):  # these methods are not recursive
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            gather, reduce = _gated_collectives(check_peers, note)
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+            module.set_custom_all_gather(_gated(all_gather, ranks, note))
+            module.set_custom_reduce_scatter(_gated(reduce_scatter, ranks, note))
             if replicas is not None:
-                module.set_all_reduce_hook(_gated_all_reduce(check_peers, replicas))
+                module.set_all_reduce_hook(sum_over_replicas)
 
 
-def _gated_collectives(check_peers: Callable[[], None], note: Callable[[torch.Tensor], None]) -> tuple[Any, Any]:
-    all_gather, reduce_scatter = fsdp_collectives()
+def _gated(kind: type, ranks: Ranks, note: Callable[[torch.Tensor], None]) -> Any:
+    """One of FSDP2's collectives with a vote before it. `allocate` runs before that, so that a buffer that does not fit
+    is covered too.
+    """
 
-    def noted(buffer: torch.Tensor) -> torch.Tensor:
-        note(buffer)
-        return buffer
-
-    # Called outside of dispatch modes: what gloo allocates for itself is not counted, and a simulated group has none
-    # of it. (Its reduce-scatter copies the input: torch 2.13, csrc/distributed/c10d/ProcessGroupGloo.cpp.)
-    class GatedAllGather(all_gather):  # type: ignore[misc, valid-type]
+    class Gated(kind):  # type: ignore[misc]
         def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return noted(super().allocate(*args, **kwargs))
+            buffer: torch.Tensor = super().allocate(*args, **kwargs)
+            note(buffer)
+            return buffer
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            check_peers()
-            with outside_dispatch_modes():
+            with ranks.collective():
                 return super().__call__(*args, **kwargs)
 
-    class GatedReduceScatter(reduce_scatter):  # type: ignore[misc, valid-type]
-        def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return noted(super().allocate(*args, **kwargs))
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            check_peers()
-            with outside_dispatch_modes():
-                return super().__call__(*args, **kwargs)
-
-    return GatedAllGather(), GatedReduceScatter()
-
-
-def _gated_all_reduce(check_peers: Callable[[], None], replicas: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-    """The sum over copies of the model. FSDP2's own, for a mesh of two dimensions, cannot be gated."""
-
-    def reduce(gradients: torch.Tensor) -> None:
-        check_peers()
-        dist.all_reduce(gradients, group=replicas)
-
-    return reduce
+    return Gated()
 
 
 def _prefetch(blocks: list["FSDPModule"], depth: int) -> None:

@@ -8,12 +8,13 @@ vote pairs with the others' next one, and all ranks leave the step together.
 
 import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
@@ -63,6 +64,15 @@ class Ranks:
     def check_peers(self) -> None:
         """Before a collective: raises PeerOutOfMemory when another rank aborted the step. Free without votes."""
 
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around a collective: `check_peers`, and no dispatch mode sees what is inside, such as the counter of live
+        tensors, for which gloo's own buffers do not count.
+        """
+        self.check_peers()
+        with outside_dispatch_modes():
+            yield
+
     def vote(self, failed: bool) -> bool:
         """Whether any rank voted that it ran out of memory. Collective."""
         return failed
@@ -100,8 +110,17 @@ class Ranks:
     def cancel_flag_exchange(self) -> None:
         """End the exchange that an aborted step has started."""
 
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values that rank 0 has, in place. Collective, and never preceded by a vote."""
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
+
+    def meshes(self, **sizes: int) -> dict[str, DeviceMesh]:
+        """The ranks in a grid, as a mesh for each of its dimensions. Collective."""
+        with outside_dispatch_modes():  # it reads the numbers of its ranks, also in a trace
+            mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            return {name: mesh[name] for name in sizes}
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         """Around a collective of a library's own on values that it reads at once: in a trace there are none."""
@@ -135,15 +154,13 @@ class DistributedRanks(Ranks):
 
     def release_groups(self) -> None:
         """Drop the process groups, after the last collective."""
-        self._wait_for_flags()
+        self.cancel_flag_exchange()
         self._vote_group = self._side_group = self.saving_group = self._flag_group = None
 
     def enable_votes(self, unproven: bool) -> None:
-        """Decide by `vote_on_oom`."""
         self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unproven" and unproven)
 
     def disable_votes(self) -> None:
-        """Hold no votes for the rest of the run."""
         self._vote_on_oom, self.votes_enabled = "never", False
 
     def check_peers(self) -> None:
@@ -157,13 +174,9 @@ class DistributedRanks(Ranks):
         In an aborted step there are no further votes: a rank that runs out of memory, or reaches another collective, on
         its way out of the step would wait for votes that no other rank casts.
         """
-        if self._aborted:
-            return True
-        with outside_dispatch_modes():
-            flag = torch.tensor([int(failed)])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._vote_group)
-            self._aborted = bool(flag)
-        self.votes += 1
+        if not self._aborted:
+            self._aborted = bool(_reduced([int(failed)], dist.ReduceOp.MAX, self._vote_group)[0])
+            self.votes += 1
         return self._aborted
 
     def reset_votes(self) -> None:
@@ -171,24 +184,17 @@ class DistributedRanks(Ranks):
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
         """Runs on the gradients' group, so that the value may be on the device."""
-        self.check_peers()
-        with outside_dispatch_modes():
+        with self.collective():
             value = value.clone()
             dist.all_reduce(value)
         return value
 
     def all_reduce_min(self, value: int) -> int:
-        with outside_dispatch_modes():
-            number = torch.tensor([value])
-            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side_group)
-            return int(number)
+        return _reduced([value], dist.ReduceOp.MIN, self._side_group)[0]
 
     def all_reduce_max(self, *values: int) -> list[int]:
         self.check_peers()
-        with outside_dispatch_modes():
-            numbers = torch.tensor(values)
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._side_group)
-            return numbers.tolist()
+        return _reduced(values, dist.ReduceOp.MAX, self._side_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         by_rank: list[Any] = [None] * self.world
@@ -198,28 +204,37 @@ class DistributedRanks(Ranks):
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         """Asynchronous, on a group of its own: the step hides its latency."""
-        self._wait_for_flags()
+        self.cancel_flag_exchange()
         with outside_dispatch_modes():
-            self._flags[:] = torch.tensor(read(), dtype=torch.int64)
+            self._flags = torch.tensor(read(), dtype=torch.int64)
             self._flag_work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True)
 
     def finish_flag_exchange(self) -> Flags:
-        self._wait_for_flags()
+        self.cancel_flag_exchange()
         with outside_dispatch_modes():
             stop_signal, still_saving, search_news = self._flags.tolist()
         return Flags(stop_signal, bool(still_saving), bool(search_news))
 
     def cancel_flag_exchange(self) -> None:
-        """Every rank has started it with the step, so it ends by itself. Its result is dropped."""
-        self._wait_for_flags()
-
-    def _wait_for_flags(self) -> None:
+        """Waits for it: every rank has started it with the step, so it ends by itself."""
         if self._flag_work is not None:
             self._flag_work.wait()
             self._flag_work = None
 
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        with outside_dispatch_modes(), torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
     def barrier(self) -> None:
         dist.barrier(group=self._side_group)
+
+
+def _reduced(values: Sequence[int], op: Any, group: dist.ProcessGroup | None) -> list[int]:
+    with outside_dispatch_modes():
+        numbers = torch.tensor(values)
+        dist.all_reduce(numbers, op=op, group=group)
+        return numbers.tolist()
 
 
 def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:

@@ -65,7 +65,10 @@ class SingleDevice:
         return iter(())
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, before evaluating and saving. Collective: call on every rank."""
+        """Give every rank the buffers of rank 0, before evaluating and saving: until then each has BatchNorm statistics
+        of its own. Collective: call on every rank.
+        """
+        self.ranks.broadcast(self.model.buffers())
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients, from the norm of this rank's part of them. Collective."""

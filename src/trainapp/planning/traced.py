@@ -21,21 +21,19 @@ from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.host import total_bytes
-from trainapp.models import transformers_models
-from trainapp.models.inspect import blocks_of, lazy_modules
+from trainapp.models.inspect import blocks_of, is_of_transformers, lazy_modules
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.batches import FakeBatches, FakeEvalBatches, longest, longest_in_training, planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
-from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow
+from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
 from trainapp.signals import StopRequest
 from trainapp.techniques.catalogue import available
 from trainapp.techniques.technique import Situation
 from trainapp.torch_private import (
     buffers_of,
-    builds_on_meta,
     fake_tensor_mode,
     outside_dispatch_modes,
     parameters_of,
@@ -100,7 +98,7 @@ class Traced:
             simulated(rank, self.world, torch.device("cpu")) as ranks,
             _on_fakes(self, config, size, eval_size, ranks) as (session, recorder, values, varies),
         ):
-            self._is_of_transformers = transformers_models.is_one(session.state.model)
+            self._is_of_transformers = is_of_transformers(session.state.model)
             found = stepped(session, recorder, size, eval_size)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
             situation = Situation(config, session.state.model, session.knows_loss)
@@ -182,6 +180,7 @@ def _on_fakes(
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
         session = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
+        stack.enter_context(document_borders(bool(components.spec.get("packed"))))
         if gpu is not None:
             gpu.prepare(session)
         session.attempt = session.engine.attempt = PhaseLog(recorder)
@@ -270,14 +269,11 @@ def _model_without_data(
 
 def _built_on_meta(construct: Callable[[], nn.Module]) -> nn.Module | None:
     """What is built without memory; None where that fails, or leaves tensors that no trace would replace."""
-    token = builds_on_meta.set(True)
     try:
         with outside_dispatch_modes(), torch.device("meta"):
             model = construct()
     except Exception:  # it is built for real, or raises there
         return None
-    finally:
-        builds_on_meta.reset(token)
     replaced = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     held = tree_leaves([vars(module) for module in model.modules()])
     others = any(isinstance(one, Tensor) and one.is_meta and id(one) not in replaced for one in held)

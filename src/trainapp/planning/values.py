@@ -1,7 +1,9 @@
 """What a trace puts in place of values: tensors have shapes but no data, so that reads get made-up answers."""
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainapp.optim.precision import Precision
-from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode
+from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode, is_fake
 from trainapp.training.phase import Phase
 
 _EQUAL = torch.ops.aten.equal.default  # torch.equal reads, too
@@ -93,3 +95,28 @@ class NoOverflow(Precision):
             all_reduce_found_inf(flags)
 
         super().unscale(optimizer, noted)
+
+
+@contextlib.contextmanager
+def document_borders(packed: bool) -> Iterator[None]:
+    """Inside the block, whether a sequence holds several documents is known to models of Transformers.
+
+    They read it from the positions that they make for themselves, and would build an attention mask as if those
+    restarted, which no run has.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    own = getattr(masking, "find_packed_sequence_indices", None)
+    if own is None:  # another version of Transformers: then such a plan is an estimate, and says so
+        yield
+        return
+
+    def known(position_ids: Tensor) -> Any:
+        documents = own(position_ids)
+        are_its_own = not packed and (len(position_ids) == 1 or position_ids.stride(0) == 0)  # one row for all samples
+        return None if are_its_own and is_fake(position_ids) else documents
+
+    masking.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = own

@@ -22,7 +22,8 @@ from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, re
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import strict_json
-from trainapp.models import adapters, transformers_models
+from trainapp.models import adapters
+from trainapp.models.inspect import as_published, is_of_transformers
 from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
@@ -162,7 +163,7 @@ def export(session: Session, folder: Path, largest: int) -> list[Path]:
     with contextlib.nullcontext() if any(map(is_shard, average.weights)) else average.in_place_of_weights():
         if adapters.base_of(state.model) is not None:
             written = _export_adapters(session, folder)
-        elif transformers_models.is_one(state.model):
+        elif is_of_transformers(state.model):
             written = _export_transformers(session, folder, largest)
         else:
             written = _export_weights(session, folder, largest)
@@ -284,7 +285,7 @@ def _export_transformers(session: Session, folder: Path, largest: int) -> list[P
     weights = _gathered(session, model.state_dict(keep_vars=True))
     if not session.ranks.is_rank_zero:
         return []
-    with transformers_models.as_published(model):
+    with as_published(model):
         model.save_pretrained(str(folder), state_dict=weights, max_shard_size=largest)
     _save_tokenizer(session, folder)
     files = sorted(folder.glob("*.safetensors"))
