@@ -266,11 +266,6 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor can be read: those on the meta device and those of a `fake_tensor_mode` cannot."""
-    return not (tensor.is_meta or is_fake(tensor))
-
-
 def is_tracing() -> bool:
     """Whether a `fake_tensor_mode` is in force: tensors have no values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -10,13 +10,11 @@ from torch import nn
 
 from trainapp.config import targets
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
-from trainapp.models.inspect import blocks_of, last_layer
+from trainapp.models.inspect import as_published, blocks_of, last_layer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 
-from trainapp.models.huggingface import build  # noqa: E402
-from trainapp.models.transformers_models import require_documents_apart  # noqa: E402
+from trainapp.models.huggingface import build, require_documents_apart  # noqa: E402
 
 CONFIG = {"model_type": "llama", **hf_files.SIZES, "vocab_size": 64}
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
@@ -32,7 +30,7 @@ def test_the_model_is_transformers_own_drawn_from_the_seed():
     assert runs.differences(dict(model.state_dict()), dict(own.state_dict())) == []
     assert model.config.use_cache is False
     assert own.config.use_cache is True
-    with transformers_models.as_published(model):
+    with as_published(model):
         assert model.config.use_cache is True
     assert model.config.use_cache is False
 
@@ -102,7 +100,7 @@ def test_a_folder_is_opened_and_its_settings_may_be_changed(tmp_path):
 
 def test_classes_in_another_order_are_refused(tmp_path):
     bert = {"model_type": "bert", **hf_files.SIZES, "vocab_size": 64}
-    with transformers_models.as_published(model := build("sequence_classification", bert, num_classes=2)):
+    with as_published(model := build("sequence_classification", bert, num_classes=2)):
         model.config.id2label = {0: "no", 1: "yes"}
         model.save_pretrained(tmp_path)
     path = {"path": str(tmp_path), "num_classes": 2}
@@ -115,7 +113,7 @@ def test_classes_in_another_order_are_refused(tmp_path):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_are_computed_as_by_themselves(attention):
     torch.manual_seed(0)
-    model = build("causal_lm", CONFIG, attention=attention, packed=True).eval()
+    model = build("causal_lm", CONFIG, attention=attention).eval()
     documents = [torch.randint(64, (1, size)) for size in (5, 1, 7, 3)]
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
     with torch.no_grad():
@@ -166,12 +164,12 @@ def test_models_that_would_mix_packed_documents_are_refused():
     model = build("causal_lm", CONFIG)
     require_documents_apart(model)
     with (
-        transformers_models.as_published(model),  # with its cache
+        as_published(model),  # with its cache
         pytest.raises(UserError, match=r"data\.pack=true: in LlamaForCausalLM a packed document changes"),
     ):
         require_documents_apart(model)
     with pytest.raises(UserError, match="MambaForCausalLM takes no position_ids"):
-        build("causal_lm", {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, packed=True)
+        require_documents_apart(build("causal_lm", {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}))
 
 
 def gradients(tmp_path, *overrides):

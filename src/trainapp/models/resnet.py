@@ -162,8 +162,8 @@ class ResNet(nn.Module):
         if self.training and len(inputs) < self.smallest_micro_batch:
             raise UserError(
                 f"model.norm={'group' if isinstance(self.bn1, nn.GroupNorm) else 'batch'} with images of "
-                f"{self.image_shape[1]} x {self.image_shape[2]} pixels: its last stage has one value per statistic in a "
-                "micro-batch of 1; use batch.micro_size=2 or more, data.drop_last=true where an epoch ends on one "
+                f"{self.image_shape[1]} x {self.image_shape[2]} pixels: in a micro-batch of 1 its last stage has one "
+                "value per statistic; use batch.micro_size=2 or more, data.drop_last=true where an epoch ends on one "
                 "sample, or model.norm=group with a model.width of 8 or more"
             )
         x = self.maxpool(self.relu(self.bn1(self.conv1(inputs))))
