@@ -70,15 +70,12 @@ def build(
         raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
     kind = getattr(transformers, TASKS[task])
     settings = _configuration(transformers, config, path, revision)
-    _follow_data(settings, config or {}, path is None, vocab_size, context_length)
+    given, is_new = config or {}, path is None
+    _follow_tokens(settings, given, is_new, vocab_size, context_length)
     if num_classes is not None:
-        _follow_classes(settings, config or {}, path is None, num_classes, classes)
-    if image_shape is not None and path is None:
-        channels, *size = image_shape
-        side = size[0] if len(set(size)) == 1 else list(size)
-        for name, value in {"num_channels": channels, "image_size": side}.items():
-            if hasattr(settings, name) and name not in (config or {}):
-                setattr(settings, name, value)
+        _follow_classes(settings, given, is_new, num_classes, classes)
+    if image_shape is not None and is_new:
+        _follow_images(settings, given, image_shape)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     options["dtype"] = torch.float32
     try:
@@ -93,12 +90,7 @@ def build(
     if task == "causal_lm":
         require_causal(model)
     if vocab_size is not None and path is not None:
-        embeddings = model.get_input_embeddings()
-        if isinstance(embeddings, nn.Embedding) and embeddings.num_embeddings < vocab_size:
-            raise UserError(
-                f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has "
-                f"{vocab_size}; use the model's own tokenizer (data.tokenizer)"
-            )
+        _require_embeddings(model, vocab_size, path)
     if num_classes is not None and pad_token_id is not None:
         # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
         # "no gradient".
@@ -162,7 +154,7 @@ def _first_lines(error: Exception) -> str:
     return text if len(text) < 400 else f"{text[:400]} ..."
 
 
-def _follow_data(
+def _follow_tokens(
     settings: Any, given: dict[str, Any], is_new: bool, vocab_size: int | None, context_length: int | None
 ) -> None:
     """Set what the data decides and the user has not. Raises UserError where they differ.
@@ -185,6 +177,23 @@ def _follow_data(
                 "(max_position_embeddings); use a shorter context"
             )
         text.max_position_embeddings = context_length
+
+
+def _follow_images(settings: Any, given: dict[str, Any], shape: Sequence[int]) -> None:
+    channels, *size = shape
+    side = size[0] if len(set(size)) == 1 else list(size)
+    for name, value in {"num_channels": channels, "image_size": side}.items():
+        if hasattr(settings, name) and name not in given:
+            setattr(settings, name, value)
+
+
+def _require_embeddings(model: Any, vocab_size: int, path: str) -> None:
+    embeddings = model.get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding) and embeddings.num_embeddings < vocab_size:
+        raise UserError(
+            f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has {vocab_size}; "
+            "use the model's own tokenizer (data.tokenizer)"
+        )
 
 
 def _follow_classes(
