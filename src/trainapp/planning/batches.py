@@ -1,7 +1,6 @@
 """What a plan takes from the data: the sizes of a step, and batches without values, the longest standing for all."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -115,62 +114,36 @@ def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
 
 
 def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
-    """The first micro-batch with the most elements of the first SURVEYED samples; where these are equal, with the
-    longest string or the highest number beside the tensors. None where all are alike. One that is not full counts as if
-    it were: in another order its samples are in a full one.
+    """Of the first SURVEYED samples, the micro-batch with the most elements; where these are equal, with the longest
+    string or the highest number beside the tensors, which a model may take for lengths. None where all are alike.
+    Those with fewer samples than the first do not count.
     """
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:
         return None
-    samples, varies = 0, False
-    for micro in itertools.chain([first], micro_batches):
+    samples, varies = first.samples, False
+    for micro in micro_batches:
+        if micro.samples == first.samples and _shape_of(micro.data) != _shape_of(first.data):
+            varies, chosen = True, max(chosen, micro, key=_extent)
         samples += micro.samples
-        if not _are_alike(micro, first):
-            varies, full = True, _filled(micro, first.samples)
-            chosen = max(chosen, full, key=_extent)
         if samples >= max(SURVEYED, 2 * first.samples):
             break
     return chosen if varies else None
 
 
-def _are_alike(micro: MicroBatch, first: MicroBatch) -> bool:
-    """Whether their tensors have the same shapes but for the numbers of samples, in whichever dimension these are, and
-    whether what else they hold, which a model may take for lengths, is the same.
-    """
-    if micro.samples == first.samples:
-        return _shapes_of(micro.data) == _shapes_of(first.data) and sizes_in(micro.data) == sizes_in(first.data)
-    if not {*sizes_in(micro.data)} <= {*sizes_in(first.data), micro.samples}:
-        return False
-    pairs = list(itertools.zip_longest(tensors_in(micro.data), tensors_in(first.data)))
-    if any(a is None or b is None or a.ndim != b.ndim or a.dtype != b.dtype for a, b in pairs):
-        return False
-    sizes = [sizes for a, b in pairs for sizes in zip(a.shape, b.shape, strict=True)]
-    return all(a == b or a * first.samples == b * micro.samples for a, b in sizes)
-
-
-def _shapes_of(batch: Any) -> list[tuple[Any, ...]]:
-    return [
+def _shape_of(batch: Any) -> Any:
+    """What memory may depend on."""
+    tensors = [
         (tuple(t.shape), t.dtype, *(part.untyped_storage().nbytes() for part in strided_parts(local(t))))
         for t in tensors_in(batch)
     ]
+    return tensors, sizes_in(batch)
 
 
 def _extent(micro: MicroBatch) -> tuple[Any, ...]:
     """Larger for a micro-batch that presumably needs more."""
     sizes = [size for size in sizes_in(micro.data) if isinstance(size, (int, float)) and size == size]
     return elements_in(micro.data), max(sizes, default=0), sum(sizes)
-
-
-def _filled(micro: MicroBatch, samples: int) -> MicroBatch:
-    """With its samples repeated up to so many. As it is, where they are not in the first dimension of all tensors."""
-    if micro.samples == samples or any(t.ndim == 0 or len(t) != micro.samples for t in tensors_in(micro.data)):
-        return micro
-    rows = torch.arange(samples) % micro.samples
-
-    def piece(start: int, end: int) -> Any:
-        return map_tensors(lambda tensor: tensor[rows[start:end].to(tensor.device)], micro.data)
-
-    return micro._replace(data=piece(0, samples), samples=samples, piece=piece)
 
 
 # --- batches without values
