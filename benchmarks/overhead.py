@@ -145,7 +145,7 @@ def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str
             runner.advance(case.steps)
             if case.device == "cuda":
                 torch.cuda.synchronize()  # the loops before it have done the same: none works in the time of the next
-            if number:  # the first round is warm-up; in it, trainapp's size is still unproven
+            if number:  # the first round is warm-up; in it, trainapp's size is still unvalidated
                 walls[runner.name].append((time.perf_counter() - wall) / case.steps)
                 cpus[runner.name].append((time.process_time() - cpu) / case.steps)
     return {

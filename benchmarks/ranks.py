@@ -114,7 +114,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
                     began = time.perf_counter()
                     loops[name](options.steps)
                     ranks.barrier()
-                    if number:  # the first round is warm-up; in it, trainapp's size is still unproven
+                    if number:  # the first round is warm-up; in it, trainapp's size is still unvalidated
                         seconds[name].append((time.perf_counter() - began) / options.steps)
             expected = losses["hand-written"]()
             for name, loss in losses.items():

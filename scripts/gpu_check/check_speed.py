@@ -70,7 +70,7 @@ def waits_of(session: Session) -> collections.Counter[str]:
             loop.update_weight_average(session)
 
     steps(10)
-    assert not session.sizes.train.is_unproven
+    assert not session.sizes.train.is_unvalidated
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -31,7 +31,7 @@ def losses(run_dir):
 
 
 def end(run_dir):
-    """The last checkpoint without the state of the micro-batch search, a hint that must be proven again."""
+    """The last checkpoint without the state of the micro-batch search, a hint that must be validated again."""
     state = runs.saved(run_dir, 6)
     del state["sizes"]
     return state

@@ -35,7 +35,7 @@ from trainapp.training.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
-STEPS = 6  # a size is proven after three
+STEPS = 6  # a size is validated after three
 _aten = torch.ops.aten
 # Besides reads of single values: operations whose result has a size that only the device knows, and comparisons.
 _WAITING = {
@@ -115,7 +115,7 @@ class TwoRanks(SingleRank):
 
 
 def measure(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str = "") -> dict[str, Any]:
-    """`{"waits", "slow", "foreach", "skipped"}` of the last step: its size is proven, and it is not logged.
+    """`{"waits", "slow", "foreach", "skipped"}` of the last step: its size is validated, and it is not logged.
 
     scaled: with a loss scaler, as fp16 has. task: the name of a function in this file to wrap the task.
     """
@@ -124,7 +124,7 @@ def measure(overrides: list[str], scaled: bool = False, ranks: int = 1, task: st
             requests.clear()
             loop.train_step(run)
             loop.update_weight_average(run)
-        assert not run.sizes.train.is_unproven
+        assert not run.sizes.train.is_unvalidated
         return {
             "waits": requests.waits,
             "slow": requests.slow,

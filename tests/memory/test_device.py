@@ -99,7 +99,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     run = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
     for _ in range(2):  # in which checksums are made
         loop.train_step(run)
-    assert not run.sizes.train.is_unproven  # otherwise the counter itself would be in the profile
+    assert not run.sizes.train.is_unvalidated  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
     resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
     resident -= run.meter.static[Category.GRADIENTS]
@@ -126,7 +126,7 @@ def test_values_are_plausible(tmp_path):
 
 
 def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
-    """Few steps of a proven size are counted: those after an evaluation need what the last counted one did."""
+    """Few steps of a validated size are counted: those after an evaluation need what the last counted one did."""
     monkeypatch.setattr(device, "WATCH_INTERVAL", 1e9)
     settings = (
         "every.log=1",

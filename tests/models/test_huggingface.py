@@ -182,17 +182,17 @@ def gradients(tmp_path, *overrides):
 
 
 @pytest.mark.parametrize(
-    "lever",
+    "technique",
     [
         ("activation_checkpointing=full",),
         ("activation_checkpointing=selective",),
         ("memory.loss_chunk=7",),
     ],
-    ids=lambda lever: lever[0],
+    ids=lambda technique: technique[0],
 )
-def test_levers_leave_the_gradients_as_they_are(tmp_path, lever):
-    plain, with_lever = gradients(tmp_path / "a"), gradients(tmp_path / "b", *lever)
-    assert runs.relative_error(with_lever, plain) < 1e-6
+def test_techniques_leave_the_gradients_as_they_are(tmp_path, technique):
+    plain, with_technique = gradients(tmp_path / "a"), gradients(tmp_path / "b", *technique)
+    assert runs.relative_error(with_technique, plain) < 1e-6
     assert runs.relative_error(gradients(tmp_path / "c", "train.seed=1"), plain) > 0.1
 
 

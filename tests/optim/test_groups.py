@@ -221,17 +221,17 @@ def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
     runs.run(tmp_path / "a", *own)
     runs.run_until(tmp_path / "b", 2, *own)
     runs.run(tmp_path / "b", *own)
-    for part in ("model", "optimizer"):  # the sizes are to be proven again
+    for part in ("model", "optimizer"):  # the sizes are to be validated again
         assert runs.differences(runs.saved(tmp_path / "a", 4)[part], runs.saved(tmp_path / "b", 4)[part]) == []
     rates = {name for line in metrics(tmp_path / "a") for name in line if name.startswith("lr")}
     assert {"lr/head:layer_3", "lr/layer_1", "lr/layer_2"} <= rates
 
 
-@pytest.mark.parametrize("lever", ["optimizer.in_backward=true", "optimizer.offload=true"])
-def test_levers_of_the_optimizer_change_no_bit(tmp_path, lever):
+@pytest.mark.parametrize("technique", ["optimizer.in_backward=true", "optimizer.offload=true"])
+def test_techniques_of_the_optimizer_change_no_bit(tmp_path, technique):
     own = (*MLP, f"optimizer.groups=[{HEAD}]", "optimizer.layer_decay=0.5", "train.grad_clip=null", "train.max_steps=3")
     ends = []
-    for name, more in {"a": (), "b": (lever,)}.items():
+    for name, more in {"a": (), "b": (technique,)}.items():
         runs.run(tmp_path / name, *own, *more)
         ends.append(runs.saved(tmp_path / name, 3)["model"])
     assert runs.differences(*ends) == []

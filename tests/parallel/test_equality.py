@@ -154,7 +154,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
     ids=lambda value: str(value),
 )
 def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, micro_size):
-    # 8 steps: long enough for the size to be proven, when voting ends on all ranks at the same step.
+    # 8 steps: long enough for the size to be validated, when voting ends on all ranks at the same step.
     sizes = (f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "train.max_steps=8")
     records = as_one(cell, world, spread, *sizes)
     assert [r.votes_enabled for r in records] == [records[0].votes_enabled] * world

@@ -33,7 +33,7 @@ CELLS = [  # what differs on ranks: parameters that are wrapped or sharded; the 
 def runs_of(cell: Cell, spread: str, model: str, step: int, function=train) -> tuple[list[Record], list[Record]]:
     """By rank: a run in which rank 1 runs out of memory, and the run that switches sizes by configuration."""
     overrides = (f"parallel={spread}", f"model._target_=writing_models.{model}")
-    # `always`: at a proven size no rank votes, and the launcher restarts all workers.
+    # `always`: at a validated size no rank votes, and the launcher restarts all workers.
     overrides = (*overrides, "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, tiny=WRITING, schedule={step: 2})
     fault = fail_at(1, step, "backward", operation=6)

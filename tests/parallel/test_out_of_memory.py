@@ -265,7 +265,7 @@ EITHER = ("ddp", pytest.param("fsdp", marks=needs_reset))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", EITHER)
-def test_votes_end_when_the_size_is_proven(cell, spread):
+def test_votes_end_when_the_size_is_validated(cell, spread):
     # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are enabled again.
     records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
     assert [record.votes_enabled for record in records] == [[True] * 3 + [False] * 3] * 2

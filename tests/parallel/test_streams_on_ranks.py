@@ -14,7 +14,7 @@ def of(kind: str, *overrides: str) -> tuple[str, ...]:
     return (f"data._target_=own_streams.{kind}", "oom.grow=false", *overrides)
 
 
-# Before the first step, after a plain one, after an evaluation and after a checkpoint: sizes are proven from step 2 on.
+# Before the first step, after a plain one, after an evaluation and after a checkpoint: sizes are validated from step 2.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Plain", "Sharded"])
 @pytest.mark.parametrize(

@@ -129,11 +129,11 @@ ONE_PROCESS = [one for one in TECHNIQUES if one.changes and not one.is_default a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", ONE_PROCESS, ids=lambda lever: lever.setting)
-def test_the_result_is_what_the_list_says(tmp_path, lever):
+@pytest.mark.parametrize("technique", ONE_PROCESS, ids=lambda technique: technique.setting)
+def test_the_result_is_what_the_list_says(tmp_path, technique):
     """The losses of three steps: the same to 1e-5, to some percent, or those of another optimizer."""
-    # Matrices that are large enough for fewer bits, and gradients that are clipped, where the lever allows it.
-    clip = "null" if lever.setting == "optimizer.in_backward=true" else "0.1"
+    # Matrices that are large enough for fewer bits, and gradients that are clipped, where the technique allows it.
+    clip = "null" if technique.setting == "optimizer.in_backward=true" else "0.1"
     own = (*SMALL, "model.width=64", f"train.grad_clip={clip}", "every.log=1", "train.max_steps=3")
 
     def losses(name, *more):
@@ -147,11 +147,11 @@ def test_the_result_is_what_the_list_says(tmp_path, lever):
             run.close()
         return with_loss
 
-    plain, changed = losses("plain"), losses("changed", *lever.setting.split())
+    plain, changed = losses("plain"), losses("changed", *technique.setting.split())
     off = max(abs(a - b) / a for a, b in zip(plain, changed, strict=True))
-    if lever.result == "same":
+    if technique.result == "same":
         assert off < 1e-5
-    elif lever.result == "rounded":
+    elif technique.result == "rounded":
         assert 0 < off < 0.02
     else:  # AdamW hardly notices that gradients are not clipped
-        assert off > (1e-6 if "grad_clip" in lever.setting else 1e-5)
+        assert off > (1e-6 if "grad_clip" in technique.setting else 1e-5)

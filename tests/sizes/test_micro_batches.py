@@ -45,7 +45,7 @@ def test_a_shape_that_is_cut_unevenly_proves_its_size():
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
         sizes.succeeded(SingleRank())
-    assert sizes.searches[1024].is_proven
+    assert sizes.searches[1024].is_validated
     assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
 
 
@@ -113,16 +113,16 @@ def test_only_full_micro_batches_are_measured():
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
     sizes = MicroBatchSizes(64)
     for _ in range(3):
-        assert sizes.is_unproven
+        assert sizes.is_unvalidated
         pieces(sizes, batch_of(64, 1024))
         sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 16))
     sizes.succeeded(SingleRank())
-    assert not sizes.is_unproven
+    assert not sizes.is_unvalidated
     pieces(sizes, batch_of(64, 4096))
     assert sizes.needs_watching
     sizes.succeeded(SingleRank())
-    assert sizes.is_unproven
+    assert sizes.is_unvalidated
 
 
 def test_a_rare_long_shape_leaves_the_others_in_peace():
@@ -130,8 +130,8 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
         sizes.succeeded(SingleRank())
-    assert not sizes.is_proven(1024)  # the long shape ran once
-    assert not sizes.is_unproven  # but is not in use
+    assert not sizes.is_validated(1024)  # the long shape ran once
+    assert not sizes.is_unvalidated  # but is not in use
 
 
 def test_sizes_survive_a_checkpoint():
@@ -144,7 +144,7 @@ def test_sizes_survive_a_checkpoint():
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
     assert loaded.searches[1024].fails == 64
-    assert not loaded.is_proven(16)  # it must still be proven
+    assert not loaded.is_validated(16)  # it must still be validated
 
 
 def test_what_is_cut_again_loses_nothing():

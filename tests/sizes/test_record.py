@@ -9,7 +9,7 @@ from trainapp.sizes.record import PlannedSizes, initial_sizes, shape_of, shown
 
 
 def known(size: int) -> dict:
-    """The state left by an earlier run, a checkpoint or a restart: one shape, proven; twice the size failed."""
+    """The state left by an earlier run, a checkpoint or a restart: one shape, validated; twice the size failed."""
     return {"start": 64, "buckets": {"64": [size, size, 2 * size, True]}}
 
 

@@ -20,7 +20,7 @@ def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) 
         else:
             measured = Measured(needed(search.size), room) if is_measured else None
             search.fitted(search.size, measured)
-            if search.is_proven and search.search_has_ended:
+            if search.is_validated and search.search_has_ended:
                 return search
     raise AssertionError("the search did not end")
 
@@ -76,7 +76,7 @@ def test_half_after_an_error_a_quarter_after_two_in_a_row():
     assert [search.failed(search.size) and search.size for _ in range(3)] == [512, 256, 128]
 
 
-def test_the_line_less_two_percent_is_tried_once_a_size_is_proven():
+def test_the_line_less_two_percent_is_tried_once_a_size_is_validated():
     search = SizeSearch(128)
     search.failed(128)
     assert [search.fitted(64, Measured(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
@@ -108,11 +108,11 @@ def test_what_fits_at_once_is_not_searched():
 
 
 def test_fits_once_is_not_fits_again():
-    """Proven, but then it fails: the search goes down and does not return to that size."""
+    """Validated, but then it fails: the search goes down and does not return to that size."""
     search = SizeSearch(64)
     for _ in range(3):
         search.fitted(64)
-    assert (search.works, search.is_proven) == (64, True)
+    assert (search.works, search.is_validated) == (64, True)
     assert search.failed(search.size)
     assert (search.size, search.works, search.fails) == (32, 0, 64)
     sizes = set()
@@ -130,7 +130,7 @@ def test_a_failed_try_goes_back_to_what_works():
     assert 64 < tried < 128
     search.failed(tried)
     assert (search.size, search.fails) == (64, tried)
-    assert search.fitted(64) is not None  # it was proven before: one clean step is enough
+    assert search.fitted(64) is not None  # it was validated before: one clean step is enough
 
 
 def test_the_smallest_cannot_fail():
@@ -143,7 +143,7 @@ def test_ragged_steps_prove_nothing():
     search = SizeSearch(64)
     for _ in range(10):
         search.fitted(29)  # the epoch's last step
-    assert not search.is_proven
+    assert not search.is_validated
 
 
 def test_what_failed_with_few_samples_is_not_tried_with_them_again():

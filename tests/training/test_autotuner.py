@@ -39,7 +39,7 @@ def test_from_the_first_proven_step_to_the_next_search():
     for fails in (False, False, False, False, False, True, False, False, False, False):
         found.append((tuner.follow(sizes), switches()[0]))
         work(sizes, fails=fails)
-    # Three steps prove the size; the sixth fails, and the search for a size between 16 and 32 begins.
+    # Three steps validate the size; the sixth fails, and the search for a size between 16 and 32 begins.
     assert found == [(False, False)] * 3 + [(True, True), (False, True), (False, True)] + [(False, False)] * 4
     for _ in range(40):
         tunes = tuner.follow(sizes)
@@ -84,7 +84,7 @@ def test_elsewhere_it_is_left_alone(tuner):
 
 
 def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path):
-    """It may need memory that has not been proven."""
+    """It may need memory that has not been validated."""
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=6")
     run.autotuner, votes = Autotuner(CUDA), []
     run.ranks.enable_votes = votes.append

@@ -350,7 +350,7 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path):
 
 
 def end(run_dir, step):
-    """A checkpoint without the sizes, which must be proven again after a resume."""
+    """A checkpoint without the sizes, which must be validated again after a resume."""
     state = runs.saved(run_dir, step)
     del state["sizes"]
     return state

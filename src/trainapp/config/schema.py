@@ -267,7 +267,7 @@ class Parallel:
     run_id: Str | None = None
     max_restarts: NonNegativeInt = 3
     timeout: PositiveFloat = 600.0
-    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
+    vote_on_oom: Literal["unvalidated", "always", "never"] = "unvalidated"
     ddp: Ddp = field(default_factory=Ddp)
     fsdp: Fsdp = field(default_factory=Fsdp)
 

@@ -24,7 +24,7 @@ from trainapp.parallel.strategy import local
 from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
-WATCH_INTERVAL = 1.0  # seconds between watched steps of a proven size, on the CPU
+WATCH_INTERVAL = 1.0  # seconds between watched steps of a validated size, on the CPU
 
 
 def static_bytes(
@@ -107,7 +107,7 @@ class DeviceMemory:
 
     @property
     def watch_is_due(self) -> bool:
-        """Whether a logged step of a proven size should be watched, because its memory use is not known otherwise."""
+        """Whether to watch a logged step of a validated size, whose memory use is not known otherwise."""
         return False
 
     def watch(self, resident: Resident) -> contextlib.AbstractContextManager[None]:

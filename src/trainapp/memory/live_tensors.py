@@ -2,7 +2,7 @@
 
 The CPU's allocator has no limit of its own, and the system's (RLIMIT_DATA) can crash oneDNN when it is reached.
 Counting live storages in a dispatch mode is exact and repeatable, and an error raised from it leaves autograd intact.
-It costs about 8 microseconds per operation, so it is enabled only while a size is unproven and in logged steps.
+It costs about 8 microseconds per operation, so it is enabled only while a size is unvalidated and in logged steps.
 """
 
 import contextlib

@@ -123,7 +123,7 @@ def _retries_same_size(session: Session, failure: OomReport, sizes: MicroBatchSi
     """
     has_size = failure.phase.depends_on_size
     has_cache = failure.unused_cache > (failure.requested or 0)
-    cache_helps = has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
+    cache_helps = has_cache and (not failure.by_allocator or sizes.is_validated(sizes.current_bucket or 0))
     may_fit = not has_size or failure.by_peer or cache_helps
     may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
     # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
@@ -198,7 +198,7 @@ def _why_not_in_place(failure: OomReport) -> str:
         return "inside the commit"
     if failure.lost:
         return f"the forward has written {listed(failure.lost, most=5)}"
-    return "no votes are held for a proven size"
+    return "no votes are held for a validated size"
 
 
 def _needs_new_process(session: Session, failure: OomReport) -> str:

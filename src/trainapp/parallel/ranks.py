@@ -1,9 +1,9 @@
 """How the ranks of a run communicate, apart from gradients: votes on running out of memory, reductions, flags.
 
 Votes have a gloo group of their own. A rank that runs out of memory leaves its forward or backward at a place that no
-other rank knows; the others would wait for it in their next collective forever. So, while a size is unproven, all ranks
-vote before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That
-vote pairs with the others' next one, and all ranks leave the step together.
+other rank knows; the others would wait for it in their next collective forever. So, while a size is unvalidated, all
+ranks vote before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its
+handler. That vote pairs with the others' next one, and all ranks leave the step together.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class Ranks:
         """Whether this rank writes the run's files and its messages."""
         return self.rank == 0
 
-    def enable_votes(self, unproven: bool) -> None:
-        """Decide whether to vote from here on. unproven: whether a size in use is not validated, equal on all ranks."""
+    def enable_votes(self, unvalidated: bool) -> None:
+        """Decide whether to vote from here on. unvalidated: whether a size in use is, equal on all ranks."""
 
     def disable_votes(self) -> None:
         """Hold no votes in this run, whatever `parallel.vote_on_oom` says: the strategy cannot recover in place."""
@@ -134,11 +134,11 @@ class SingleRank(Ranks):
 class DistributedRanks(Ranks):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
-    timeout: seconds after which a peer that does not answer is an error. vote_on_oom: "unproven", "always" or "never",
-    when `enable_votes` lets the ranks vote.
+    timeout: seconds after which a peer that does not answer is an error. vote_on_oom: "unvalidated", "always" or
+    "never", when `enable_votes` lets the ranks vote.
     """
 
-    def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unproven"):
+    def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unvalidated"):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = device
         self._vote_on_oom = vote_on_oom
@@ -157,8 +157,8 @@ class DistributedRanks(Ranks):
         self.cancel_flag_exchange()
         self._vote_group = self._side_group = self.saving_group = self._flag_group = None
 
-    def enable_votes(self, unproven: bool) -> None:
-        self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unproven" and unproven)
+    def enable_votes(self, unvalidated: bool) -> None:
+        self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unvalidated" and unvalidated)
 
     def disable_votes(self) -> None:
         self._vote_on_oom, self.votes_enabled = "never", False

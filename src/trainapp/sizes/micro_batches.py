@@ -43,7 +43,7 @@ class MicroBatchSizes:
     attempt: dict[int, Ran] = field(default_factory=dict)  # by bucket, of this rank in the current attempt
     clean: dict[int, Ran] = field(default_factory=dict)  # of clean steps since the ranks last exchanged them
     clean_elements: dict[int, int] = field(default_factory=dict)  # of all clean steps
-    is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
+    is_unvalidated: bool = True  # whether what ran last, on any rank, had a size that is not validated
     # By bucket, the sizes at which the last step was cut, the same on all ranks: as a schedule, they reproduce the cut.
     in_force: dict[int, int] = field(default_factory=dict)
 
@@ -75,25 +75,25 @@ class MicroBatchSizes:
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank has seen a shape whose size is unproven or may still grow."""
+        """Whether this rank has seen a shape whose size is unvalidated or may still grow."""
         for bucket in self.clean.keys() | self.attempt.keys():
-            if not (self.is_proven(bucket) and self.search(bucket).search_has_ended):
+            if not (self.is_validated(bucket) and self.search(bucket).search_has_ended):
                 return True
         return False
 
     @property
     def needs_watching(self) -> bool:
-        """Whether the current micro-batch has an unproven size, or more elements than any clean one of its bucket."""
+        """Whether the current micro-batch has an unvalidated size, or more elements than any clean one of its kind."""
         bucket = self.current_bucket or 0
         ran = self.attempt.get(bucket)
         is_longest = ran is not None and ran.elements > self.clean_elements.get(bucket, 0)
-        return is_longest or not self.is_proven(bucket)
+        return is_longest or not self.is_validated(bucket)
 
-    def is_proven(self, bucket: int) -> bool:
-        """Whether a bucket's size is proven, by its own steps or by at least as many samples of a larger bucket."""
+    def is_validated(self, bucket: int) -> bool:
+        """Whether a bucket's size is validated, by its own steps or by at least as many samples of a larger bucket."""
         own = self.searches.get(bucket) or self.search(bucket)
-        return own.clean >= own.clean_steps or any(  # SizeSearch.is_proven, inlined: asked for every micro-batch
-            s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
+        return own.clean >= own.clean_steps or any(  # SizeSearch.is_validated, inlined: asked for every micro-batch
+            s.is_validated and s.size >= own.size for other, s in self.searches.items() if other >= bucket
         )
 
     def search(self, bucket: int) -> SizeSearch:
@@ -122,7 +122,7 @@ class MicroBatchSizes:
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
 
-        Where all sizes are proven and equal, ranks skip the exchange: a shape that is new to one rank is then left
+        Where all sizes are validated and equal, ranks skip the exchange: a shape that is new to one rank is then left
         whole, and gets its own size once the ranks have exchanged it.
         """
         samples, elements = micro.samples, elements_in(micro.data)
@@ -130,8 +130,8 @@ class MicroBatchSizes:
         size = (self.searches.get(bucket) or self.search(bucket)).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1 and not self._all_alike():
-            count, any_unproven = ranks.all_reduce_max(len(pieces), int(not self.is_proven(bucket)))
-            if any_unproven:  # memory may run out
+            count, any_unvalidated = ranks.all_reduce_max(len(pieces), int(not self.is_validated(bucket)))
+            if any_unvalidated:  # memory may run out
                 ranks.enable_votes(True)
             if count != len(pieces):
                 pieces = cut_evenly(range(samples), count)
@@ -144,9 +144,9 @@ class MicroBatchSizes:
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
 
     def _all_alike(self) -> bool:
-        """Whether every bucket seen so far has a proven size, and all of them the same."""
+        """Whether every bucket seen so far has a validated size, and all of them the same."""
         sizes = {search.size for search in self.searches.values()}
-        return len(sizes) == 1 and all(map(self.is_proven, self.searches))
+        return len(sizes) == 1 and all(map(self.is_validated, self.searches))
 
     def measured(self, samples: int, resident: int, peak: int, limit: int) -> None:
         """Note the peak of a micro-batch of the current bucket, in bytes. It counts if it was a full one.
@@ -169,9 +169,9 @@ class MicroBatchSizes:
             self.clean[bucket] = ran if bucket not in self.clean else ran.merged(self.clean[bucket])
             self.clean_elements[bucket] = max(ran.elements, self.clean_elements.get(bucket, 0))
         self.attempt = {}
-        if not (self.is_unproven or news):
+        if not (self.is_unvalidated or news):
             return {}
-        # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never prove a size.
+        # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.
         largest, grown = merged(ranks.all_gather_object(self.clean)), {}
         self.in_force = self._in_force(largest)
         for bucket, ran in largest.items():
@@ -180,7 +180,7 @@ class MicroBatchSizes:
             if next_size is not None:
                 grown[bucket] = next_size
         self.clean = {}
-        self.is_unproven = not all(map(self.is_proven, largest)) if largest else self.is_unproven
+        self.is_unvalidated = not all(map(self.is_validated, largest)) if largest else self.is_unvalidated
         return grown
 
     def failed(self, ranks: Ranks, culprit: bool = True) -> tuple[int, int] | None:
@@ -211,7 +211,7 @@ class MicroBatchSizes:
         return {bucket: max(min(self.search(bucket).size, self.size), ran.get(bucket, 0)) for bucket in buckets}
 
     def _forget_attempt(self) -> None:
-        self.attempt, self.clean, self.is_unproven = {}, {}, True
+        self.attempt, self.clean, self.is_unvalidated = {}, {}, True
 
     def _largest_bucket(self) -> list[int]:
         return sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
@@ -224,12 +224,12 @@ class MicroBatchSizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Start from saved sizes, between `smallest` and `start`, as unproven. Keys may be strings, as in JSON."""
+        """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON."""
         self.searches |= {int(bucket): self._loaded(*entry) for bucket, entry in saved["buckets"].items()}
-        self.is_unproven = True
+        self.is_unvalidated = True
 
     def _loaded(self, size: int, works: int, fails: int | None, ended: bool) -> SizeSearch:
-        if fails is not None and fails > self.start:  # of a larger global batch: never reached, hence never proven
+        if fails is not None and fails > self.start:  # of a larger global batch: never reached, hence never validated
             fails, ended = None, True
         size = max(self.smallest, min(size, self.start))
         search = SizeSearch(size, self.clean_steps, self.grow, self.smallest)

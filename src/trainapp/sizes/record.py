@@ -222,7 +222,7 @@ def _as_configured(
         start = min(batch.micro_size, share)
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
     grows = grows and retries_in_place and not whole
-    # Never more than this rank has: a size that is never reached is never proven.
+    # Never more than this rank has: a size that is never reached is never validated.
     most = share if whole else 2 * share
     eval_start = min(most if batch.eval_micro_size == "auto" else batch.eval_micro_size, eval_share)
     return Sizes(

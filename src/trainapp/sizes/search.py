@@ -31,8 +31,8 @@ class Measured(NamedTuple):
 class SizeSearch:
     """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
 
-    clean_steps: successes in a row until a size is proven and, if `grow`, a larger one is tried. Knows nothing of runs:
-    the caller tells it what fitted and what failed.
+    clean_steps: successes in a row until a size is validated and, if `grow`, a larger one is tried. Knows nothing of
+    runs: the caller tells it what fitted and what failed.
     """
 
     size: int
@@ -40,21 +40,21 @@ class SizeSearch:
     grow: bool = True
     smallest: int = 1  # some models cannot train on single samples
     clean: int = 0  # steps with this size
-    works: int = 0  # the largest proven size
+    works: int = 0  # the largest validated size
     fails: int | None = None  # the smallest micro-batch that failed
     errors: int = 0  # in a row
     search_has_ended: bool = True  # no larger size is worth trying
     measured: dict[int, Measured] = field(default_factory=dict)  # by size
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the size is proven: it is then no longer watched, since watching costs time on the CPU."""
+    def is_validated(self) -> bool:
+        """Whether the size is validated: it is then no longer watched, since watching costs time on the CPU."""
         return self.clean >= self.clean_steps
 
     def fitted(self, ran: int, measured: Measured | None = None) -> int | None:
         """Record a clean step. Returns the larger size to try next, or None.
 
-        ran: the largest micro-batch in it; only full ones prove anything (one less: see `micro_batch.cut`).
+        ran: the largest micro-batch in it; only full ones count (one less: see `micro_batch.cut`).
         measured: None where its peak is not known.
         """
         if ran < self.size - 1:
@@ -62,7 +62,7 @@ class SizeSearch:
         self.errors, self.clean = 0, self.clean + 1
         if measured is not None:
             self.measured[self.size] = measured.worst(self.measured.get(self.size))
-        if not self.is_proven:
+        if not self.is_validated:
             return None
         self.works = max(self.works, self.size)
         if self.search_has_ended or not self.grow:
@@ -74,8 +74,8 @@ class SizeSearch:
         return larger
 
     def failed(self, ran: int) -> bool:
-        """Memory ran out: fall back to the largest proven size, else to half of what ran or, after two errors in a row
-        and if larger sizes will be tried, to a quarter. False if none can fit.
+        """Memory ran out: fall back to the largest validated size, else to half of what ran or, after two errors in a
+        row and if larger sizes will be tried, to a quarter. False if none can fit.
 
         ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
         the sizes in between would run the same samples at once and fail again.
@@ -89,7 +89,7 @@ class SizeSearch:
         smaller = max(self.smallest, min(self.size, ran // (4 if self.errors > 1 and self.grow else 2)))
         self.try_size(self.works or smaller)
         if self.works:
-            self.clean = self.clean_steps - 1  # it was proven before
+            self.clean = self.clean_steps - 1  # it was validated before
         self.search_has_ended = not self.grow
         return True
 
@@ -98,7 +98,7 @@ class SizeSearch:
         self.size, self.clean = size, 0
 
     def _larger(self) -> int | None:
-        """The next size after a proven one; None where the line or a failure excludes any that is worth a try."""
+        """The next size after a validated one; None where the line or a failure excludes any that is worth a try."""
         worth, line = self.size + max(1, math.ceil(WORTH * self.size)), self._reaches_limit()
         if self.fails is None or self.fails <= worth:
             return None

@@ -21,7 +21,7 @@ class SwallowedOutOfMemory(torch.OutOfMemoryError):
 
 
 def note_refused(session: Session) -> None:
-    """Note how many allocations have been refused so far. Called in unproven and logged steps: reading takes time."""
+    """Note how many allocations have been refused so far. In unvalidated and logged steps alone: reading takes time."""
     session.attempt.refused = session.memory.refused_allocations()
 
 
@@ -31,8 +31,8 @@ def refused_in_attempt(session: Session) -> int:
 
 
 def require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Ranks) -> None:
-    """Call after each micro-batch of an unproven size. Raises SwallowedOutOfMemory if an allocation has failed in it,
-    a smaller size is left to try, and the other ranks can be informed.
+    """Call after each micro-batch of an unvalidated size. Raises SwallowedOutOfMemory if an allocation has failed in
+    it, a smaller size is left to try, and the other ranks can be informed.
 
     sizes: those that the micro-batch was cut by. ranks: those that go forward together.
     """

@@ -27,11 +27,11 @@ class Autotuner:
 
     def follow(self, sizes: MicroBatchSizes) -> bool:
         """Call before work that is cut by these sizes. Returns whether it is the first since they are settled, in which
-        algorithms are timed: that may need memory which has not been proven. Equal on all ranks that share the sizes.
+        algorithms are timed: that may need more memory than was validated. Equal on all ranks that share the sizes.
         """
         if not self._is_used:
             return False
-        is_settled = sizes.search_has_ended and not sizes.is_unproven
+        is_settled = sizes.search_has_ended and not sizes.is_unvalidated
         if is_settled is not self._is_on:
             torch.backends.cudnn.benchmark = self._is_on = is_settled
             torch.backends.cudnn.deterministic = not is_settled

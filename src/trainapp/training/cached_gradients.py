@@ -88,7 +88,7 @@ class CachedGradients(Engine):
             # Not `piece`, which holds all of a larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
             found.append(_Embedded(micro, bucket, tensors_in(structure)))
-            if sizes.is_unproven:
+            if sizes.is_unvalidated:
                 require_all_allocated(session, sizes, session.ranks)
             self.attempt.phase = Phase.DATA
         self.snapshot.restore(but=MOVED_ON)

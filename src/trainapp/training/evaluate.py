@@ -63,9 +63,9 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated
     state, sizes, attempt = session.state, session.sizes.evaluation, session.attempt
     tunes = session.autotuner.follow(sizes)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
-        # Each rank proves its size on its own batches, whose number differs: agree once.
-        all_proven = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
-        session.ranks.enable_votes(not all_proven)
+        # Each rank validates its size on its own batches, whose number differs: agree once.
+        all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1
+        session.ranks.enable_votes(not all_validated)
         session.strategy.broadcast_buffers()
     if attempt.evaluation is None or batches.is_stream:  # which can only be read from its beginning
         attempt.evaluation, attempt.collector = Totals(), collector_for(session.task)
@@ -121,7 +121,7 @@ def each_micro_batch(
             with session.metrics.undone_on_error():
                 with watch_micro_batch(session, sizes, micro.data, micro.samples):
                     result = compute(micro)
-                if sizes.is_unproven:
+                if sizes.is_unvalidated:
                     require_all_allocated(session, sizes, session.eval_ranks)
                 session.snapshot.note_written()
                 session.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated

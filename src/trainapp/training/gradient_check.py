@@ -1,5 +1,5 @@
 """Looks at gradients where that is cheap: in the first step of a process, at what the loss depends on and the gradients
-that result; while a size is unproven, at whether the task leaves the gradients of earlier micro-batches alone.
+that result; while a size is unvalidated, at whether the task leaves the gradients of earlier micro-batches alone.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, app
 def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     """After clean steps, try a larger size, equal on all ranks.
 
-    news: whether any rank has seen a shape whose size is unproven or may grow.
+    news: whether any rank has seen a shape whose size is unvalidated or may grow.
     """
     sizes = session.sizes.train
     was_searching = not sizes.search_has_ended

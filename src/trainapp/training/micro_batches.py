@@ -1,8 +1,8 @@
 """The micro-batches of a step, and what is around each of them: ranks, and memory that is watched.
 
-Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unproven, to
+Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unvalidated, to
 enforce the limit and to learn what the size needs; when it is logged, at most once in a while; and when it is drawn. In
-others, and in evaluation, single micro-batches are: those whose size is unproven, or longer than any before.
+others, and in evaluation, single micro-batches are: those whose size is unvalidated, or longer than any before.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
                 yield
         else:
             yield
-    if sizes.is_unproven:
+    if sizes.is_unvalidated:
         require_all_allocated(session, sizes, session.ranks)
     if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
         attempt.phase = Phase.DATA
@@ -62,7 +62,7 @@ def _watched_step(session: Session, step: Step) -> Iterator[None]:
 def _is_watched(session: Session, step: Step) -> bool:
     # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
     is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
-    return session.sizes.train.is_unproven or step.is_drawn or is_due
+    return session.sizes.train.is_unvalidated or step.is_drawn or is_due
 
 
 def watch_micro_batch(

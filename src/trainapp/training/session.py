@@ -177,7 +177,7 @@ class Session:
             self.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)
         is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
-        is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven  # else the step may not be typical
+        is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # else the step may not be typical
         return Step(self.state.update, number, number + progress.skipped, share.total, is_logged, is_drawn)
 
     @property

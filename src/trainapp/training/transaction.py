@@ -18,7 +18,7 @@ from trainapp.training.session import Session, Step
 def transaction(session: Session, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unproven,
+    Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unvalidated,
     enables votes before each collective on whether any rank ran out of memory; also in the one in which cuDNN tunes
     itself. Watches memory, see `micro_batches`.
     """
@@ -30,12 +30,12 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
         session.engine.begin(step)
         session.snapshot.take("all" if session.rehearsals else "written")
         seed(session, step)
-        if sizes.train.is_unproven or step.is_logged:  # for ambiguous and swallowed errors; reading counters takes time
+        if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
         attempt.phase = Phase.DATA
         session.ranks.start_flag_exchange(session.flags)  # in the background: the step hides it
         tunes = session.autotuner.follow(sizes.train)
-        session.ranks.enable_votes(tunes or sizes.train.is_unproven)
+        session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
             check_exactness(session, step)
             yield

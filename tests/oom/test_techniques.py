@@ -1,4 +1,4 @@
-"""With a lever in force, an out-of-memory error costs one retried step: bit for bit the replay of the schedule."""
+"""With a technique in force, an out-of-memory error costs one retried step: bit for bit the replay of the schedule."""
 
 import functools
 import tempfile
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 # Dropout: a step cut in another way has other bits.
 GPT = (*runs.MODELS["gpt"], "data.min_length=12")
-LEVERS = {
+TECHNIQUES = {
     "loss in chunks": ("memory.loss_chunk=5",),
     "loss in chunks, bf16": ("memory.loss_chunk=5", "precision=bf16"),
     "loss in chunks, checkpointing": ("memory.loss_chunk=5", "activation_checkpointing=full"),
@@ -38,13 +38,13 @@ LEVERS = {
     "on the host": ("optimizer.offload=true",),
 }
 if find_spec("torchao") is not None:
-    LEVERS |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}
+    TECHNIQUES |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}
 PLACES = [("forward", 2), ("loss", 3), ("backward", 2)]
 NIGHTLY = pytest.mark.nightly
 # With each push each technique once, in a place in turn.
 CELLS = [
-    pytest.param(lever, *place, marks=() if number % 3 == turn else NIGHTLY)
-    for number, lever in enumerate(LEVERS)
+    pytest.param(technique, *place, marks=() if number % 3 == turn else NIGHTLY)
+    for number, technique in enumerate(TECHNIQUES)
     for turn, place in enumerate(PLACES)
 ]
 
@@ -54,47 +54,49 @@ def recorded(run_dir: Path, overrides, schedule=None, injector=None, changes=Non
 
 
 @functools.cache
-def configured(lever: str, *schedule: tuple[int, int]) -> tuple[dict, list]:
+def configured(technique: str, *schedule: tuple[int, int]) -> tuple[dict, list]:
     """The state and logged numbers of the run that switches sizes by configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        run = recorded(Path(folder), LEVERS[lever], dict(schedule))
+        run = recorded(Path(folder), TECHNIQUES[technique], dict(schedule))
         assert not run.failures
         return run.state(), logged(Path(folder))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lever", "phase", "operation"), CELLS)
-def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operation):
+@pytest.mark.parametrize(("technique", "phase", "operation"), CELLS)
+def test_a_failure_is_the_replay_of_its_schedule(tmp_path, technique, phase, operation):
     injector = Injector(phase, 2, operation)
-    failed = recorded(tmp_path / "failed", LEVERS[lever], injector=injector)
+    failed = recorded(tmp_path / "failed", TECHNIQUES[technique], injector=injector)
     assert (injector.fired, [f.phase for f in failed.failures]) == (1, [phase])
-    state, losses = configured(lever, *failed.run.sizes.micro_schedule().items())
+    state, losses = configured(technique, *failed.run.sizes.micro_schedule().items())
     assert runs.differences(failed.state(), state) == []
     assert logged(tmp_path / "failed") == losses
     # Negative control: the schedule one step late.
-    late, _ = configured(lever, (1, 8), (3, 4))
+    late, _ = configured(technique, (1, 8), (3, 4))
     assert runs.differences(failed.state()["tensors"]["model"], late["tensors"]["model"]) != []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lever", [pytest.param(name, marks=() if name == "everything" else NIGHTLY) for name in LEVERS]
+    "technique", [pytest.param(name, marks=() if name == "everything" else NIGHTLY) for name in TECHNIQUES]
 )
-def test_a_real_limit(tmp_path, lever):
-    peak = recorded(tmp_path / "peak", LEVERS[lever], changes={"batch.micro_size": 5}).run.memory.peak
+def test_a_real_limit(tmp_path, technique):
+    peak = recorded(tmp_path / "peak", TECHNIQUES[technique], changes={"batch.micro_size": 5}).run.memory.peak
     changes = {"batch.micro_size": 16, "memory.limit": peak}
-    failed = recorded(tmp_path / "failed", LEVERS[lever], changes=changes)
+    failed = recorded(tmp_path / "failed", TECHNIQUES[technique], changes=changes)
     assert failed.failures
     assert failed.run.memory.peak <= peak
     again = recorded(
-        tmp_path / "again", LEVERS[lever], failed.run.sizes.micro_schedule(), changes={"batch.micro_size": 16}
+        tmp_path / "again", TECHNIQUES[technique], failed.run.sizes.micro_schedule(), changes={"batch.micro_size": 16}
     )
     assert runs.differences(failed.state(), again.state()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", [pytest.param(name, marks=() if name == "8 bits" else NIGHTLY) for name in LEVERS])
-def test_resumed(tmp_path, lever):
+@pytest.mark.parametrize(
+    "technique", [pytest.param(name, marks=() if name == "8 bits" else NIGHTLY) for name in TECHNIQUES]
+)
+def test_resumed(tmp_path, technique):
     """Three steps, then three more from the checkpoint, equal six."""
     saving = {
         "checkpointing.save": True,
@@ -102,8 +104,8 @@ def test_resumed(tmp_path, lever):
         "train.max_steps": 6,
         "schedule.shape": "constant",
     }
-    whole = recorded(tmp_path / "whole", LEVERS[lever], changes={**saving, "checkpointing.save": False})
-    recorded(tmp_path / "run", LEVERS[lever], changes={**saving, "train.max_steps": 3})
-    parts = recorded(tmp_path / "run", LEVERS[lever], changes=saving)
+    whole = recorded(tmp_path / "whole", TECHNIQUES[technique], changes={**saving, "checkpointing.save": False})
+    recorded(tmp_path / "run", TECHNIQUES[technique], changes={**saving, "train.max_steps": 3})
+    parts = recorded(tmp_path / "run", TECHNIQUES[technique], changes=saving)
     assert parts.run.state.progress.step == 6
     assert torch.equal(runs.weights(parts.run.state.model), runs.weights(whole.run.state.model))

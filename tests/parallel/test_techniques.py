@@ -1,4 +1,4 @@
-"""Levers on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
+"""Techniques on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
 
 import itertools
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from .conftest import Cell
 from .faults import fail_at
 from .test_equality import SPREADS, as_one, assert_same, errors
 
-LEVERS = {
+TECHNIQUES = {
     "chunks": ("memory.loss_chunk=5",),
     "chunks, untied": ("memory.loss_chunk=5", "model.tie_embeddings=false"),
     "frozen": ("model.freeze=[layers.0]", "model.tie_embeddings=false"),
@@ -31,17 +31,17 @@ REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
 QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
 QUICK |= {("fsdp", "bf16 states"), ("fsdp", "adafactor"), ("ddp", "muon"), ("ddp", "bf16 weights")}
 CELLS = [
-    pytest.param(spread, lever, marks=() if (spread, lever) in QUICK else pytest.mark.nightly)
+    pytest.param(spread, technique, marks=() if (spread, technique) in QUICK else pytest.mark.nightly)
     for spread in SPREADS
-    for lever in LEVERS
+    for technique in TECHNIQUES
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spread", "lever"), CELLS)
-def test_as_one_process(cell: Cell, spread, lever):
-    records = as_one(cell, 2, spread, *LEVERS[lever])
-    if lever == "chunks":  # and as all logits at once
+@pytest.mark.parametrize(("spread", "technique"), CELLS)
+def test_as_one_process(cell: Cell, spread, technique):
+    records = as_one(cell, 2, spread, *TECHNIQUES[technique])
+    if technique == "chunks":  # and as all logits at once
         (plain,) = cell.reference(0)
         assert_same(records, plain)
         (control,) = cell.reference(0, "train.seed=1")
@@ -49,16 +49,16 @@ def test_as_one_process(cell: Cell, spread, lever):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spread", "lever"), CELLS)
-def test_a_failure_on_one_rank(cell: Cell, spread, lever):
-    overrides = (f"parallel={spread}", *LEVERS[lever], "model.dropout=0.1", "parallel.vote_on_oom=always")
+@pytest.mark.parametrize(("spread", "technique"), CELLS)
+def test_a_failure_on_one_rank(cell: Cell, spread, technique):
+    overrides = (f"parallel={spread}", *TECHNIQUES[technique], "model.dropout=0.1", "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, schedule={3: 2})
     records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=60)])
     for record, other in zip(records, wanted, strict=True):
         assert len(record.failures) == 1
         assert torch.equal(record.weights, other.weights)
         assert record.losses == other.losses
-    if lever == "chunks":  # negative control: the schedule one step late
+    if technique == "chunks":  # negative control: the schedule one step late
         late = cell.run(2, *overrides, schedule={4: 2})
         assert not torch.equal(records[0].weights, late[0].weights)
 
