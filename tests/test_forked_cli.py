@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_cli
 import helpers
 import pytest
 import runs
@@ -22,15 +23,6 @@ class Model(nn.Linear):
         {}
         super().__init__(64, 10)
 """
-
-
-@pytest.fixture(autouse=True)
-def forked():
-    """The second run of an environment is forked."""
-    for _ in range(2):
-        found = helpers.forks_for(helpers.PROGRAM, helpers.environment())
-    assert found is not None
-    return found
 
 
 def test_same_weights_and_output(tmp_path):
@@ -62,28 +54,13 @@ def test_status_of_a_killed_run_and_a_time_limit(tmp_path):
     pytest.fail("the run outlived its time limit")
 
 
-def test_only_for_the_environment_of_the_imports(forked, monkeypatch):
-    def forks(**changes):
-        return helpers.forks_for(helpers.PROGRAM, helpers.environment(changes))
+def test_only_for_the_environment_of_the_imports(monkeypatch):
+    def can_fork(command=helpers.PROGRAM, **changes):
+        return forked_cli.can_fork(command, helpers.environment(changes))
 
-    assert forks() is forks(TRAINAPP_CACHE="elsewhere") is forked
-    assert forks(OMP_NUM_THREADS="2") is None
+    assert can_fork()
+    assert can_fork(TRAINAPP_CACHE="elsewhere")
+    assert not can_fork(OMP_NUM_THREADS="2")
+    assert not can_fork([*helpers.PROGRAM[:2], "pytest"])
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    assert forks() is None
-    assert helpers.forks_for([*helpers.PROGRAM[:2], "pytest"], helpers.environment()) is None
-
-
-def test_the_planner_of_a_run_is_a_fork_that_finds_its_modules(tmp_path, forked):
-    (tmp_path / "mine.py").write_text(
-        "import os\nfrom torch import nn\n\n"
-        "class Model(nn.Sequential):\n"
-        "    def __init__(self):\n"
-        "        above = open(f'/proc/{os.getppid()}/stat').read().split()[3]  # of the process that tells of the end\n"
-        "        open('forkers', 'a').write(f'{above} ')\n"
-        "        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
-    )
-    words = ["user_packages=[mine]", "model._target_=mine.Model", "batch.micro_size=plan", "train.max_steps=2"]
-    helpers.train(tmp_path / "run", *words, cwd=tmp_path)
-    forkers = (tmp_path / "forkers").read_text().split()
-    assert len(forkers) > 2  # the run, and the planner's traces
-    assert set(forkers) == {str(forked._process.pid)}
+    assert not can_fork()

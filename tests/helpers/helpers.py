@@ -1,19 +1,17 @@
 """Runs the real command line in a subprocess, and reads what a run leaves behind."""
 
 import copy
-import functools
 import json
 import os
 import shlex
 import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked_cli
+from forked_cli import PROGRAM, Forked, can_fork
 
-PROGRAM = (sys.executable, "-m", "trainapp")
 ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
@@ -47,35 +45,19 @@ def run_cli(
     """Run `python -m trainapp OVERRIDES` in `cwd` to the end, in a fork where that makes no difference. A nonzero exit
     code does not raise.
     """
-    changed_environment = environment(env)
-    if forks := forks_for(command, changed_environment):
-        return forks.run(overrides, cwd, changed_environment, timeout)
-    return subprocess.run(
-        [*command, *overrides], cwd=cwd, env=changed_environment, capture_output=True, text=True, timeout=timeout
-    )
-
-
-def forks_for(command: Sequence[str], env: Mapping[str, str]) -> forked_cli.Forks | None:
-    """What starts this command with this environment as it would by itself, if there is such a process. Not where torch
-    can use CUDA, which no fork can once its parent has looked for a device.
-    """
-    import torch
-
-    if tuple(command) != PROGRAM or torch.version.cuda is not None:
-        return None
-    lasting = frozenset(forked_cli.lasting(env).items())
-    if lasting not in _seen[-2:]:  # a server takes longer than one run, so it waits for the second
-        _seen.append(lasting)
-        return None
-    return _forks(lasting)
-
-
-_seen: list[frozenset] = []
-
-
-@functools.lru_cache(maxsize=2)
-def _forks(env: frozenset) -> forked_cli.Forks:
-    return forked_cli.Forks(dict(env))
+    whole = environment(env)
+    if not can_fork(command, whole):
+        return subprocess.run(
+            [*command, *overrides], cwd=cwd, env=whole, capture_output=True, text=True, timeout=timeout
+        )
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        process = Forked(overrides, cwd, whole, (out.name, err.name), own_session=False)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, status, out.read(), err.read())
 
 
 def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from helpers import environment, forks_for
+from forked_cli import Forked, can_fork
+from helpers import environment
 
 from .conftest import GPT, TINY
 from .test_checkpoints import everything
@@ -46,12 +47,14 @@ class Launched:
 
     def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None):
         self.output = cwd / f"output_{time.monotonic_ns()}.txt"
+        self.output.touch()
         self.started = time.monotonic()
         whole = environment(env)
-        with self.output.open("w") as file:
-            if forks := forks_for(command[:3], whole):
-                self.process = forks.start(command[3:], cwd, whole, file, file, own_session=True)
-            else:
+        if can_fork(command[:3], whole):
+            output = (str(self.output), str(self.output))
+            self.process = Forked(command[3:], cwd, whole, output, own_session=True)
+        else:
+            with self.output.open("w") as file:
                 self.process = subprocess.Popen(
                     command, cwd=cwd, env=whole, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                     start_new_session=True,

@@ -238,7 +238,7 @@ def test_several_ranks_are_refused_together(tmp_path):
 def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_path):
     """Refused with one message, before anything is written; from another directory it is read."""
     folder, tiny = tmp_path / "run", (*runs.TINY, "model=mlp", "model.width=4")
-    endless = (*tiny, "train.max_steps=100000", "every.save=20")
+    endless = (*tiny, "train.max_steps=100000", "every.save=20", "checkpointing.keep_last=100000")
     command = [sys.executable, "-m", "trainapp", *endless, f"hydra.run.dir={folder}"]
     with open(tmp_path / "output.txt", "w") as output:
         run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
