@@ -17,7 +17,6 @@ import torch
 from trainapp.torch_private import outside_dispatch_modes
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_SPAWNED = "n_children_spawned"  # beside the bit generator's own state
 
 
 def seed_everything(seed: int) -> None:
@@ -82,23 +81,19 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator object of torch, NumPy or Python."""
-    return is_generator_class(type(value))
-
-
-def is_generator_class(kind: type) -> bool:
-    """Whether its objects are generators. Not SystemRandom: what the system draws has no state to return to."""
-    return issubclass(kind, _GENERATORS) and not issubclass(kind, random.SystemRandom)
+    """Whether it is a generator object of torch, NumPy or Python. Not SystemRandom: what the system draws has no state
+    to return to.
+    """
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator of torch, NumPy or Python."""
+    """The state of a generator of torch, NumPy or Python; not how many children a NumPy one has spawned."""
     if isinstance(generator, torch.Generator):
         with outside_dispatch_modes():  # a fake tensor would not hold the state
             return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        state, seeds = generator.bit_generator.state, _seeds_of(generator)
-        return state if seeds is None else {**state, _SPAWNED: seeds.n_children_spawned}
+        return generator.bit_generator.state
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
@@ -109,19 +104,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
             generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-        seeds = _seeds_of(generator)
-        spawned = state.get(_SPAWNED)  # a checkpoint of an earlier version has none
-        if seeds is not None and spawned is not None and spawned != seeds.n_children_spawned:
-            # In place, by NumPy's own pickling: the number itself cannot be assigned.
-            again = np.random.SeedSequence(**{**seeds.state, "n_children_spawned": spawned})
-            seeds.__setstate__(again.__reduce__()[2])
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
         generator.setstate(state)
-
-
-def _seeds_of(generator: np.random.Generator) -> Any:
-    """What `spawn` takes the seeds of the next children from, and counts; None where it was not seeded by one."""
-    seeds = getattr(generator.bit_generator, "seed_seq", None)  # from NumPy 1.25 on
-    return seeds if type(seeds) is np.random.SeedSequence else None

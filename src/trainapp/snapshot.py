@@ -1,11 +1,11 @@
-"""What a forward may change, to return to: one `Snapshot` for steps, evaluations and trial calls.
+"""What a forward may change, to return to: one `Snapshot` for steps, evaluations, trial calls and recomputed blocks.
 
 | what | how it is restored |
 |---|---|
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
 | another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has moved |
 | a parameter | copied in every `take` once a forward is known to have written it |
-| which parameters, buffers and submodules there are; other attributes of the user's modules | by reference |
+| which parameters, buffers and submodules there are; other attributes of the user's modules and tasks | by reference |
 | training mode, `requires_grad` | recorded |
 | what has a state of its own: `get_extra_state`, generators, a task, a data set | by its `Owner` |
 
@@ -21,10 +21,9 @@ from then on. A first write cannot be undone: `restore` names it in `lost`.
 """
 
 import contextlib
-import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -33,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainapp.checksum import checksum
-from trainapp.rng import generator_state, set_generator_state
+from trainapp.stateful import Owner, Stateful
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
+    buffers_of,
     foreach_copy_,
     local_part,
     non_persistent_buffers,
@@ -48,91 +47,24 @@ from trainapp.torch_private import (
 _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
 _IS_TRAINING = operator.attrgetter("training")
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
+_COPIED = (Tensor, np.ndarray)  # of attributes; others are restored by reference
+_PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 Parameters = Literal["written", "trained", "all"]
 MOVED_ON = ("data", "generator")  # kinds of owners that stay where they are when a step is left out for good
-
-
-class Owner(NamedTuple):
-    """Something with a state of its own. `get` may return references; `set` may keep what it is given."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    kind: str  # "model", "task", "data" or "callbacks"; "generator"
-    is_held: bool = False  # a transaction holds it in another way: a module's tensors, a stream's samples
-
-    def copy(self) -> Any:
-        """The state, for `restore`. A generator's is a copy already; in a trace, another would be without numbers."""
-        return self.get() if self.kind == "generator" else copied(self.get())
-
-    def restore(self, state: Any) -> None:
-        """Return to what `copy` has returned; any number of times."""
-        self.set(state if self.kind == "generator" else copied(state))
-
-
-def copied(state: Any) -> Any:
-    """A copy that shares no tensor, array or container with `state`."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, np.ndarray):
-        return state.copy()
-    if type(state) is dict:
-        return {key: copied(value) for key, value in state.items()}
-    if type(state) in (list, tuple, set):
-        return type(state)(map(copied, state))
-    if isinstance(state, (str, bytes, int, float, complex, type(None))):
-        return state
-    return copy.deepcopy(state)  # a deque, an OrderedDict, a class of the owner's
-
-
-def generator_owner(generator: Any) -> Owner:
-    """The owner of a generator of torch, NumPy or Python."""
-    return Owner(lambda: generator_state(generator), lambda state: set_generator_state(generator, state), "generator")
-
-
-def attributes_owner(held: Any) -> Owner:
-    """The owner of the plain values, tensors and arrays in an object's attributes."""
-    attributes = vars(held)
-
-    def get() -> dict[str, Any]:
-        return {name: value for name, value in attributes.items() if _is_plain(value)}
-
-    @torch.no_grad()
-    def set(state: dict[str, Any]) -> None:
-        for name in get().keys() - state.keys():
-            del attributes[name]
-        for name, value in state.items():
-            now = attributes.get(name)
-            if type(value) is type(now) and isinstance(value, (Tensor, np.ndarray)) and value.shape == now.shape:
-                now[...] = value  # other objects may hold it, too
-            else:
-                attributes[name] = value
-
-    return Owner(get, set, "task")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and value.grad_fn is None and not value.requires_grad
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.ndarray))
-
-
-def has_extra_state(module: nn.Module) -> bool:
-    """Whether the module's class overrides `get_extra_state` and `set_extra_state`."""
-    kind, base = type(module), nn.Module
-    return kind.get_extra_state is not base.get_extra_state and kind.set_extra_state is not base.set_extra_state
 
 
 class Structure:
     """Which tensors and attributes modules hold: found by a walk, and valid until they hold others."""
 
-    def __init__(self, roots: Mapping[str, nn.Module], shards: Mapping[tuple[int, str], Tensor]):
+    def __init__(self, roots: Mapping[str, nn.Module], objects: Iterable[Any], shards: Mapping[Any, Tensor]):
         found = [(root, path, module) for root, top in roots.items() for path, module in top.named_modules()]
         self.modules = list({id(module): module for _, _, module in found}.values())
         self.registries = [registry for module in self.modules for registry in registries_of(module)]
-        self.filled = [registry for registry in self.registries if registry]
-        self.values = [*chain.from_iterable(map(dict.values, self.filled))]
+        self.contents = list(map(dict.copy, self.registries))
+        self._filled = [registry for registry in self.registries if registry]
+        self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = [vars(module) for module in own]
+        self.attributes: list[dict[str, Any]] = [vars(holder) for holder in (*own, *objects)]
         self.parameters: dict[str, Tensor] = {}  # this rank's parts of them
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
@@ -157,13 +89,29 @@ class Structure:
 
     def is_current(self) -> bool:
         """Whether the modules still hold the same tensors and submodules."""
-        if sum(map(len, self.registries)) != len(self.values):
+        if sum(map(len, self.registries)) != len(self._values):
             return False
-        return all(map(operator.is_, chain.from_iterable(map(dict.values, self.filled)), self.values))
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
 
     def versions(self) -> list[int]:
         """How often each parameter has been written."""
         return list(map(version_of, self.parameters.values()))
+
+
+class _Constant(NamedTuple):
+    """A tensor that is rarely written. copy: of that version; None where it is not needed."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+
+class _References(NamedTuple):
+    """What is restored by reference, of all modules and objects; and the states of owners."""
+
+    attributes: list[dict[str, Any]]
+    training: list[bool]
+    owned: dict[str, Any]
 
 
 @dataclass
@@ -171,64 +119,69 @@ class State:
     """What a `take` has recorded."""
 
     structure: Structure
-    contents: list[dict[str, Any]]  # of the filled registries
-    attributes: list[dict[str, Any]]
+    references: _References
     versions: list[int]
-    training: list[bool]
     need_gradients: list[bool]
-    owned: dict[str, Any]  # the states of owners
-    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by id: a tensor and its copy
-    sums: dict[str, Tensor] = field(default_factory=dict)  # checksums
+    copies: list[tuple[Tensor, Tensor]]  # a tensor and its copy
+    constants: dict[int, _Constant]  # by id
+    arrays: list[tuple[np.ndarray, np.ndarray]]
+    sums: dict[str, Tensor]  # checksums
 
+    def copies_by_id(self) -> dict[int, Tensor]:
+        """The copy of each tensor."""
+        constants = {key: constant.copy for key, constant in self.constants.items() if constant.copy is not None}
+        return constants | {id(tensor): copy for tensor, copy in self.copies}
 
-class _Copies(NamedTuple):
-    """Memory for copies of certain tensors, to be used again.
+    def drop_unwritten(self) -> None:
+        """Free the copies of constants that have not been written since."""
+        for key, (tensor, version, _) in self.constants.items():
+            if version_of(tensor) == version:
+                self.constants[key] = _Constant(tensor, version, None)
 
-    groups: targets and sources by device and dtype. BatchNorm counts its batches in integers, and CUDA copies a mixed
-    list with a launch per tensor (ForeachBinaryOpList.cu at pytorch's commit 00a1abb).
-    """
-
-    pairs: dict[int, tuple[Tensor, Tensor]]
-    groups: list[tuple[list[Tensor], list[Tensor]]]
-    structure: Structure
-    parameters: list[str]
-
-    def fit(self) -> bool:
-        """Whether no tensor has another shape than its copy."""
-        return all(target.shape == source.shape for target, source in self.pairs.values())
-
-    def fill(self) -> None:
-        """Copy."""
-        for targets, sources in self.groups:
-            foreach_copy_(targets, sources)
+    def has_lost(self) -> bool:
+        """Whether one of them has been written later."""
+        return any(copy is None and version_of(tensor) != version for tensor, version, copy in self.constants.values())
 
 
 class Snapshot:
-    """See the head of this file. modules: by the first part of their parameters' names. owners: by name.
+    """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: that
+    are no modules, and whose attributes are restored as theirs.
 
-    updates: how often `note_step` is called per step. Attributes: `written`, the parameters that forwards are known to
-    write, with the number of the call of `note_step` that last found it; `lost`, those that the last `restore` found
-    written, and of which there is no copy.
+    verified: in how many of the first steps checksums are compared. Attributes: `written`, the parameters that forwards
+    are known to write; `lost`, those that the last `restore` found written, and of which there is no copy.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], owners: Mapping[str, Owner] | None = None, updates: int = 1
+        self,
+        modules: Mapping[str, nn.Module],
+        owners: Mapping[str, Owner] | None = None,
+        objects: Iterable[Any] = (),
+        verified: int = 2,
     ) -> None:
-        self._roots, self._owners, self._updates = modules, dict(owners or {}), updates
-        self.written: dict[str, int] = {}
+        self._roots, self._owners, self._objects = modules, dict(owners or {}), list(objects)
+        self.written: list[str] = []
         self.lost: list[str] = []
-        self._steps = 0
+        self._steps_to_verify = verified
         # FSDP2 swaps these for gathered parameters in every forward, and swaps them back itself.
         registries = [registry for top in modules.values() for m in top.modules() for registry in registries_of(m)]
         self._shards = {(id(r), name): tensor for r in registries for name, tensor in r.items() if _is_shard(tensor)}
-        self._structure = Structure(self._roots, self._shards)
-        self._copies: _Copies | None = None
-        self._unchanged: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its version, the copy of that
+        self._structure = Structure(self._roots, self._objects, self._shards)
+        self._copied: tuple[Structure, list[str]] | None = None  # whose tensors, and which parameters, `_copies` are of
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._constants: dict[int, _Constant] = {}
         self._state: State | None = None
 
-    @property
-    def _verifies(self) -> bool:
-        return self._steps < 2 * self._updates
+    @classmethod
+    def of(cls, stateful: Stateful, verified: int = 2) -> "Snapshot":
+        """Of everything that a step may change in these objects. Callbacks run between steps, where there is nothing to
+        restore.
+        """
+        owners = {n: owner for n, owner in stateful.owners.items() if not owner.is_held and owner.kind != "callbacks"}
+        model = {name: root for name, root in stateful.roots.items() if name == "model"}
+        tasks = [root for name, root in stateful.roots.items() if name.endswith("task")]
+        objects = [task for task in tasks if hasattr(task, "__dict__") and not isinstance(task, nn.Module)]
+        return cls(model | stateful.modules, owners, objects, verified)
 
     @property
     def _taken(self) -> State:
@@ -239,130 +192,151 @@ class Snapshot:
     def take(self, parameters: Parameters = "written") -> None:
         """Record the current state. parameters: which of them to copy, besides those that are known to be written."""
         self.lost, self._state = [], None
-        if self._verifies or not self._structure.is_current():
-            self._structure = Structure(self._roots, self._shards)
-        now = self._structure
-        attributes = list(map(dict.copy, now.attributes))
-        state = State(
+        if self._steps_to_verify or not self._structure.is_current():
+            self._structure = Structure(self._roots, self._objects, self._shards)
+        now, references = self._structure, self._references(self._structure)
+        held = [value for values in references.attributes for value in values.values() if type(value) in _COPIED]
+        self._state = State(
             structure=now,
-            contents=list(map(dict.copy, now.filled)),
-            attributes=attributes,
+            references=references,
             versions=now.versions(),
-            training=list(map(_IS_TRAINING, now.modules)),
             need_gradients=list(map(_NEEDS_GRADIENT, now.leaves)),
-            owned={name: owner.copy() for name, owner in self._owners.items()},
-            copies=self._copies_of_changing(parameters) | self._copies_of_constants(attributes),
+            copies=self._copies_of_changing(parameters),
+            constants=self._copies_of_constants([*now.constants.values(), *filter(_is_kept, held)]),
+            arrays=[(value, value.copy()) for value in held if type(value) is np.ndarray],
+            sums=self._sums() if self._steps_to_verify else {},
         )
-        if self._verifies:
-            with outside_dispatch_modes():  # counting live tensors would take longer than the sums
-                state.sums = {name: checksum(tensor) for name, tensor in now.unsure.items() if _has_memory(tensor)}
-        self._state = state
 
-    def _copies_of_changing(self, parameters: Parameters) -> dict[int, tuple[Tensor, Tensor]]:
+    def _references(self, structure: Structure) -> _References:
+        return _References(
+            list(map(dict.copy, structure.attributes)),
+            list(map(_IS_TRAINING, structure.modules)),
+            {name: owner.copy() for name, owner in self._owners.items()},
+        )
+
+    def _copies_of_changing(self, parameters: Parameters) -> list[tuple[Tensor, Tensor]]:
         """Buffers in the state dict and the parameters to copy, into the memory of the last copies."""
-        chosen = list(self.written)
+        now, chosen = self._structure, list(self.written)
         if parameters != "written":
-            every = zip(self._structure.parameters, self._structure.leaves, strict=True)
+            every = zip(now.parameters, now.leaves, strict=True)
             chosen = [name for name, leaf in every if parameters == "all" or leaf.requires_grad or name in self.written]
-        copies = self._copies
-        if copies is None or copies.structure is not self._structure or copies.parameters != chosen or not copies.fit():
-            copies = self._copies = self._allocated(chosen)
-        copies.fill()
-        return copies.pairs
+        if self._copied != (now, chosen) or not all(a.shape == b.shape for a, b in self._copies):
+            self._copies, self._groups = [], []
+            named = (now.unsure.get(name) for name in chosen)
+            tensors = [*now.buffers.values(), *(tensor for tensor in named if tensor is not None)]
+            self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in tensors]
+            # By device and dtype: BatchNorm counts its batches in integers, and CUDA copies a mixed list with a launch
+            # per tensor (ForeachBinaryOpList.cu at pytorch's commit 00a1abb).
+            groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+            for tensor, copy in self._copies:
+                group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+                group[0].append(copy)
+                group[1].append(tensor)
+            self._copied, self._groups = (now, chosen), list(groups.values())
+        for copies, tensors in self._groups:
+            foreach_copy_(copies, tensors)
+        return self._copies
 
-    def _allocated(self, parameters: list[str]) -> _Copies:
-        before = {} if self._copies is None else self._copies.pairs
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        pairs = {}
-        named = (self._structure.unsure.get(name) for name in parameters)
-        for source in (*self._structure.buffers.values(), *(tensor for tensor in named if tensor is not None)):
-            known, target = before.get(id(source), (None, source))
-            if known is not source or target.shape != source.shape:
-                target = torch.empty_like(source, requires_grad=False)
-            pairs[id(source)] = source, target
-            targets, sources = groups.setdefault((source.device, source.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
-        return _Copies(pairs, list(groups.values()), self._structure, parameters)
+    def _copies_of_constants(self, tensors: list[Tensor]) -> dict[int, _Constant]:
+        """Into new memory, where there is no copy of this version."""
+        before, self._constants = self._constants, {}
+        for tensor in tensors:
+            known, version = before.get(id(tensor)), version_of(tensor)
+            if known is None or known.tensor is not tensor or known.version != version or self._steps_to_verify:
+                known = _Constant(tensor, version, tensor.detach().clone())
+            self._constants[id(tensor)] = known
+        return self._constants
 
-    def _copies_of_constants(self, attributes: list[dict[str, Any]]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Constant buffers, and tensors in attributes: into new memory, where there is no copy of this version."""
-        unchanged: dict[int, tuple[Tensor, int, Tensor]] = {}
-        held = (value for values in attributes for value in values.values() if _is_kept(value))
-        for tensor in chain(self._structure.constants.values(), held):
-            version = version_of(tensor)
-            known = self._unchanged.get(id(tensor))
-            is_valid = known is not None and known[0] is tensor and known[1] == version and not self._verifies
-            unchanged[id(tensor)] = known if known is not None and is_valid else (tensor, version, _copy_of(tensor))
-        self._unchanged = unchanged
-        silent = [] if not self.written else [self._structure.constants.get(name) for name in self.written]
-        by_id = {id(tensor) for tensor in silent}  # they have copies in any case
-        return {key: (tensor, own) for key, (tensor, _, own) in unchanged.items() if key not in by_id}
+    def _sums(self) -> dict[str, Tensor]:
+        with outside_dispatch_modes():  # counting live tensors would take longer than the sums
+            return {name: checksum(tensor) for name, tensor in self._structure.unsure.items() if _has_memory(tensor)}
 
     def note_written(self) -> None:
         """Remember which parameters have been written since `take`. Call before anything else changes them."""
-        self._note(2 * self._updates)
+        if self._steps_to_verify or self._taken.versions != self._taken.structure.versions():
+            self.note(self._written())
 
     def note_step(self) -> None:
-        """`note_written` for a step whose gradients are complete, before its commit. What only the first step writes is
-        forgotten after the second: an initialisation from data should not cost a copy for the rest of the run.
-        """
-        self._note(self._steps)
-        if self._verifies:
-            self._steps += 1
-            if not self._verifies:
-                self.written = {name: last for name, last in self.written.items() if last >= self._updates}
+        """`note_written` for a step whose gradients are complete, before its commit."""
+        self.note_written()
+        self._steps_to_verify = max(0, self._steps_to_verify - 1)
 
-    def _note(self, number: int) -> None:
-        if self._verifies or self._taken.versions != self._taken.structure.versions():
-            self.written |= dict.fromkeys(self._written(), number)
-
-    def note_lost(self, names: Collection[str]) -> None:
-        """Parameters that a forward is known to write, from another rank or an earlier process."""
-        self.written = dict.fromkeys(names, 2 * self._updates) | self.written
+    def note(self, names: Iterable[str]) -> None:
+        """Parameters that a forward is known to write: here, on another rank or in an earlier process."""
+        self.written += [name for name in names if name not in self.written]
 
     def _written(self) -> list[str]:
         """Names of what has been written since `take`."""
         state = self._taken
         before, now = state.versions, state.structure.versions()
         moved = {name for name, a, b in zip(state.structure.parameters, before, now, strict=True) if a != b}
+        unsure = state.structure.unsure
         with outside_dispatch_modes():
-            unsure = state.structure.unsure
             silent = {name for name, known in state.sums.items() if not torch.equal(checksum(unsure[name]), known)}
-        return [name for name in state.structure.unsure if name in moved or name in silent]
+        return [name for name in unsure if name in moved or name in silent]
 
     def restore(self, but: Collection[str] = ()) -> None:
         """Return to the last `take`. Sets `lost`. but: kinds of owners that stay as they are."""
-        state, written = self._taken, self._written()
-        self.lost = [name for name in written if id(state.structure.unsure[name]) not in state.copies]
-        self.written = dict.fromkeys(written, self._steps) | self.written
-        self._restore_modules(state)
+        state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
+        self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
+        self.note(written)
+        for registry, before in zip(state.structure.registries, state.structure.contents, strict=True):
+            moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
+            _refill(registry, before | moving)
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
-        for tensor, own in state.copies.values():
-            if tensor.shape == own.shape:
-                tensor.data.copy_(own)  # moves no version: the tensor counts as written only where a forward has
-            else:  # another tensor was assigned to its `.data`
-                tensor.data = own.clone()
-        for name, held in state.owned.items():
+        constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
+        for tensor, copy in (*constants, *state.copies):
+            if copy is not None and tensor.shape == copy.shape:
+                tensor.data.copy_(copy)  # moves no version: the tensor counts as written only where a forward has
+            elif copy is not None:  # another tensor was assigned to its `.data`
+                tensor.data = copy.clone()
+        for array, kept in state.arrays:
+            array[...] = kept
+        self._refer_to(state.structure, state.references, but)
+
+    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
+        for now, before in zip(structure.attributes, references.attributes, strict=True):
+            _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
+        for module, is_training in zip(structure.modules, references.training, strict=True):
+            module.training = is_training
+        for name, held in references.owned.items():
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
 
-    def _restore_modules(self, state: State) -> None:
-        """Which tensors, submodules and attributes there are, and training mode."""
-        contents = dict(zip(map(id, state.structure.filled), state.contents, strict=True))
-        for registry in state.structure.registries:
-            before = contents.get(id(registry), {})
-            moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
-            _refill(registry, before | moving)
-        for attributes, values in zip(state.structure.attributes, state.attributes, strict=True):
-            _set_attributes(attributes, values)
-        for module, is_training in zip(state.structure.modules, state.training, strict=True):
-            module.training = is_training
+    def released(self) -> State:
+        """What the last `take` has recorded, for `replayed`: the next one copies into new memory."""
+        state, self._state = self._taken, None
+        self._copied, self._copies, self._groups, self._constants = None, [], [], {}
+        return state
+
+    @contextlib.contextmanager
+    def replayed(self, state: State) -> Iterator[None]:
+        """That state inside the block, but for parameters and `requires_grad`, and the present one after it: for a
+        recomputation. No tensor is written, since gradients may have saved it: copies take their place.
+        """
+        stand_ins: dict[int, Any] = {key: copy.clone() for key, copy in state.copies_by_id().items()}
+        stand_ins |= {id(array): kept.copy() for array, kept in state.arrays}
+
+        def with_stand_ins(all_values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [{name: stand_ins.get(id(v), v) for name, v in values.items()} for values in all_values]
+
+        buffers = list(map(buffers_of, state.structure.modules))
+        contents, references = list(map(dict.copy, buffers)), self._references(state.structure)
+        try:
+            for now, before in zip(buffers, with_stand_ins(state.structure.contents[1::3]), strict=True):
+                _refill(now, before)
+            attributes = with_stand_ins(state.references.attributes)
+            self._refer_to(state.structure, state.references._replace(attributes=attributes))
+            yield
+        finally:
+            for now, before in zip(buffers, contents, strict=True):
+                _refill(now, before)
+            self._refer_to(state.structure, references)
 
     def restore_generators(self) -> None:
         """Those of the owners alone, as in the last `take`."""
-        for name, held in self._taken.owned.items():
+        for name, held in self._taken.references.owned.items():
             if self._owners[name].kind == "generator":
                 self._owners[name].restore(held)
 
@@ -398,8 +372,32 @@ class Snapshot:
             raise
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 [_PARTS + 1]: sums, modulo 2**64, of the tensor's bits in as many parts; the last weighs them by their
+    place in a part, so that exchanged elements tell. It finds writes that move no version.
+
+    Two passes over its memory; a copy of the tensor only where its memory is not one block, or holds conjugates or
+    negatives.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # such as those of fft(x).conj()
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # of memory, also where it is channels_last
+    flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    if flat.storage_offset() % 8 and whole:
+        flat = flat.clone()
+    words = flat[:whole].view(torch.int64)
+    size = len(words) // _PARTS
+    parts = words[: size * _PARTS].view(_PARTS, size)
+    sums = parts.sum(1)
+    places = torch.arange(1, size + 1, device=words.device)
+    by_place = (parts.sum(0) * places).sum().reshape(1)
+    rest = words[size * _PARTS :]
+    sums[: len(rest)] += rest * 3
+    if whole < len(flat):
+        ends = flat[whole:]
+        sums[-len(ends) :] += ends * 5
+    return torch.cat([sums, by_place])
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
@@ -407,15 +405,6 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
-
-
-def _set_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """The same for a module's attributes, but for what torch itself keeps there."""
-    for name in [name for name in attributes if name not in before and name not in MODULE_ATTRIBUTES]:
-        del attributes[name]
-    for name, value in before.items():
-        if attributes.get(name, attributes) is not value and name not in MODULE_ATTRIBUTES:
-            attributes[name] = value
 
 
 def _is_shard(tensor: Any) -> bool:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.stateful import Stateful
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
 
@@ -21,26 +19,20 @@ SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "m
 class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
-    device, stateful = torch.device("cpu"), Stateful()
-
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
 
-    def tensors(self, written: Sequence[str] = ()) -> dict[str, Any]:
+    def values(self, ranks: Ranks) -> dict[str, Any]:
+        """None."""
+        return {"ranks": ranks.world}
+
+    def tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """Its only tensor."""
         return {"model": {"value": self.value}}
 
     def not_saved(self) -> list[str]:
         """None."""
         return []
-
-    def rank_values(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def values(self, ranks: list[dict[str, Any]], stateful: list[Any]) -> dict[str, Any]:
-        """None."""
-        return {"ranks": len(ranks), "model_values": {"written": []}}
 
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:

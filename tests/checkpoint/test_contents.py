@@ -58,7 +58,7 @@ def test_an_optimizer_with_plain_state_continues_bit_for_bit(tmp_path, model, st
     ("model", "optimizer", "lose"),
     [
         ("OwnEntries", "", (state_dicts.ModelState, "load_values")),
-        ("NonPersistent", "", (state_dicts.ModelState, "changed_buffers")),
+        ("NonPersistent", "", (state_dicts.ModelState, "buffers")),
         ("Linear", "PlainState", (state_dicts, "prepare_optimizer")),
     ],
 )
@@ -81,7 +81,7 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
         with pytest.raises(UserError, match="tensors differ"):  # its momentum is allocated late
             resumed_weights()
         return
-    if lose[1] == "changed_buffers":
+    if lose[1] == "buffers":
         runs.run_until(tmp_path / "b", 5, *settings)  # as it would be saved
     assert runs.differences(resumed_weights(), expected) != []
 

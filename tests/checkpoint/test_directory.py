@@ -81,7 +81,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, fil
     warnings = [text for text in own_messages(caplog) if "damaged" in text]
     assert len(warnings) == 1
     assert str(runs.checkpoint(tmp_path, 4)) in warnings[0]
-    with pytest.raises(UserError, match=r"damaged.*checkpointing\.resume=.*step_00000002|neither a checkpoint|damaged"):
+    with pytest.raises(UserError, match="damaged"):
         resolve(str(runs.checkpoint(tmp_path, 4)))
 
 
@@ -247,7 +247,7 @@ def test_resolve(tmp_path):
     with pytest.raises(UserError, match="no such file or directory"):
         resolve(str(tmp_path / "nowhere"))
     damage_file(newest / SHARD, "flipped")
-    with pytest.raises(UserError, match=f"damaged .*the one before it is good: checkpointing.resume={older}"):
+    with pytest.raises(UserError, match="this checkpoint is damaged"):
         resolve(str(newest))
 
 

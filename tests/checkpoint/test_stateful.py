@@ -1,7 +1,5 @@
 """State outside of tensors: found, copied, saved, and the same after a resume."""
 
-import functools
-import random
 import traceback
 from types import SimpleNamespace
 
@@ -10,10 +8,8 @@ import pytest
 import runs
 import torch
 import writing_models
-from torch import nn
-from torch.utils.data import Subset
 
-from trainapp.checkpoint.stateful import Stateful
+from trainapp.checkpoint import state_dicts
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
@@ -53,43 +49,9 @@ def test_without_the_saved_state_it_is_not(tmp_path, monkeypatch, case):
     overrides = (*CASES[case], "train.max_steps=6")
     runs.run(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
-    monkeypatch.setattr(Stateful, "load_state_dict", lambda *_: [])
+    monkeypatch.setattr(state_dicts, "load_stateful", lambda *_: [])
     runs.run(tmp_path / "b", *overrides)
     assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) != []
-
-
-def test_what_owns_state_is_found():
-    model = nn.Sequential(nn.Linear(1, 1), writing_models.ExtraState(2))
-    model[0].noise = [torch.Generator()]
-    task = functools.partial(lambda queue, model, batch: None, writing_models.QueueTask())
-    transform = SimpleNamespace(rng=np.random.RandomState(0))
-    data = Subset(SimpleNamespace(transforms=[transform], own={"python": random.Random(1)}), [0])
-    found = Stateful(model=model, task=task, data=data, eval_data=None)
-    assert set(found.owners) == {
-        "model.1.extra_state",
-        "model.0.noise.0",
-        "task.0",
-        "task.0.meters.seen",
-        "task.0.noise.0",
-        "data.dataset.transforms.0.rng",
-        "data.dataset.own.python",
-    }
-    assert [owner.kind for owner in found.owners_in("data").values()] == ["generator", "generator"]
-
-
-def test_a_closure_is_looked_into():
-    queue = writing_models.QueueTask()
-
-    def task(model, batch):
-        return queue(model, batch)
-
-    assert "task.queue" in Stateful(task=task).owners
-
-
-def test_nothing_is_found_in_ordinary_parts():
-    found = Stateful(model=nn.Linear(1, 1), task=writing_models.cross_entropy, data=[1, 2, 3])
-    assert not found.owners
-    assert not found.modules
 
 
 class Unplain:

@@ -198,7 +198,7 @@ class Recorded:
     def state(self) -> dict[str, Any]:
         """All that must survive a recovery unchanged: everything except the sizes of the search."""
         state = self.run.state
-        values = state.values([state.rank_values()])
+        values = state.values(SingleRank())
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
         return {"tensors": state.tensors(), "values": values, "fetched": self.fetched}
 

@@ -5,8 +5,8 @@ import runs
 import torch
 import writing_models
 
-from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped
+from trainapp.snapshot import checksum
 from trainapp.training import exactness, loop
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")

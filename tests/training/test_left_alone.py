@@ -9,11 +9,11 @@ import torch
 from helpers import metrics
 from torch import nn
 
-from trainapp.checkpoint.stateful import Stateful
 from trainapp.errors import UserError
 from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Snapshot
+from trainapp.stateful import Stateful
 from trainapp.training import loop
 from trainapp.training.gradient_check import gradients_of, require_same_gradients
 
@@ -125,7 +125,7 @@ def test_generators_behind_callables_and_in_long_lists_are_found():
     model = Holder()
     stateful = Stateful(model=model)
     assert len(stateful.owners) == 1502
-    snapshot = stateful.snapshot()
+    snapshot = Snapshot.of(stateful)
     snapshot.take()
     drawn = model.noise(0.0), model.draw(), model.by_sample[1400].random()
     snapshot.restore()

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from trainapp.assembly.components import Components
-from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
@@ -14,7 +13,7 @@ from trainapp.data.stream_reader import is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
 from trainapp.parallel.ranks import Ranks
-from trainapp.snapshot import Owner
+from trainapp.stateful import Owner, Stateful
 from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)

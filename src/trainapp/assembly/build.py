@@ -16,8 +16,7 @@ from trainapp.assembly.model import Assembled, assemble
 from trainapp.assembly.room import require_room
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.state_dicts import require_loadable
-from trainapp.checkpoint.stateful import Stateful
+from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
 from trainapp.data.source import TrainBatches
@@ -35,6 +34,8 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
+from trainapp.snapshot import Snapshot
+from trainapp.stateful import Stateful
 from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
@@ -175,7 +176,7 @@ def _engine(
         assembled.task,
         assembled.tasks,
         NonFiniteCheck(config.train.nonfinite, state.device, is_scaled, checkpointer.newest_name),
-        state.stateful.snapshot(len(state.updates)),
+        Snapshot.of(state.stateful, verified=2 * len(state.updates)),
         Attempt(),
         config.train.grad_clip,
         assembled.offload,
@@ -257,6 +258,6 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     if config.mode == "train":
         for optimizer in state.optimizers:
             require_loadable(optimizer)
-    state.stateful.state_dict()  # raises UserError now rather than at the first save
+    stateful_values(state.stateful)  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)

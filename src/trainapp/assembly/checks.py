@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.assembly.components import Components
-from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
@@ -32,6 +31,8 @@ from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import preserved_rng
+from trainapp.snapshot import Snapshot
+from trainapp.stateful import Stateful
 from trainapp.torch_private import DispatchMode, draws_numbers, is_tracing
 from trainapp.units import listed
 
@@ -136,7 +137,7 @@ def _compared(
     modules = (model, *stateful.modules.values())
     for module in modules:
         module.to(device)  # those of the task and the data will be
-    snapshot, samples = stateful.snapshot(), min(SAMPLES, len(data))
+    snapshot, samples = Snapshot.of(stateful), min(SAMPLES, len(data))
     if samples < 2:
         return None
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.errors import UserError
@@ -18,6 +17,7 @@ from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
 from trainapp.parallel.strategy import local
+from trainapp.stateful import held_tensors
 from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.phase import Phase

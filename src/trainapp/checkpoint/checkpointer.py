@@ -4,9 +4,8 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp.checkpoint import shards
-from trainapp.checkpoint.directory import CheckpointDirectory, describe
-from trainapp.checkpoint.plain import digest
+from trainapp.checkpoint.directory import CheckpointDirectory, Saving, describe
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
@@ -26,21 +24,6 @@ from trainapp.units import listed
 
 VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Pending:
-    """A checkpoint that is being written in the background.
-
-    write: writes this rank's files into a folder and describes them, as the future does, and may do it again.
-    """
-
-    write: Callable[[Path], dict[str, Any]]
-    future: Future
-    folder: Path
-    step: int
-    config: dict[str, Any]
-    is_best: bool
 
 
 class Checkpointer:
@@ -53,9 +36,10 @@ class Checkpointer:
     def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: Ranks, asynchronous: bool):
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
+        self.newest, self.newest_name = directory.newest, directory.newest_name
         self.saved_at = 0  # the step of the last save or resume
         self._not_saved: list[str] = []  # what the log has named
-        self._pending: Pending | None = None
+        self._pending: tuple[Saving, Path, Future[dict[str, Any]]] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
@@ -64,34 +48,17 @@ class Checkpointer:
         config: goes into the manifest. sizes: plain values that `restore` returns.
         """
         self.finish()
-        folder = self.directory.begin(step)
-        by_rank = self.ranks.all_gather_object(self.state.rank_values())
-        values = self.state.values(by_rank, self._stateful()) | {"sizes": sizes}
-        tensors = self.state.tensors(values["model_values"]["written"])
+        values = self.state.values(self.ranks) | {"sizes": sizes}
+        tensors = self.state.tensors(values)
         self._say_what_is_not_saved()
         if self.asynchronous:
-            tensors = shards.copy_to_host(tensors, folder)
-            write = functools.partial(self._write, tensors=tensors, values=values)
-            self._pending = Pending(write, self._background.submit(write, folder), folder, step, config, is_best)
+            folder = self.directory.begin(step)
+            copies = shards.copy_to_host(tensors, folder)
+            saving = Saving(step, config, is_best, functools.partial(self._write, copies, values))
+            self._pending = saving, folder, self._background.submit(saving.write, folder)
         else:  # in this thread: CUDA's current device is set per thread
-            self._commit(functools.partial(self._write, folder, tensors, values), folder, step, config, is_best)
+            self.directory.write(Saving(step, config, is_best, functools.partial(self._write, tensors, values)))
         self.saved_at = step
-
-    def _stateful(self) -> list[dict[str, Any]]:
-        """The state of what owns some, by rank; once where it is the same on all. Collective.
-
-        Raises UserError for a state that is not made of plain values and tensors.
-        """
-        problem = None
-        try:
-            own = self.state.stateful.state_dict()
-        except UserError as error:
-            problem, own = f"the checkpoint cannot be written: {error}", {}
-        digests = self.ranks.all_gather_object((problem, digest(own)))
-        problems = [text for text, _ in digests if text]
-        if problems:
-            raise UserError(problems[0])
-        return [own] if len(set(digests)) == 1 else self.ranks.all_gather_object(own)
 
     def _say_what_is_not_saved(self) -> None:
         """Once: a resume begins with the initial values of what a run changes outside of state dicts."""
@@ -108,69 +75,45 @@ class Checkpointer:
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing."""
-        return self._pending is not None and not self._pending.future.done()
+        return self._pending is not None and not self._pending[2].done()
 
     def finish(self) -> None:
         """Wait for the checkpoint in the background, if any, and commit it. Collective.
 
         One that failed on any rank is written again, from the copy and in the foreground, whose errors are `save`'s.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        problem = self._try_commit(pending)
-        if problem is not None:
-            log.warning(
-                "the checkpoint of step %d could not be written in the background (%s); writing it again at once, "
-                "while training waits",
-                pending.step,
-                problem,
-            )
-            folder = self.directory.begin(pending.step)
-            write = functools.partial(pending.write, folder)
-            self._commit(write, folder, pending.step, pending.config, pending.is_best)
+        (saving, folder, future), self._pending = self._pending, None
+        error = future.exception()  # waits
+        problems = [problem for problem in self.ranks.all_gather_object(error and _in_one_line(error)) if problem]
+        if not problems:
+            self.directory.commit(folder, future.result(), saving)
+            return
+        log.warning(
+            "the checkpoint of step %d could not be written in the background (%s); writing it again at once, "
+            "while training waits",
+            saving.step,
+            problems[0],
+        )
+        self.directory.write(saving)
 
-    def _try_commit(self, pending: Pending) -> str | None:
-        """Commit it. Returns why that failed, or None. Collective."""
-        error = pending.future.exception()  # waits
-        if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
-            error = next(iter(error.failures.values()))[0]
-        own = None if error is None else f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        problems = [problem for problem in self.ranks.all_gather_object(own) if problem]
-        if problems:
-            return problems[0]
-        try:
-            self._commit(pending.future.result, pending.folder, pending.step, pending.config, pending.is_best)
-        except TrainingStopped as refused:  # on all ranks
-            return str(refused)
-        return None
-
-    def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, or None."""
-        return self.directory.newest()
-
-    def newest_name(self) -> str | None:
-        """The newest checkpoint's path, not verified, or None."""
-        return self.directory.newest_name()
-
-    def _commit(
-        self, write: Callable[[], dict[str, Any]], folder: Path, step: int, config: dict[str, Any], is_best: bool
-    ) -> None:
-        files: dict[str, Any] = {}
-        self.directory.on_all_ranks(step, folder, lambda: files.update(write()))
-        self.directory.commit(folder, files, step, config, is_best)
-
-    def _write(self, folder: Path, tensors: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, tensors: dict[str, Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Write this rank's files and describe them: its shards, and on rank 0 the files that belong to no rank."""
         shards.write(tensors, folder, self.ranks.saving_group)
         own = list(folder.glob(f"__{self.ranks.rank}_*"))
         if self.ranks.is_rank_zero:
             torch.save(values, folder / VALUES)
             own += [folder / shards.METADATA, folder / VALUES]
-        for path in own:
+        for path in (*own, folder):
             fsync(path)
-        fsync(folder)
         return describe(sorted(own))
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 class NullCheckpointer:
@@ -204,13 +147,13 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     values, sizes = _load_values(path), shards.sizes(path)
     with _misfits_named(path):
         state.follow(values, sizes)
-        tensors = state.tensors_to_fill(values, sizes)
+        tensors = state.tensors(values, sizes)
     shards.read(tensors, path, ranks.saving_group)
     if not tensors.get("average"):
         state.average.start_at_weights()
     with _misfits_named(path):
         state.load_values(values)
-    state.load_stateful(values["stateful"], ranks.rank, ranks.world)
+    state.load_stateful(values["stateful"], ranks)
     return values["sizes"]
 
 

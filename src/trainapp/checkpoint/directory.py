@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,19 +33,32 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{8,})", re.ASCII)
+_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 log = logging.getLogger(__name__)
 
 
-class CheckpointDirectory:
-    """The checkpoints of one run directory. Writing is collective: `begin`, the files, `commit`.
+class Saving(NamedTuple):
+    """A checkpoint to be written. write: writes this rank's files into a folder and describes them."""
 
-    keep_last: how many of the newest to keep, in addition to the best.
-    """
+    step: int
+    config: dict[str, Any]
+    is_best: bool
+    write: Callable[[Path], dict[str, Any]]
+
+
+class CheckpointDirectory:
+    """The checkpoints of one run directory. keep_last: how many of the newest to keep, in addition to the best."""
 
     def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.ranks = keep_last, ranks
+
+    def write(self, saving: Saving) -> None:
+        """Write a checkpoint. Collective. Raises TrainingStopped when a disk refuses it."""
+        folder = self.begin(saving.step)
+        files: dict[str, Any] = {}
+        self._on_all_ranks(saving.step, folder, lambda: files.update(saving.write(folder)))
+        self.commit(folder, files, saving)
 
     def begin(self, step: int) -> Path:
         """The empty folder to write the checkpoint of `step` into. Collective."""
@@ -57,34 +70,32 @@ class CheckpointDirectory:
                     _delete(leftover)
                 temporary.mkdir(parents=True)
 
-        self.on_all_ranks(step, temporary, make)
+        self._on_all_ranks(step, temporary, make)
         return temporary
 
-    def commit(self, temporary: Path, files: dict[str, Any], step: int, config: dict[str, Any], is_best: bool) -> Path:
+    def commit(self, temporary: Path, files: dict[str, Any], saving: Saving) -> None:
         """Give the written folder its manifest and its name, then remove checkpoints past `keep_last`. Collective.
 
         files: `describe` of the files that this rank wrote.
         """
         by_rank = self.ranks.all_gather_object(files)
-        final = self.folder / _name(step)
 
         def finish() -> None:
-            if self.ranks.is_rank_zero:
-                everything = {name: entry for part in by_rank for name, entry in part.items()}
-                write_manifest(temporary, step, config, everything, self.ranks.world)
-                if os.path.lexists(final):  # an earlier attempt at this step
-                    _remove(final)
-                os.replace(temporary, final)
-                fsync(self.folder)
-                self._point("latest", final)
-                if is_best:
-                    self._point("best", final)
-                self._prune(final)
+            final = self.folder / _name(saving.step)
+            everything = {name: entry for part in by_rank for name, entry in part.items()}
+            write_manifest(temporary, saving, everything, self.ranks.world)
+            if os.path.lexists(final):  # an earlier attempt at this step
+                _remove(final)
+            os.replace(temporary, final)
+            fsync(self.folder)
+            self._point("latest", final)
+            if saving.is_best:
+                self._point("best", final)
+            self._prune(final)
 
-        self.on_all_ranks(step, temporary, finish)
-        return final
+        self._on_all_ranks(saving.step, temporary, finish if self.ranks.is_rank_zero else lambda: None)
 
-    def on_all_ranks(self, step: int, temporary: Path, work: Callable[[], None]) -> None:
+    def _on_all_ranks(self, step: int, temporary: Path, work: Callable[[], None]) -> None:
         """Run `work` on every rank. Collective.
 
         Raises TrainingStopped on all ranks, and removes the `temporary` folder, when the disk refuses a write on any.
@@ -171,9 +182,7 @@ def resolve(setting: str) -> Path:
         problem = damage(path)
         if problem is None:
             return path
-        before = next((p for p in checkpoints_in(path.parent) if p.name < path.name and not damage(p)), None)
-        hint = f"; the one before it is good: checkpointing.resume={before}" if before else ""
-        raise UserError(f"{name}: this checkpoint {problem}{hint}")
+        raise UserError(f"{name}: this checkpoint {problem}")
     run_dir = path.parent if path.name == "checkpoints" else path
     newest = CheckpointDirectory(run_dir, 1, SingleRank()).newest()
     if newest is None:
@@ -221,15 +230,15 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], world: int) -> None:
+def write_manifest(folder: Path, saving: Saving, files: dict[str, Any], world: int) -> None:
     """Write the manifest of the checkpoint in `folder`. files: `describe` of those of all ranks."""
     manifest = {
         "format": FORMAT,
-        "step": step,
+        "step": saving.step,
         "ranks": world,
         "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "files": files,
-        "config": config,
+        "config": saving.config,
     }
     with atomic_write(folder / MANIFEST, sync=True) as file:
         file.write(strict_json(manifest, indent=1) + "\n")
@@ -249,9 +258,7 @@ def _name(step: int) -> str:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether it has a checkpoint's name and at least one of its files. A link to such a folder is one, too."""
-    named = _NAME.fullmatch(path.name)
-    is_own = named is not None and path.name == _name(int(named[1]))
-    return is_own and any((path / name).exists() for name in (MANIFEST, ".metadata", "values.pt"))
+    return bool(_NAME.fullmatch(path.name)) and any((path / n).exists() for n in (MANIFEST, ".metadata", "values.pt"))
 
 
 def _refusal(error: BaseException, rank: int) -> tuple[int, str]:

@@ -1,14 +1,19 @@
-"""The state of a model and of an optimizer as a checkpoint holds it, and a fresh one made ready to take it.
+"""The state of a model, of an optimizer and of other objects as a checkpoint holds it, and a fresh one made ready to
+take it.
 
 Tensors are those of the state dict themselves, whole or in shards: the checkpoint writes them, and fills them in place.
-Everything else is plain values. Names are those of parameters, which survive regrouping and resharding.
+Everything else is plain values, which `torch.load(weights_only=True)` reads without executing anything: numbers,
+strings, tensors, and dicts, lists, tuples and sets of them. NumPy's arrays and scalars are kept as tensors. Names are
+those of parameters, which survive regrouping and resharding.
 
 torch's `set_optimizer_state_dict` is not used: it casts the optimizer's state to the dtype and the device of its
 parameters (2.13, `Optimizer.load_state_dict`), and low-precision and offloaded states have others.
 """
 
 import copy
+import hashlib
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -16,15 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.plain import decoded, encoded
-from trainapp.errors import UserError
+from trainapp.errors import UserError, add_note
 from trainapp.models import adapters
 from trainapp.optim.optimizers import step_without_effect
-from trainapp.snapshot import has_extra_state
-from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, version_of
+from trainapp.stateful import Stateful, has_extra_state
+from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, strided_parts, version_of
 
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
 _OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in every step
+_ARRAY, _SCALAR = "trainapp.array", "trainapp.scalar"  # the only key of a dict that stands for one
+_LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.Size)
+_SEQUENCES, _DICTS = (list, tuple, set), (dict, OrderedDict, Counter)
 
 
 class ModelState:
@@ -34,33 +41,36 @@ class ModelState:
         self.model = model
         base = adapters.base_of(model)
         self._frozen = frozenset() if base is None else base.names
-        self._shapes = {name: tensor.shape for name, tensor in self._own()}
-        self._versions = {name: (weakref.ref(tensor), version_of(tensor)) for name, tensor in self._own()}
+        self._built = {name: (t.shape, weakref.ref(t), version_of(t)) for name, t in self._own()}
         self._attributes = dict(_attributes(model))
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
 
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if name.rpartition(".")[2] != EXTRA_STATE:  # `Stateful` has it, of each rank
+                yield name, value
+
     def _has_changed(self, name: str, tensor: Tensor) -> bool:
-        known = self._versions.get(name)
-        return known is None or known[0]() is not tensor or known[1] != version_of(tensor)
+        _, built, version = self._built.get(name, (None, lambda: None, 0))
+        return built() is not tensor or version != version_of(tensor)
 
     def written(self) -> list[str]:
         """Of a model with adapters: names in its frozen base, which a checkpoint does not hold, that forwards have
         written all the same, as those of a momentum teacher do.
         """
-        own = dict(self.model.named_parameters())
-        return sorted(name for name in self._frozen if name in own and self._has_changed(name, own[name]))
+        named = self.model.named_parameters()
+        return sorted(name for name, own in named if name in self._frozen and self._has_changed(name, own))
 
-    def tensors(self, written: Collection[str] | None = None, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def tensors(self, written: Collection[str], left_out: Collection[str] = ()) -> dict[str, Tensor]:
         """The dense tensors of the state dict. One with several names, such as a tied weight, has the first.
 
-        Not the frozen base of a model with adapters, but for what is `written` of it (None: on this rank), and not
-        what `left_out` names, of this model (the default) or of one that was saved.
+        Not the frozen base of a model with adapters, but for what is `written` of it, and nothing that is `left_out`
+        here, or was when the checkpoint was written.
         """
-        frozen = self._frozen.difference(self.written() if written is None else written)
-        hidden = frozen | {*self.left_out(), *without}
+        hidden = self._frozen.difference(written) | {*self.left_out(), *left_out}
         tensors, seen = {}, set()
         for name, value in self._entries():
             if _is_dense(value) and id(value) not in seen and name not in hidden:
@@ -68,22 +78,21 @@ class ModelState:
                 tensors[name] = value.detach()
         return tensors
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Buffers outside of the state dict (`persistent=False`), but for what is `left_out`."""
+    def buffers(self, saved: Sizes | None = None) -> dict[str, Tensor]:
+        """Buffers outside of the state dict (`persistent=False`): those that have changed since the model was built, or
+        the `saved` ones.
+        """
         others = {name for name, _ in self._entries()}.union(self.left_out())
-        return {name: buffer for name, buffer in self.model.named_buffers() if name not in others}
-
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Those of them that have changed since the model was built: constants need no place in a checkpoint."""
-        return {name: buffer for name, buffer in self.buffers().items() if self._has_changed(name, buffer)}
+        outside = {name: buffer for name, buffer in self.model.named_buffers() if name not in others}
+        if saved is None:
+            return {name: buffer for name, buffer in outside.items() if self._has_changed(name, buffer)}
+        shapes = {name: shape for name, (shape, _) in saved.items()}
+        return {name: buffer for name, buffer in outside.items() if shapes.get(f"buffers.{name}") == buffer.shape}
 
     def values(self) -> dict[str, Any]:
         """What modules add to the state dict that is no dense tensor, in plain values."""
-        return {
-            name: encoded(value, f"{name} of the model's state dict")
-            for name, value in self._entries()
-            if not _is_dense(value)
-        }
+        others = {name: value for name, value in self._entries() if not _is_dense(value)}
+        return {name: encoded(value, f"{name} of the model's state dict") for name, value in others.items()}
 
     def load_values(self, saved: dict[str, Any]) -> None:
         """Restore `values`, and copies that hooks make of tensors. Call when `tensors` are filled."""
@@ -96,22 +105,17 @@ class ModelState:
         """Tensors that a fresh model does not have, or in another shape: those that a forward registers, fills or
         lets grow. Names that a fresh model has, and this one has no longer, too.
         """
-        now = {name: tensor.shape for name, tensor in self._own()}
-        moved = {name for name in now.keys() | self._shapes.keys() if now.get(name) != self._shapes.get(name)}
+        now, built = {name: t.shape for name, t in self._own()}, {name: of[0] for name, of in self._built.items()}
+        moved = {name for name in now.keys() | built.keys() if now.get(name) != built.get(name)}
         return sorted(moved | {name for name, tensor in self._own() if _is_expanded(tensor)})
 
-    def changed_attributes(self) -> list[str]:
-        """Plain values and tensors in attributes of modules that have changed since the model was built, and that the
-        modules put neither into the state dict nor into their extra state.
+    def not_saved(self) -> list[str]:
+        """What training has changed and a checkpoint does not hold: `left_out`, and plain values and tensors in
+        attributes of modules that these put neither into the state dict nor into their extra state.
         """
         saved = {name for name, _ in self._entries()}
         now = {name: value for name, value in _attributes(self.model) if name not in saved}
-        return sorted(name for name, value in now.items() if value != self._attributes.get(name))
-
-    def _entries(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if name.rpartition(".")[2] != EXTRA_STATE:  # `Stateful` has it, of each rank
-                yield name, value
+        return self.left_out() + sorted(name for name, value in now.items() if value != self._attributes.get(name))
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -133,16 +137,16 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in pairs)
 
 
+# --- optimizers
+
+
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """A copy of each group's options. Those that later differ are the optimizer's state, and not configuration."""
+    kinds = (Tensor, np.ndarray, list, tuple, dict)
     return [
-        {name: _copied(value) for name, value in group.items() if name not in _OF_THE_LOOP}
+        {n: copy.deepcopy(v) if isinstance(v, kinds) else v for n, v in group.items() if n not in _OF_THE_LOOP}
         for group in optimizer.param_groups
     ]
-
-
-def _copied(value: Any) -> Any:
-    return copy.deepcopy(value) if isinstance(value, (Tensor, np.ndarray, list, tuple, dict)) else value
 
 
 def require_loadable(optimizer: torch.optim.Optimizer) -> None:
@@ -159,11 +163,8 @@ def require_loadable(optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The tensors in the state of each parameter, by the parameter's name."""
-    return {
-        name: tensors
-        for name, state in _by_name(model, optimizer).items()
-        if (tensors := {key: value for key, value in state.items() if isinstance(value, Tensor)})
-    }
+    by_name = {name: _tensors_in(state) for name, state in _by_name(model, optimizer).items()}
+    return {name: tensors for name, tensors in by_name.items() if tensors}
 
 
 def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,6 +173,7 @@ def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: 
     Raises UserError for what a checkpoint cannot hold.
     """
     state = _by_name(model, optimizer)
+    plain = {name: {key: v for key, v in own.items() if not isinstance(v, Tensor)} for name, own in state.items()}
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [
@@ -180,11 +182,8 @@ def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: 
     ]
     return {
         "kind": _kind(optimizer),
-        "tensors": {name: [key for key, v in own.items() if isinstance(v, Tensor)] for name, own in state.items()},
-        "state": {
-            name: encoded({key: v for key, v in own.items() if not isinstance(v, Tensor)}, f"optimizer.state[{name!r}]")
-            for name, own in state.items()
-        },
+        "tensors": {name: list(_tensors_in(own)) for name, own in state.items()},
+        "state": {name: encoded(own, f"optimizer.state[{name!r}]") for name, own in plain.items()},
         "shared": encoded(shared, "optimizer.state"),
         "groups": encoded(groups, "optimizer.param_groups"),
         "members": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
@@ -235,6 +234,10 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     return {names[id(parameter)]: state for parameter, state in states.items()}
 
 
+def _tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     """Its class, and the form of its state where that is not a tensor of values."""
     form = getattr(optimizer, "state_form", "")
@@ -254,3 +257,85 @@ def _tensor(own: Tensor | None, shape: torch.Size, dtype: torch.dtype, parameter
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+# --- objects with a state of their own
+
+
+def stateful_values(stateful: Stateful) -> dict[str, Any]:
+    """The states of all owners, by name. Raises UserError for one that is not made of plain values and tensors."""
+    return {name: encoded(owner.get(), f"the state of {name}") for name, owner in stateful.owners.items()}
+
+
+def load_stateful(stateful: Stateful, saved: dict[str, Any]) -> list[str]:
+    """The inverse of `stateful_values`. Returns the names that only one side has: their owners stay as they are.
+
+    An error of the owner's own method has a note of its name.
+    """
+    for name in sorted(stateful.owners.keys() & saved.keys()):
+        try:
+            stateful.owners[name].set(decoded(saved[name]))
+        except Exception as error:
+            add_note(error, f"{name}: it does not take its state in the checkpoint")
+            raise
+    return sorted(stateful.owners.keys() ^ saved.keys())
+
+
+# --- plain values
+
+
+def encoded(value: Any, name: str) -> Any:
+    """A copy that `torch.load(weights_only=True)` can read, with tensors on the host.
+
+    name: of the value, for the message. Raises UserError for what a checkpoint cannot hold: to be called when saving,
+    since when loading it would be too late.
+    """
+    kind = type(value)
+    if kind in _LEAVES or (kind is bytes and value):  # `torch.load` refuses how empty ones are pickled
+        return value
+    if kind in (Tensor, torch.nn.Parameter):
+        return value.detach().resolve_conj().resolve_neg().cpu().clone()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return {_ARRAY if kind is np.ndarray else _SCALAR: torch.from_numpy(np.array(value, order="C"))}
+    if kind in _DICTS:
+        keys = (encoded(key, f"a key of {name}") for key in value)
+        items = (encoded(item, f"{name}[{key!r}]") for key, item in value.items())
+        return kind(dict(zip(keys, items, strict=True)))
+    if kind in _SEQUENCES:
+        return kind(encoded(item, f"{name}[{number}]") for number, item in enumerate(value))
+    raise UserError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it takes tensors, "
+        "NumPy arrays, numbers, strings, None, and dicts, lists, tuples and sets of them; convert it, or set "
+        "checkpointing=off"
+    )
+
+
+def decoded(saved: Any, device: torch.device | None = None) -> Any:
+    """The inverse of `encoded`. device: for tensors, which are not copied otherwise."""
+    if isinstance(saved, Tensor):
+        return saved if device is None else saved.to(device)
+    if isinstance(saved, dict):
+        if len(saved) == 1 and (array := saved.get(_ARRAY, saved.get(_SCALAR))) is not None:
+            return array.numpy() if _ARRAY in saved else array.numpy()[()]
+        return type(saved)({key: decoded(item, device) for key, item in saved.items()})
+    return type(saved)(decoded(item, device) for item in saved) if type(saved) in _SEQUENCES else saved
+
+
+def digest(value: Any) -> str:
+    """Of an encoded value: equal for equal values, by type and bit for bit. The order of a dict or set counts for
+    nothing.
+    """
+    hasher = hashlib.sha256(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        hasher.update(f"{value.dtype}{value.layout}{tuple(value.shape)}".encode())
+        for part in strided_parts(value):
+            hasher.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            hasher.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, dict):
+        hasher.update("".join(sorted(digest(key) + digest(item) for key, item in value.items())).encode())
+    elif type(value) in _SEQUENCES:
+        parts = map(digest, value)
+        hasher.update("".join(sorted(parts) if isinstance(value, set) else parts).encode())
+    else:
+        hasher.update(repr(value).encode())
+    return hasher.hexdigest()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint import state_dicts
-from trainapp.checkpoint.plain import decoded, encoded
-from trainapp.checkpoint.state_dicts import ModelState, Sizes
-from trainapp.checkpoint.stateful import Stateful
+from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import ByFactor, Schedule
+from trainapp.parallel.ranks import Ranks
+from trainapp.stateful import Stateful
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
@@ -107,61 +107,43 @@ class TrainState:
         """The inverse of `_by_update`."""
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
-    def written(self) -> list[str]:
-        """See `ModelState.written`."""
-        return self._model.written()
-
     def not_saved(self) -> list[str]:
-        """What training has changed in the model and a checkpoint does not hold: plain attributes, and tensors that a
-        forward has made or reshaped.
-        """
-        return [*self._model.left_out(), *self._model.changed_attributes()]
+        """See `ModelState.not_saved`."""
+        return self._model.not_saved()
 
-    def tensors(self, written: Collection[str] | None = None) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
-        adapters, only what is `written` of its frozen base; None: on this rank.
+    def written(self, ranks: Ranks) -> list[str]:
+        """`ModelState.written` of all ranks: a checkpoint has the same tensors of each. Collective."""
+        by_rank = ranks.all_gather_object(self._model.written())
+        return sorted({name for own in by_rank for name in own})
+
+    def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
+
+        values: that are saved with them; None: of this rank. sizes: of the tensors in a checkpoint, which is to be read
+        into these once `follow` has made room.
         """
-        return {
-            "model": self._model.tensors(written),
-            "buffers": self._model.changed_buffers(),
+        of_model = values["model_values"] if values else {"written": self._model.written(), "left_out": ()}
+        tensors = {
+            "model": self._model.tensors(of_model["written"], of_model["left_out"]),
+            "buffers": self._model.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
-            "average": self.averages(),
+            "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
         }
+        is_averaged = sizes is None or any(name.startswith("average.") for name in sizes)
+        if not (is_averaged and tensors["average"]):
+            del tensors["average"]
+        return tensors
 
-    def tensors_to_fill(self, saved: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-        """`tensors` as a checkpoint with these `values` and tensors of these `sizes` has them: to be read into, once
-        `follow` has made room.
-        """
-        own = self.tensors(saved["model_values"]["written"])
-        own["model"] = self._model.tensors(saved["model_values"]["written"], saved["model_values"]["left_out"])
-        own["buffers"] = {
-            name: tensor
-            for name, tensor in self._model.buffers().items()
-            if f"buffers.{name}" in sizes and sizes[f"buffers.{name}"][0] == tensor.shape
-        }
-        if not any(name.startswith("average.") for name in sizes) or not own["average"]:
-            del own["average"]
-        return own
+    def values(self, ranks: Ranks) -> dict[str, Any]:
+        """Everything but `tensors`: plain values and small tensors. Collective.
 
-    def averages(self) -> dict[str, torch.Tensor]:
-        """The weight average by parameter name; empty where none is kept."""
-        return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
-
-    def rank_values(self) -> dict[str, Any]:
-        """What every rank has of its own: the names of `written`."""
-        return {"written": self.written()}
-
-    def values(self, ranks: list[dict[str, Any]], stateful: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Everything but `tensors`: plain values and small tensors.
-
-        By rank: ranks, the `rank_values`; stateful, what else owns state (one for all where it is the same on every
-        rank; None: this process's). Raises UserError for an optimizer's value that a checkpoint cannot hold.
+        Raises UserError for a value that a checkpoint cannot hold.
         """
         base = adapters.base_of(self.model)
         return {
             "scaler": self._by_update(lambda update: update.precision.scaler.state_dict()),
             "progress": dataclasses.asdict(self.progress),
-            "stateful": [self.stateful.state_dict()] if stateful is None else stateful,
+            "stateful": self._stateful_values(ranks),
             "average_step": self.average.step,
             "sampler": {
                 "seed": self.seed,
@@ -174,7 +156,7 @@ class TrainState:
             "model_values": {
                 "entries": self._model.values(),
                 "left_out": self._model.left_out(),
-                "written": sorted({name for own in ranks for name in own["written"]}),  # the same tensors on all ranks
+                "written": self.written(ranks),
             },
             "optimizer_values": self._by_update(
                 lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
@@ -185,8 +167,20 @@ class TrainState:
             "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
+    def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
+        """What else owns state, by rank; once where it is the same on all. Raises UserError on all ranks."""
+        problem = None
+        try:
+            own = state_dicts.stateful_values(self.stateful)
+        except UserError as error:
+            problem, own = f"the checkpoint cannot be written: {error}", {}
+        digests = ranks.all_gather_object((problem, state_dicts.digest(own)))
+        if problems := [text for text, _ in digests if text]:
+            raise UserError(problems[0])
+        return [own] if len(set(digests)) == 1 else ranks.all_gather_object(own)
+
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
-        """Make room for the saved tensors: before they are read into `tensors_to_fill`.
+        """Make room for the saved tensors, before they are read into `tensors`.
 
         saved: the `values` stored with them. sizes: of the saved tensors.
         Raises UserError where the updates, the optimizers, the names of the classes or the tokenizer are others, and
@@ -233,16 +227,16 @@ class TrainState:
         self.data_order = saved["sampler"]["order"]
         self.average.step = saved["average_step"]
 
-    def load_stateful(self, saved: list[dict[str, Any]], rank: int = 0, world: int = 1) -> None:
+    def load_stateful(self, saved: list[dict[str, Any]], ranks: Ranks) -> None:
         """Continue from the states of what owns some, by rank or one for all. Errors of their methods are their own."""
-        if len(saved) not in (1, world):
+        if len(saved) not in (1, ranks.world):
             log.warning(
                 "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",
                 len(saved),
                 ", ".join(saved[0]),
-                world,
+                ranks.world,
             )
-        unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
+        unknown = state_dicts.load_stateful(self.stateful, saved[ranks.rank if len(saved) == ranks.world else 0])
         own = self.stateful.owners  # a callback that is no longer configured is not missed
         unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:

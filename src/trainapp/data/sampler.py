@@ -52,7 +52,7 @@ class Source:
     is `(epoch, consumed samples of it)`.
 
     fetched: what the loader indexes with the numbers of a share. state_owner: holds the data's state, see
-    `checkpoint.stateful`. samples: in the data, 0 where that is unknown. order_name: what a checkpoint must know of the
+    `stateful`. samples: in the data, 0 where that is unknown. order_name: what a checkpoint must know of the
     order besides the position. looks_ahead: whether later steps may be asked for. misfit: after a resume, why the saved
     position cannot be continued.
     """

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
+from trainapp.stateful import held_tensors
 
 EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # of a vector that is logged as one number each

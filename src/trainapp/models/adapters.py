@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.checksum import checksum
 from trainapp.config.schema import Adapter, Config
 from trainapp.errors import UserError
 from trainapp.models.huggingface import drawn
 from trainapp.models.inspect import blocks_of, heads
 from trainapp.models.weights import load_initial_weights
+from trainapp.snapshot import checksum
 from trainapp.torch_private import has_values
 from trainapp.units import listed
 

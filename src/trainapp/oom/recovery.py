@@ -79,7 +79,7 @@ def roll_back(session: Session, failure: OomReport) -> None:
     ranks = SingleRank() if failure.alone else session.ranks
     by_rank = ranks.all_gather_object(session.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
-    session.snapshot.note_lost(failure.lost)
+    session.snapshot.note(failure.lost)
     if failure.lost and failure.alone and session.ranks.world > 1:  # in an evaluation of its own
         leave_for_restart(session, failure)
 

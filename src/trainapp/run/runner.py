@@ -123,7 +123,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if whole and config.mode == "train":
         require_uncut(config, ranks.world, session.batches.samples)
     if carried is not None:
-        session.snapshot.note_lost(carried.written)
+        session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
     if weights is not None:
         trained.load_weights(session, weights)
@@ -231,5 +231,5 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
         config=dataclasses.replace(config, checkpointing=checkpointing),
         restart={n: own for n, own in session.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
         memory=session.memory,
-        written=list(session.snapshot.written),
+        written=session.snapshot.written,
     )

@@ -264,8 +264,7 @@ def _export_adapters(session: Session, folder: Path) -> list[Path]:
     """Write `adapter_model.safetensors` and `adapter_config.json`: of the base only modules in which training changed
     something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
     """
-    written = {name for own in session.ranks.all_gather_object(session.state.written()) for name in own}
-    tensors, settings = adapters.exported(session.state.model, written)
+    tensors, settings = adapters.exported(session.state.model, set(session.state.written(session.ranks)))
     weights = _gathered(session, tensors)
     if not session.ranks.is_rank_zero:
         return []

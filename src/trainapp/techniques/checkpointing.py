@@ -5,8 +5,7 @@ keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in larg
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,11 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.techniques.recomputation import BlockState
+from trainapp.techniques.recomputation import Recomputed
 from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget
 
 Mode = Literal["none", "selective", "full"]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # What a mode costs, relative to recomputing a block in full: to choose by, not to predict time.
 _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
@@ -76,7 +74,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
         )
     for block, mode in zip(blocks, modes, strict=True):
         if mode != "none":
-            block.forward = functools.partial(_checkpointed, block, block.forward, mode)
+            block.forward = functools.partial(_checkpointed, Recomputed(block), block.forward, mode)
 
 
 def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
@@ -92,7 +90,7 @@ def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
 
 
 def _checkpointed(
-    block: nn.Module,
+    recomputed: Recomputed,
     forward: Callable[..., Any],
     mode: Mode,
     /,  # a block may have arguments of these names
@@ -108,53 +106,10 @@ def _checkpointed(
         if select is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
             return checkpoint(called, *inputs, use_reentrant=False)
         return checkpoint(called, *inputs, use_reentrant=False, context_fn=select)
-    contexts = functools.partial(_contexts, BlockState(block, (*inputs, *options.values())), select or noop_context_fn)
+    contexts = functools.partial(recomputed.contexts, (*inputs, *options.values()), select or noop_context_fn)
     # Stopping early spares the recomputation of the last matmul, but RReLU's noise is saved before it is drawn (2.13).
-    early_stop = not any(isinstance(module, nn.RReLU) for module in block.modules())
+    early_stop = not any(isinstance(module, nn.RReLU) for module in recomputed.block.modules())
     return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts, early_stop=early_stop)
-
-
-def _contexts(state: BlockState, select: Callable[[], Contexts]) -> Contexts:
-    """The contexts of the forward and of the recomputation, which keep the block's state around those of `select`:
-    what selects the operations to keep must not see the copies.
-    """
-    forward, recompute = select()
-    recomputation = functools.partial(_recomputation, state, recompute)
-    return _Reusable(functools.partial(_forward, state, forward)), _Reusable(recomputation)
-
-
-@contextmanager
-def _forward(state: BlockState, selecting: AbstractContextManager[Any]) -> Iterator[None]:
-    with selecting:
-        yield
-    state.finish()
-
-
-@contextmanager
-def _recomputation(state: BlockState, selecting: AbstractContextManager[Any]) -> Iterator[None]:
-    try:
-        with state.rewound(), selecting:
-            yield
-    except RuntimeError as error:
-        if "has been mutated" not in str(error):
-            raise
-        raise RuntimeError(
-            "activation_checkpointing=selective: a block writes in place to a result that is kept, as "
-            "ReLU(inplace=True) after a linear layer does; use activation_checkpointing=full"
-        ) from error
-
-
-class _Reusable:
-    """A context that is entered once per backward: a graph that is retained has several."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
-        self._make, self._stack = make, ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(self._make())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
 
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.plain import digest, encoded
-from trainapp.checksum import checksum
+from trainapp.checkpoint.state_dicts import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
+from trainapp.snapshot import checksum
 from trainapp.training.micro_batches import around, micro_batches
 from trainapp.training.session import Session, Step
 from trainapp.training.totals import Totals
