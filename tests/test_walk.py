@@ -12,10 +12,8 @@ import torch
 import writing_models
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
-from trainapp.memory.kept import KeptStorages
 
 from trainapp import stateful
-from trainapp.memory.live_tensors import LiveTensors
 from trainapp.stateful import Stateful, held_tensors
 
 
