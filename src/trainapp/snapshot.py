@@ -5,7 +5,7 @@
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
 | another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has moved |
 | a parameter | copied in every `take` once a forward is known to have written it |
-| which parameters, buffers and submodules there are; other attributes of the user's modules and tasks | by reference |
+| which parameters, buffers and submodules there are; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
 | what has a state of its own: `get_extra_state`, generators, a task, a data set | by its `Owner` |
 
@@ -64,7 +64,8 @@ class Structure:
         self._filled = [registry for registry in self.registries if registry]
         self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = [vars(holder) for holder in (*own, *objects)]
+        self.attributes: list[dict[str, Any]] = list(map(vars, own))
+        self.objects: list[dict[str, Any]] = list(map(vars, objects))
         self.parameters: dict[str, Tensor] = {}  # this rank's parts of them
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
@@ -145,7 +146,7 @@ class State:
 
 class Snapshot:
     """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: that
-    are no modules, and whose attributes are restored as theirs.
+    are no modules, such as a task, of which plain values, tensors and arrays in attributes are restored.
 
     verified: in how many of the first steps checksums are compared. Attributes: `written`, the parameters that forwards
     are known to write; `lost`, those that the last `restore` found written, and of which there is no copy.
@@ -209,7 +210,7 @@ class Snapshot:
 
     def _references(self, structure: Structure) -> _References:
         return _References(
-            list(map(dict.copy, structure.attributes)),
+            list(map(dict.copy, structure.attributes)) + list(map(_plain, structure.objects)),
             list(map(_IS_TRAINING, structure.modules)),
             {name: owner.copy() for name, owner in self._owners.items()},
         )
@@ -296,8 +297,12 @@ class Snapshot:
         self._refer_to(state.structure, state.references, but)
 
     def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
-        for now, before in zip(structure.attributes, references.attributes, strict=True):
+        modules = len(structure.attributes)
+        for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
             _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
+        for now, before in zip(structure.objects, references.attributes[modules:], strict=True):
+            plain = _plain(now)
+            _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
         for name, held in references.owned.items():
@@ -405,6 +410,12 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The plain values, tensors and arrays among an object's attributes."""
+    kept = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
+    return {n: v for n, v in attributes.items() if isinstance(v, kept) or (_is_kept(v) and not v.requires_grad)}
 
 
 def _is_shard(tensor: Any) -> bool:

@@ -13,11 +13,13 @@ import torch
 import writing_models
 from runs import differences
 
+from trainapp import snapshot
 from trainapp.errors import TrainingStopped
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.snapshot import Owner, Snapshot
+from trainapp.snapshot import Snapshot
+from trainapp.stateful import Owner
 from trainapp.training import loop
 from trainapp.training.session import Session
 
@@ -250,18 +252,13 @@ def test_a_first_write_cannot_be_skipped(tmp_path):
         skipped(tmp_path, "Teacher", 1)
 
 
-def without(monkeypatch, part: str) -> None:
-    """A snapshot that lacks one of its parts."""
-    if part == "modules":
-        monkeypatch.setattr(Snapshot, "_restore_modules", lambda *_: None)
-    elif part == "writes":
-        monkeypatch.setattr(Snapshot, "_written", lambda self: [])
-    elif part == "checksums":
-        monkeypatch.setattr(Snapshot, "_verifies", property(lambda self: False))
-    elif part == "buffers":
-        monkeypatch.setattr(Snapshot, "_copies_of_changing", lambda self, parameters: {})
-    elif part == "owners":
-        monkeypatch.setattr(Owner, "restore", lambda self, state: None)
+LACKING = {  # a snapshot that lacks one of its parts
+    "modules": (snapshot, "_refill", lambda held, before: None),
+    "writes": (Snapshot, "_written", lambda self: []),
+    "checksums": (Snapshot, "_sums", lambda self: {}),
+    "buffers": (Snapshot, "_copies_of_changing", lambda self, parameters: []),
+    "owners": (Owner, "restore", lambda self, state: None),
+}
 
 
 @pytest.mark.parametrize(
@@ -281,5 +278,5 @@ def without(monkeypatch, part: str) -> None:
 )
 def test_without_one_part_its_cell_fails(tmp_path, monkeypatch, part, case, step):
     wanted, _ = configured(case, (step, 4)), operations(case)
-    without(monkeypatch, part)
+    monkeypatch.setattr(*LACKING[part])
     assert differences(everything(recovered(tmp_path, case, "forward", step)), wanted) != []
