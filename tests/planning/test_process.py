@@ -68,8 +68,7 @@ def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
     ("given", "message"),
     [
         ("model=gpt", r"overrides='model=gpt': must be a list of strings"),
-        ([1], r"overrides\[0\]=1: must be a string, such as 'model=gpt'"),
-        ([["model=gpt"]], r"overrides\[0\]=\['model=gpt'\]: must be a string"),
+        ([1], r"overrides=\[1\]: must be a list of strings"),
         ({"model": "gpt"}, r"overrides=\{'model': 'gpt'\}: must be a list of strings, such as"),
         (None, r"overrides=None: must be a list of strings"),
         (["model"], r"model"),
