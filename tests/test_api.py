@@ -19,7 +19,6 @@ from trainapp import api
 from trainapp.checkpoint.directory import MANIFEST, read_manifest
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
-from trainapp.launch import from_python
 from trainapp.run import result
 
 TINY = (*runs.MODELS["mlp"], "train.device=cpu", "batch.global_size=16", "train.max_epochs=null", "memory.guard=false")
@@ -136,7 +135,7 @@ def test_the_result_is_that_of_the_command_line_and_of_the_finished_run(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "run_dir", "message"),
     [
-        (["-m", "model=mlp"], "a", "trainapp.train: -m is an option of the command line"),
+        (["-m", "model=mlp"], "a", "trainapp.train: -m is for the command line; give overrides"),
         (["hydra.run.dir=b"], "a", "trainapp.train: hydra.run.dir=b is for the command line.*run_dir=DIR"),
         (["mode=eval", "checkpointing.resume=x"], "a", "trainapp.train: mode=eval does not train"),
         (["mode=plan"], "a", "trainapp.train: mode=plan does not train; use trainapp.plan"),
@@ -144,7 +143,7 @@ def test_the_result_is_that_of_the_command_line_and_of_the_finished_run(tmp_path
         (["model=mlp"], 3, "trainapp.train: run_dir=3 must be the path"),
         (["model=mlp"], "", "trainapp.train: run_dir='' must be the path"),
         (["model=mlp", "parallel=ddp", "parallel.nodes=2"], "a", "trainapp.train: parallel.nodes=2 is started on each"),
-        (["model=mlp"], "file", "run_dir=.*file: File exists; it must name a folder"),
+        (["model=mlp"], "file", "file: File exists; .*must name a folder"),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, overrides, run_dir, message):
@@ -333,7 +332,7 @@ def test_types(tmp_path):
 
 
 def test_a_callers_no_grad_does_not_reach_the_run():
-    with torch.inference_mode(), from_python.as_before():
+    with torch.inference_mode(), api._as_before():
         assert torch.is_grad_enabled()
         assert not torch.zeros(2).is_inference()
 

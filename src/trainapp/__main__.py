@@ -18,7 +18,7 @@ import trainapp
 from trainapp.config import command_line, compose
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
-from trainapp.launch import environment, one_run
+from trainapp.launch import environment, launch
 from trainapp.new import project
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,10 @@ def job(composed: DictConfig) -> float | None:
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
-        with one_run.per_directory(run_dir, composed):
+        with launch.locked(run_dir, composed):
             given = command_line.overrides(hydra_config)
             command = command_line.resume_command(hydra_config, run_dir)
             config = compose.from_hydra(composed, run_dir, command, given)
-            from trainapp.launch import launch  # late: elastic and runner, which it loads, import torch
-
             return launch.launch(config, is_sweep)
     except Exception as error:
         if is_sweep:

@@ -1,6 +1,15 @@
-"""What `import trainapp` offers a Python program: `train`, `load`, `predict`, `plan`. Torch is imported late."""
+"""What `import trainapp` offers a Python program: `train`, `load`, `predict`, `plan`. Torch is imported late.
 
+A run takes place in this process or, with several ranks, as a process of the command line, whose messages appear here.
+"""
+
+import gc
+import logging
 import os
+import select
+import shlex
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -9,7 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainapp.config import command_line, compose
-from trainapp.errors import UserError
+from trainapp.config.schema import Config
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.launch import environment, launch
+from trainapp.run import run_dir as directory
+from trainapp.signals import StopRequest
+from trainapp.tracking import terminal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +31,7 @@ if TYPE_CHECKING:
     from trainapp.run.result import Result
 
 _running = threading.Lock()  # held by the one run in this process
+_LOOK_EVERY = 0.1  # seconds: how soon a signal is passed on
 
 
 def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
@@ -35,16 +50,17 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
     Python receives signals); SystemExit after SIGTERM, likewise.
     """
-    from trainapp.launch import from_python
-
     with _one_run("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _path("train", run_dir), config_dir)
         if config.mode != "train":
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
-        result = from_python.run(config)
-    assert result is not None  # a training that ends writes one
-    return result
+        _run(config)
+    from trainapp.run import result
+
+    own = result.read(Path(config.run_dir))
+    assert own is not None  # a training that ends writes one
+    return result.Result(**vars(own), run_dir=Path(config.run_dir))
 
 
 def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
@@ -76,10 +92,8 @@ def load(
     person's, and would name the code that runs here. Raises UserError where there is no such checkpoint, and for one
     that is damaged, names other packages, or does not fit.
     """
-    from trainapp.launch import from_python
-
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
-    with _imports(config_dir), from_python.as_before():
+    with _imports(config_dir), _as_before():
         from trainapp.run import trained
 
         return trained.model(Path(_path("load", run_dir)), which, packages)
@@ -95,19 +109,25 @@ def predict(
     the log and, unless `predict.output` names another file, for predictions.jsonl. config_dir, what is left as it was
     and what is raised: as for `train`. After Ctrl-C the same call continues the file.
     """
-    from trainapp.launch import from_python
-
     given = [*_settings("predict", overrides), "mode=predict"]
     given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
     with _one_run("trainapp.predict"), _imports(config_dir):
         config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
-        from_python.run(config)
+        _run(config)
     output = config.predict.output
     return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
 
 
+# What a call checks
+
+
 @contextmanager
 def _one_run(function: str) -> Iterator[None]:
+    if environment.is_one_of_many_ranks():
+        raise UserError(
+            f"{function}: torchrun, srun or submitit started this process as one of several, which would each "
+            "run it; start `python -m trainapp` with it, or set parallel.devices=N in a program that is started once"
+        )
     if not _running.acquire(blocking=False):
         raise UserError(f"{function}: another run is in progress in this process; one at a time")
     try:
@@ -138,14 +158,119 @@ def _settings(function: str, overrides: Iterable[str]) -> list[str]:
     given = compose.as_overrides(overrides)
     for text in given:
         name = text.lstrip("+~").partition("=")[0]
-        if text.startswith("-"):
+        if text.startswith("-") or (name.partition(".")[0] == "hydra" and name != "hydra.searchpath"):
             raise UserError(
-                f"trainapp.{function}: {text} is an option of the command line; give overrides such as 'model=gpt', "
-                "and a folder with options of your own as config_dir=FOLDER"
-            )
-        if name.partition(".")[0] == "hydra" and name != "hydra.searchpath":
-            raise UserError(
-                f"trainapp.{function}: {text} is for the command line, where Hydra runs the program; the run's "
-                "directory is given as run_dir=DIR"
+                f"trainapp.{function}: {text} is for the command line; give overrides such as 'model=gpt', a folder "
+                "with options of your own as config_dir=FOLDER, and the run's directory as run_dir=DIR"
             )
     return given
+
+
+# The run
+
+
+def _run(config: Config) -> None:
+    """Train or predict as `config` says, which has an absolute `run_dir`. Raises KeyboardInterrupt after Ctrl-C."""
+    if config.parallel.nodes > 1:
+        raise UserError(
+            f"trainapp.{config.mode}: parallel.nodes={config.parallel.nodes} is started on each node by its command "
+            f"line, {config.command}"
+        )
+    try:
+        if config.parallel.strategy == "single":
+            _run_here(config)
+        else:
+            _run_as_command(config)
+    except SystemExit as stopped:
+        if stopped.code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _run_here(config: Config) -> None:
+    run_dir = Path(config.run_dir)
+    directory.acquire(run_dir)
+    try:
+        with _as_before(config.memory.expandable_segments), _logged(run_dir):
+            launch.run(config)
+    finally:
+        directory.release(run_dir)
+
+
+@contextmanager
+def _as_before(expandable_segments: bool = False) -> Iterator[None]:
+    """Restores the environment and the random generators of the caller's process; what else a run sets in torch is the
+    next run's to set.
+    """
+    variables = dict(os.environ)
+    # before torch is imported; other runs may follow in this process
+    launch.prepare_process(expandable_segments, deterministic=True)
+    import torch
+
+    from trainapp.rng import preserved_rng
+
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), preserved_rng(device):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        gc.unfreeze()  # else the caller's objects would never be collected
+        if torch.cuda.is_initialized():
+            gc.collect()  # the run's model, which may be in a cycle
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _logged(run_dir: Path) -> Iterator[None]:
+    """The run's log in its directory, and on the terminal unless the program has handlers of its own."""
+    logger = logging.getLogger("trainapp")
+    file = terminal.LogFile(run_dir / "trainapp.log")
+    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [file, *([] if logger.hasHandlers() else [terminal.Handler(sys.stderr)])]
+    level = logger.level
+    logger.setLevel(level or logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for handler in handlers:
+            logger.removeHandler(handler)
+        file.close()
+
+
+def _run_as_command(config: Config) -> None:
+    """The run as a process of its own. Signals are passed on to it; its error is raised here."""
+    said = b""
+    with (
+        subprocess.Popen(
+            [sys.executable, *shlex.split(config.command)[1:]],
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
+            start_new_session=True,  # a terminal's Ctrl-C would reach it twice
+        ) as process,
+        StopRequest() as stop,
+    ):
+        assert process.stderr is not None
+        passed_on = None
+        while True:
+            if stop.signal != passed_on:
+                passed_on = stop.signal
+                process.send_signal(stop.signal or 0)
+            if select.select([process.stderr], [], [], _LOOK_EVERY)[0]:
+                text = os.read(process.stderr.fileno(), 2**16)
+                if not text:
+                    break
+                sys.stderr.write(text.decode(errors="replace"))
+                said = (said + text)[-(2**16) :]
+    exit_code = process.returncode
+    if exit_code > 128:
+        raise SystemExit(exit_code)
+    if exit_code:
+        _, is_named, message = f"\n{said.decode(errors='replace')}".rpartition("\ntrainapp: ")
+        message = message if is_named else f"its process ended (exit code {exit_code}); see its output"
+        error = TrainingStopped if exit_code == TrainingStopped.exit_code or not is_named else UserError
+        raise error("\n".join(line.strip() for line in message.strip().splitlines()))

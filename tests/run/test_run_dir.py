@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from trainapp.run import run_dir
-run_dir.acquire(Path(sys.argv[1]), *sys.argv[2:])
+run_dir.acquire(Path(sys.argv[1]), is_shared=len(sys.argv) > 2)
 if not os.fork():  # a loader's worker may outlive a killed run for a while
     os.close(1)
     time.sleep(60)
@@ -70,18 +69,28 @@ def nothing_held(monkeypatch):
 @pytest.mark.slow
 def test_the_second_is_refused_until_the_first_is_dead(tmp_path):
     folder = tmp_path / "run"
-    with Holder(folder, "big-run") as first:
+    with Holder(folder) as first:
         before = (folder / run_dir.LOCK).read_text()
         with pytest.raises(UserError) as refused:
             run_dir.acquire(folder)
         assert f"hydra.run.dir={folder}: another run is using this directory" in str(refused.value)
         assert f"process {first.process.pid} on host {socket.gethostname()}, since 20" in str(refused.value)
         assert (folder / run_dir.LOCK).read_text() == before
-        run_dir.acquire(folder, "big-run")  # the launcher of another node of that run
-        assert run_dir._held == {}
+        with pytest.raises(UserError, match="another run is using"):
+            run_dir.acquire(folder, is_shared=True)
         first.kill()  # its forked child lives
         run_dir.acquire(folder)
-        assert json.loads((folder / run_dir.LOCK).read_text())["pid"] == os.getpid()
+        assert f"process {os.getpid()} on" in (folder / run_dir.LOCK).read_text()
+
+
+@pytest.mark.slow
+def test_launchers_of_several_nodes_share_it(tmp_path):
+    with Holder(tmp_path, "shared"):
+        run_dir.acquire(tmp_path, is_shared=True)
+        run_dir.release(tmp_path)
+        assert (tmp_path / run_dir.LOCK).exists()  # the other still holds it
+        with pytest.raises(UserError, match="another run is using"):
+            run_dir.acquire(tmp_path)
 
 
 @pytest.mark.slow
@@ -102,7 +111,7 @@ def test_released_it_leaves_nothing(tmp_path):
 
 def test_what_the_file_says_does_not_decide(tmp_path):
     """A process of that id may exist: ids are reused, and a file may be copied with its directory."""
-    (tmp_path / run_dir.LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": 9}))
+    (tmp_path / run_dir.LOCK).write_text(f"process {os.getppid()} on host {socket.gethostname()}")
     run_dir.acquire(tmp_path)
 
 

@@ -38,10 +38,9 @@ def run_workers(config: Config) -> Outcome:
             "parallel.run_id=NAME, both the same on every node"
         )
     endpoint = settings.endpoint or "127.0.0.1:0"
-    host, address = None, None
+    is_host, address = None, None
     if settings.nodes > 1:
-        address, interface = _local_address_towards(endpoint)
-        host = _is_own_address(endpoint)
+        is_host, address, interface = _places(endpoint)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo's default is what the host name resolves to
     launch = LaunchConfig(
         min_nodes=settings.nodes,
@@ -50,7 +49,7 @@ def run_workers(config: Config) -> Outcome:
         run_id=settings.run_id or uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
-        rdzv_configs={} if host is None else {"is_host": host},
+        rdzv_configs={} if is_host is None else {"is_host": is_host},
         local_addr=address,
         rdzv_timeout=int(settings.timeout),
         max_restarts=settings.max_restarts,
@@ -74,12 +73,9 @@ def run_workers(config: Config) -> Outcome:
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
 
 
-MAX_FREE = 100  # restarts with a smaller micro-batch that are not counted: halving from any size takes far fewer
-
-
 class Failures:
     """How often workers of this node failed, and with which error, if a restart cannot cure it: one of Python code
-    (see `would_repeat`), or any for the second time at the same step.
+    (see `leave_error`), or any for the second time at the same step.
 
     A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
@@ -100,7 +96,7 @@ class Failures:
         # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
         # for ever, uncounted.
         recoveries = handover.recoveries(self.run_dir)
-        if recoveries > self._recoveries and self.for_memory < MAX_FREE:
+        if recoveries > self._recoveries:
             self._recoveries = recoveries
             self.for_memory += 1
             return Restart.FREE
@@ -138,30 +134,18 @@ def workers_per_node(config: Config) -> int:
     return available if wanted == "auto" else wanted
 
 
-def _local_address_towards(endpoint: str) -> tuple[str, str]:
-    """The address and the interface with which this machine reaches `endpoint`. Sends nothing."""
-    host, port = _host_and_port(endpoint)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            address = probe.getsockname()[0]
-    except OSError as error:
-        raise UserError(f"parallel.endpoint={endpoint}: this machine has no route to it: {error}") from None
-    return address, next((name for name, addresses in _interfaces() if address in addresses), "lo")
-
-
-def _is_own_address(endpoint: str) -> bool:
-    """Whether the endpoint is on this machine, which then hosts the rendezvous."""
-    host = socket.gethostbyname(_host_and_port(endpoint)[0])
-    return any(host in addresses for _, addresses in _interfaces())
-
-
-def _interfaces() -> list[tuple[str, set[str]]]:
-    return [(name, {entry.address for entry in entries}) for name, entries in psutil.net_if_addrs().items()]
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
+def _places(endpoint: str) -> tuple[bool, str, str]:
+    """Whether the endpoint is on this machine, which then hosts the rendezvous; the address and the interface with
+    which this machine reaches it. Sends nothing.
+    """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"parallel.endpoint={endpoint}: must be HOST:PORT of the first node")
-    return host, int(port)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            address, remote = probe.getsockname()[0], probe.getpeername()[0]
+    except OSError as error:
+        raise UserError(f"parallel.endpoint={endpoint}: this machine has no route to it: {error}") from None
+    interfaces = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    return remote in interfaces, address, interfaces.get(address, "lo")

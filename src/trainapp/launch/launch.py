@@ -1,13 +1,23 @@
-"""Runs in this process, in workers started here, or as a rank that torchrun or Slurm started. Imports torch."""
+"""One process per run directory, and in it the run: here, in workers started here, or as a rank that torchrun or Slurm
+started. Imports no torch before the process is prepared for it.
+"""
 
+import contextlib
+import copy
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.errors import UserError
+from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
 from trainapp.memory import host
-from trainapp.run import run_dir
+from trainapp.run import run_dir as directory
 
 if TYPE_CHECKING:
     from trainapp.run.result import RunResult
@@ -15,6 +25,74 @@ if TYPE_CHECKING:
 # torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
 # only in a build for ROCm.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
+environment.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
+
+
+# The lock of the run directory
+
+
+class RefuseSecondRun(Callback):
+    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress or of
+    another experiment. Hydra swallows exceptions that its callbacks raise, hence `Reported`.
+    """
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra. In a sweep each job takes the lock of its own."""
+        name = _unchecked(config, "hydra.run.dir")
+        if name is None:
+            return
+        run_dir = Path(str(name))
+        try:
+            _claim(run_dir, config)
+            _require_same_experiment(run_dir, config)
+        except UserError as error:
+            directory.release(run_dir)
+            raise Reported(error) from None
+
+
+@contextlib.contextmanager
+def locked(run_dir: str, composed: DictConfig) -> Iterator[None]:
+    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
+
+    composed: by Hydra, and not checked yet.
+    """
+    try:
+        _claim(Path(run_dir), composed)
+        yield
+    finally:
+        directory.release(Path(run_dir))
+
+
+def _claim(run_dir: Path, composed: DictConfig) -> None:
+    """Rank 0 of those that torchrun or a scheduler started, otherwise the process of the command line. The launchers of
+    a run on several nodes share the directory.
+    """
+    if environment.is_rank_zero():
+        is_shared = _unchecked(composed, "parallel.nodes") not in (None, 1)
+        directory.acquire(run_dir, is_shared, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
+
+
+def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
+    """Raises UserError if the directory holds a run of another experiment. Several ranks ask in `run`, together."""
+    if environment.is_one_of_many_ranks() or not (run_dir / "checkpoints").exists():
+        return
+    own = copy.deepcopy(composed)
+    with open_dict(own):
+        own.pop("hydra", None)
+    try:
+        config = compose.from_hydra(own, str(run_dir.resolve()), "")
+    except UserError:  # reported by the job
+        return
+    directory.require_same_experiment(config)
+
+
+def _unchecked(composed: DictConfig, name: str) -> Any:
+    """The setting, None where it cannot be resolved: that is reported later, with all other mistakes."""
+    return OmegaConf.select(composed, name, throw_on_resolution_failure=False)
+
+
+# The run
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
@@ -24,7 +102,12 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
         return screen.run(config)
     if config.mode == "lr_find":
-        return _lr_find(config)
+        if environment.is_one_of_many_ranks():
+            raise UserError("mode=lr_find: torchrun, srun or submitit started several processes; start it once")
+        prepare_process(config.memory.expandable_segments, config.train.deterministic)
+        from trainapp.run import lr_find
+
+        return lr_find.run(config)
     return run(config, is_sweep).for_sweeper
 
 
@@ -39,10 +122,11 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
-    if config.parallel.nodes == 1 and not environment.is_one_of_many_ranks():  # the others ask rank 0, in `run_worker`
-        run_dir.require_same_experiment(config)
+    is_rank = environment.is_one_of_many_ranks()
+    if config.parallel.nodes == 1 and not is_rank:  # the others ask rank 0, in `run_worker`
+        directory.require_same_experiment(config)
     if config.parallel.strategy == "single":
-        if environment.is_one_of_many_ranks():
+        if is_rank:
             raise UserError(
                 "parallel=single, but torchrun, srun or submitit started several processes: choose parallel=ddp or "
                 "parallel=fsdp"
@@ -52,11 +136,9 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
         return runner.run(config)
     from trainapp.launch import elastic, worker
 
-    if environment.is_one_of_many_ranks():
+    if is_rank:
         environment.export_torch_variables()
-        outcome = worker.run_worker(config)
-    else:
-        outcome = elastic.run_workers(config)
+    outcome = worker.run_worker(config) if is_rank else elastic.run_workers(config)
     if outcome.error:
         error = UserError(outcome.error)
         error.exit_code = outcome.exit_code
@@ -64,15 +146,6 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     if outcome.result is None:
         raise SystemExit(outcome.exit_code)
     return outcome.result
-
-
-def _lr_find(config: Config) -> float:
-    if environment.is_one_of_many_ranks():
-        raise UserError("mode=lr_find: torchrun, srun or submitit started several processes; start it once")
-    prepare_process(config.memory.expandable_segments, config.train.deterministic)
-    from trainapp.run import lr_find
-
-    return lr_find.run(config)
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:

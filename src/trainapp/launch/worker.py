@@ -6,9 +6,7 @@ import gc
 import json
 import logging
 import os
-import pickle
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host
-from trainapp.memory.detection import causes, is_device_lost, is_out_of_memory, own_text
+from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
 from trainapp.tracking import terminal
@@ -65,7 +63,7 @@ def run_worker(config: Config) -> Outcome:
         return Outcome(exit_code=code)
     except Exception as error:
         log.exception("this rank failed")
-        _leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
+        leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
         raise
 
 
@@ -76,44 +74,25 @@ class LeftError(NamedTuple):
     repeats: bool
 
 
-def _leave_error(run_dir: Path, rank: int, error: Exception) -> None:
+# Of errors from outside of the program, such as a full disk or a lost device, some pass.
+MAY_PASS = (OSError, RuntimeError, EOFError, MemoryError)
+
+
+def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
     """Leave the error for `take_error`. Not where it only says that another rank is gone."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", text, re.IGNORECASE):
         return
     text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # an address is another one in another process
     place = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-    left = LeftError(f"{type(error).__name__}: {text}{place}", would_repeat(error))
+    repeats = not any(isinstance(cause, MAY_PASS) for cause in causes(error))
     with contextlib.suppress(OSError):  # then all restarts are tried
-        _error_file(run_dir, rank).write_text(json.dumps(left))
-
-
-# What says that the cause is outside of the program, and may be gone when it runs again.
-_PASSING = (OSError, EOFError, MemoryError, pickle.UnpicklingError, subprocess.SubprocessError, dist.DistError)
-_PASSING_WORDS = re.compile(
-    r"gloo|nccl|\bpeer\b|connection|socket|time[d -]*out|DataLoader worker \(pid|start new thread"
-    r"|CUDA|CUDNN|CUBLAS|CUSOLVER|CUFFT|\bHIP\b|\bXPU\b|\bMPS\b|driver",
-    re.IGNORECASE,
-)
-
-
-def would_repeat(error: BaseException) -> bool:
-    """Whether a restart would only run into `error` again: an exception of Python code that mentions neither memory, a
-    device, a disk nor another process, and was caused by none that does.
-    """
-    chain = [*causes(error)]
-    if any(isinstance(e, _PASSING) for e in chain) or is_out_of_memory(error) or is_device_lost(error):
-        return False
-    if any(isinstance(e, torch.AcceleratorError) for e in chain):
-        return False
-    # A compiler's error continues with its command and its output, which may hold any word.
-    first_lines = (own_text(e).strip().partition("\n")[0] for e in chain if isinstance(e, RuntimeError))
-    return not any(map(_PASSING_WORDS.search, first_lines))
+        error_file(run_dir, rank).write_text(json.dumps([f"{type(error).__name__}: {text}{place}", repeats]))
 
 
 def take_error(run_dir: Path, rank: int) -> LeftError | None:
     """The error that this rank's last worker has left; None if it left none, as a killed one does."""
-    path = _error_file(run_dir, rank)
+    path = error_file(run_dir, rank)
     try:
         text, repeats = json.loads(path.read_text(errors="replace"))
         path.unlink()
@@ -122,7 +101,8 @@ def take_error(run_dir: Path, rank: int) -> LeftError | None:
     return LeftError(str(text), repeats is True)
 
 
-def _error_file(run_dir: Path, rank: int) -> Path:
+def error_file(run_dir: Path, rank: int) -> Path:
+    """Where the error of a rank is left."""
     return run_dir / "ranks" / f"rank_{rank}.error"
 
 

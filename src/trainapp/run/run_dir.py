@@ -21,7 +21,7 @@ from trainapp.config import resume_rules
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 
-LOCK, RESULT = "run.lock", "result.json"
+LOCK = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL = 0.05  # seconds
 log = logging.getLogger(__name__)
@@ -34,13 +34,12 @@ def has_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def acquire(run_dir: Path, shared_as: str | None = None, patience: float = 0.0) -> None:
+def acquire(run_dir: Path, is_shared: bool = False, patience: float = 0.0) -> None:
     """Lock the directory for this process, until `release` or its end. No effect if it holds the lock already.
 
-    shared_as: a name under which several launchers, one on each node, are the same run; the first holds the lock.
-    patience: seconds to wait for a process that is about to end.
-    Raises UserError, with the host and the id of the other process, when another run uses the directory, and where the
-    lock cannot be written.
+    is_shared: with others that share it, the launchers of a run on several nodes. patience: seconds to wait for a
+    process that is about to end. Raises UserError, with the host and the id of the other process, when another run uses
+    the directory, and where the lock cannot be written.
     """
     path = run_dir.resolve() / LOCK
     if path in _held:
@@ -48,12 +47,12 @@ def acquire(run_dir: Path, shared_as: str | None = None, patience: float = 0.0) 
     until = time.monotonic() + patience
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _locked(path)) is None:
-            holder = _holder(path)
-            if shared_as is not None and holder.get("run_id") == shared_as:
-                return
+        while (descriptor := _locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)) is None:
             if time.monotonic() >= until:
-                raise _in_use(run_dir, holder)
+                raise UserError(
+                    f"hydra.run.dir={run_dir}: another run is using this directory{_holder(path)}; wait until it has "
+                    "ended, stop it, or choose another directory"
+                )
             time.sleep(_POLL)
     except OSError as error:
         if error.errno in _NO_LOCKS:
@@ -61,9 +60,9 @@ def acquire(run_dir: Path, shared_as: str | None = None, patience: float = 0.0) 
             return
         place = f"{error.filename or path}: {error.strerror}"
         raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder of yours") from None
-    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "run_id": shared_as}
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(own).encode(), 0)
+    os.pwrite(descriptor, f" (process {os.getpid()} on host {socket.gethostname()}, since {started})".encode(), 0)
     _held[path] = descriptor
 
 
@@ -72,16 +71,18 @@ def release(run_dir: Path) -> None:
     path = run_dir.resolve() / LOCK
     descriptor = _held.pop(path, None)
     if descriptor is not None:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others that share it keep the file
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, kind: int) -> int | None:
     """The descriptor of the locked file; None while another process holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):  # POSIX allows either
@@ -92,25 +93,10 @@ def _locked(path: Path) -> int | None:
         os.close(descriptor)  # its last holder has removed it
 
 
-def _holder(path: Path) -> dict[str, Any]:
-    """What the file says of its holder, who writes it just after locking; empty if nothing can be read."""
-    for _ in range(10):
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
-        time.sleep(_POLL)
-    return {}
-
-
-def _in_use(run_dir: Path, holder: dict[str, Any]) -> UserError:
-    who = "another process"
-    if holder:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
-        who = f"process {holder['pid']} on host {holder['host']}, since {since}"
-    return UserError(
-        f"hydra.run.dir={run_dir}: another run is using this directory ({who}); wait until it has ended, stop it, or "
-        "choose another directory"
-    )
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
 def require_same_experiment(config: Config) -> None:
