@@ -5,8 +5,7 @@ import runs
 
 from trainapp.config import compose
 from trainapp.planning import planner, screen
-from trainapp.techniques.catalogue import TECHNIQUES
-from trainapp.techniques.technique import RESULTS
+from trainapp.techniques.catalogue import RESULTS, TECHNIQUES
 from trainapp.training import loop
 
 GPT = (*runs.TINY, *runs.MODELS["gpt"], "model.depth=2", "checkpointing=off", "oom.grow=false")
@@ -125,7 +124,8 @@ def test_what_a_plan_without_techniques_prints_can_be_pasted(given, freed):
     assert compose.from_command_line([*own, *last.split()]).batch.micro_size == 32
 
 
-ONE_PROCESS = [one for one in TECHNIQUES if one.changes and not one.is_default and "parallel" not in one.setting]
+DEFAULT = compose.from_command_line([])
+ONE_PROCESS = [one for one in TECHNIQUES if one.changes and not one.is_set(DEFAULT) and "parallel" not in one.setting]
 
 
 @pytest.mark.slow

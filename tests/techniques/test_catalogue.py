@@ -14,12 +14,12 @@ from trainapp.config.schema import Fsdp, Memory, Parallel
 from trainapp.errors import UserError
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.techniques import catalogue
-from trainapp.techniques.catalogue import TECHNIQUES
-from trainapp.techniques.technique import Situation, Technique
+from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique
 
 # What lets any technique be chosen on the command line.
 SETTABLE = [technique for technique in TECHNIQUES if technique.changes]
-ONE_PROCESS = [technique for technique in SETTABLE if not technique.is_default and "parallel" not in technique.setting]
+DEFAULT = [technique for technique in SETTABLE if technique.is_set(compose.from_command_line([]))]
+ONE_PROCESS = [technique for technique in SETTABLE if technique not in DEFAULT and "parallel" not in technique.setting]
 
 
 class OnGpu(nn.Module):
@@ -64,7 +64,14 @@ def means_what_it_says(technique: Technique) -> bool:
 def test_the_setting_on_the_command_line_makes_the_changes(technique):
     assert means_what_it_says(technique)
     assert technique.is_set(compose.from_command_line([*surroundings(technique), *technique.setting.split()]))
-    assert technique.is_set(compose.from_command_line([])) is technique.is_default
+
+
+def test_what_is_in_force_by_default():
+    assert {technique.setting for technique in DEFAULT} == {
+        "optimizer.fused=auto", "train.ema=null", "parallel.fsdp.reshard_after_forward=true",
+        "parallel.fsdp.sync_every_micro_batch=true", "memory.expandable_segments=true",
+        "checkpointing.asynchronous=false",
+    }  # fmt: skip
 
 
 def test_a_technique_whose_changes_are_others_is_found():

@@ -11,7 +11,7 @@ from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import InChunks, classification, in_chunks
 from trainapp.memory.live_tensors import Category, LiveTensors
-from trainapp.techniques.catalogue import available
+from trainapp.techniques.catalogue import Situation, available
 from trainapp.techniques.chunked_loss import (
     LEAST_ROWS,
     auto_rows,
@@ -20,7 +20,6 @@ from trainapp.techniques.chunked_loss import (
     require_head,
     require_same_forward,
 )
-from trainapp.techniques.technique import Situation
 
 # How far gradients may differ: the order of additions in fp32; the rounding of the weight's gradient in bf16.
 TOLERANCES = {None: 1e-6, torch.bfloat16: 5e-3}

@@ -7,6 +7,7 @@ import torch
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
 from trainapp.models.mlp import MLP
+from trainapp.optim.groups import freeze_matching
 from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "model.dropout=0", "model.tie_embeddings=false", "memory.limit=1GiB")
@@ -28,10 +29,8 @@ def mlp():
     ],
 )
 def test_names(patterns, frozen):
-    from trainapp.techniques.frozen import freeze
-
     model = mlp()
-    freeze(model, patterns)
+    freeze_matching(model, patterns)
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
 
 

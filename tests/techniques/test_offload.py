@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import UserError
 from trainapp.techniques import offload
-from trainapp.techniques.offload import NoOffload, Offload
+from trainapp.techniques.offload import Offload
 
 GPT = (*runs.MODELS["gpt"], "checkpointing=off")
 
@@ -26,18 +26,17 @@ def move_all(monkeypatch):
 
 
 class Counted(Offload):
-    """Moves tensors of the CPU. `moved`: the bytes of each storage that was."""
+    """Moves tensors of the CPU. `moved`: the bytes of each storage that was; `stored`: what belongs to the graph."""
 
     def __init__(self, model):
         super().__init__(model, "cpu")
-        self.moved = []
-        store = self._copies.store
+        self.moved, self.stored = [], []
 
-        def counted(storage, device):
-            self.moved.append(storage.nbytes())
-            return store(storage, device)
-
-        self._copies.store = counted
+    def _store(self, storage, device):
+        self.moved.append(storage.nbytes())
+        stored = super()._store(storage, device)
+        self.stored.append(weakref.ref(stored))
+        return stored
 
 
 class Views(nn.Module):
@@ -58,9 +57,7 @@ def gradient(model, moving):
     torch.manual_seed(0)
     x = torch.randn(6, 6, requires_grad=True)
     model.zero_grad()
-    with moving.forward():
-        loss = model(x)
-    loss.backward()
+    (moving.around(model) if moving else model)(x).backward()
     return torch.cat([x.grad.flatten(), runs.gradients(model).flatten()])
 
 
@@ -68,7 +65,7 @@ def test_gradients_are_the_same_and_each_storage_moves_once():
     torch.manual_seed(0)
     model = Views()
     moving = Counted(model)
-    assert torch.equal(gradient(model, moving), gradient(model, NoOffload()))
+    assert torch.equal(gradient(model, moving), gradient(model, None))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(torch.randn(6, 6, requires_grad=True))
@@ -79,78 +76,64 @@ def test_gradients_are_the_same_and_each_storage_moves_once():
 
 def test_a_wrong_copy_changes_them(monkeypatch):
     """The comparison above can fail."""
-    model, fetch = Views(), offload._Copies.fetch
-    monkeypatch.setattr(offload._Copies, "fetch", lambda self, host: fetch(self, host.roll(1)))
-    assert not torch.equal(gradient(model, Counted(model)), gradient(model, NoOffload()))
+    model, fetch = Views(), Offload.fetch
+    monkeypatch.setattr(Offload, "fetch", lambda self, host, device: fetch(self, host.roll(1), device))
+    assert not torch.equal(gradient(model, Counted(model)), gradient(model, None))
 
 
 def test_what_is_moved_is_not_kept():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    moving = Counted(model)
     seen = []
     model[1].register_forward_hook(lambda m, i, out: seen.append(weakref.ref(out.untyped_storage())))
-    with moving.forward():
-        loss = model(torch.randn(4, 8)).sum()
+    loss = Counted(model).around(model)(torch.randn(4, 8)).sum()
     assert seen[0]() is None
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_tensor_that_is_written_after_it_was_saved_comes_back_as_it_was_saved():
-    x = torch.arange(4.0, requires_grad=True)
-    moving = Counted(nn.Module())
-    with moving.forward():
+    def forward(x):
         y = x * 1
         first = (y * y).sum()
         with torch.no_grad():
             y.mul_(2)
-        second = (y * y).sum()
+        return first + (y * y).sum()
+
+    x, moving = torch.arange(4.0, requires_grad=True), Counted(nn.Module())
+    moving.around(forward)(x).backward()
     assert len(moving.moved) == 2
-    (first + second).backward()
     assert x.grad.tolist() == [2 * v + 4 * v for v in range(4)]
 
 
-def test_backward_fetches_ahead_and_frees_in_order(monkeypatch):
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 1, 2, 3]), (2**27, [0, 1, 1, 1])])
+def test_backward_fetches_ahead(monkeypatch, ahead, expected):
     """The next storage is on its way before it is needed; with no allowance, none is."""
-    for ahead, expected in ((0, [0, 1, 2, 3]), (2**27, [0, 1, 1, 1])):
-        monkeypatch.setattr(offload, "AHEAD", ahead)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        moving = Counted(model)
-        fetched, waited = [], []
-        fetch, wait = moving._copies.fetch, moving._copies.wait
-        moving._copies.fetch = lambda host, f=fetch, n=fetched, w=waited: (n.append(len(w)), f(host))[1]
-        with moving.forward():
-            loss = model(torch.randn(4, 8)).sum()
-        moving._copies.wait = lambda arrival, f=wait, w=waited: (w.append(1), f(arrival))[1]
-        loss.backward()
-        assert fetched == expected  # how many were in use when each was asked for
-        assert len(waited) == 4
+    monkeypatch.setattr(offload, "AHEAD", ahead)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    moving, fetched, used = Counted(model), [], []
+    loss = moving.around(model)(torch.randn(4, 8)).sum()
+    fetch = moving.fetch
+    monkeypatch.setattr(moving, "fetch", lambda *a: (fetched.append(len(used)), fetch(*a))[1])
+    monkeypatch.setattr(offload, "wait_for", lambda arrival, device: used.append(arrival))
+    loss.backward()
+    assert fetched == expected  # how many were in use when each was asked for
+    assert len(used) == 4
 
 
 def test_a_failed_forward_leaves_nothing():
     model = nn.Linear(8, 8)
     moving = Counted(model)
-    kept = []
-    store = moving._copies.store
 
-    def noted(storage, device):
-        stored = store(storage, device)
-        kept.append(weakref.ref(stored))
-        return stored
-
-    moving._copies.store = noted
-
-    def failing():
-        with moving.forward():
-            y = model(torch.randn(4, 8)).tanh()
-            raise torch.OutOfMemoryError(f"out of memory with {y.shape}")
+    def failing(x):
+        y = model(x).tanh()
+        raise torch.OutOfMemoryError(f"out of memory with {y.shape}")
 
     with pytest.raises(torch.OutOfMemoryError):
-        failing()
+        moving.around(failing)(torch.randn(4, 8))
     gc.collect()
-    assert kept
-    assert [one() for one in kept] == [None] * len(kept)
-    assert not moving._copies._leaving
+    assert moving.stored
+    assert not any(one() for one in moving.stored)
+    assert not moving._leaving
     assert not moving._known
 
 
@@ -170,7 +153,7 @@ def test_of_checkpointed_blocks_the_inputs_alone_are_moved():
     expected = runs.gradients(model)
     moving = Counted(model)
     for block in model:
-        block.forward = lambda *i, forward=block.forward: offload._with_inputs_moved(moving.forward, forward, *i)
+        block.forward = moving.around(block.forward)
     model.zero_grad()
     model(x).square().sum().backward()
     assert torch.equal(runs.gradients(model), expected)
@@ -179,8 +162,8 @@ def test_of_checkpointed_blocks_the_inputs_alone_are_moved():
 
 def test_without_gradients_nothing_happens():
     moving = Counted(nn.Linear(2, 2))
-    with torch.no_grad(), moving.forward():
-        nn.Linear(2, 2)(torch.ones(3, 2))
+    with torch.no_grad():
+        moving.around(nn.Linear(2, 2))(torch.ones(3, 2))
     assert moving.moved == []
 
 
@@ -203,29 +186,23 @@ def test_on_the_cpu_a_run_is_the_same_with_the_same_peak(tmp_path, more):
 @pytest.mark.parametrize("mode", ["all", "inputs"])
 def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
     """The real step, accumulating, with the copies of the CPU's tensors."""
-    moved = []
-    store = offload._Copies.store
-    found = []
-    for is_moved in (False, True):
-        if is_moved:
-            monkeypatch.setattr(Offload, "__init__", _of_the_cpu(Offload.__init__))
-            monkeypatch.setattr(offload._Copies, "store", lambda *a: (moved.append(1), store(*a))[1])
+    moved, found, store = [], [], Offload._store
+    monkeypatch.setattr(Offload, "_store", lambda *a: (moved.append(1), store(*a))[1])
+    for device_type in ("cuda", "cpu"):  # the first moves nothing here
+        monkeypatch.setattr(Offload.__init__, "__defaults__", (device_type,))
         chosen = ("activation_checkpointing=full", f"memory.offload_activations={mode}", "batch.micro_size=6")
         run = runs.prepare(tmp_path, *GPT, *chosen, "model.depth=3")
         for _ in range(2):
             runs.loop.train_step(run)
         found.append(torch.cat([p.detach().flatten() for p in run.state.model.parameters()]))
         run.close()
+        assert bool(moved) is (device_type == "cpu")
     assert torch.equal(*found)
     micro_batches, blocks = 2 * 3, 3
     if mode == "inputs":
         assert len(moved) == micro_batches * blocks
     else:
         assert len(moved) > micro_batches * blocks
-
-
-def _of_the_cpu(init):
-    return lambda self, model, device_type="cpu", **others: init(self, model, device_type, **others)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
-from trainapp.techniques.technique import Situation
+from trainapp.techniques.catalogue import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
@@ -170,7 +170,7 @@ def _engine(
     elif embeds:
         kind = CachedGradients
     is_scaled = state.precision.scaler.is_enabled()
-    return kind(
+    engine = kind(
         state,
         assembled.strategy,
         assembled.task,
@@ -179,8 +179,10 @@ def _engine(
         Snapshot.of(state.stateful, verified=2 * len(state.updates)),
         Attempt(),
         config.train.grad_clip,
-        assembled.offload,
     )
+    if assembled.offload is not None:
+        engine.compute = assembled.offload.around(engine.compute)  # type: ignore[method-assign]
+    return engine
 
 
 class CachedInBackward(InBackward, CachedGradients):

@@ -24,7 +24,7 @@ from trainapp.losses import losses
 from trainapp.losses.inputs import beside_inputs, inputs_and_targets
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
-from trainapp.optim import matmuls
+from trainapp.optim import groups, matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
@@ -32,10 +32,9 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
-from trainapp.techniques import checkpointing, chunked_loss, frozen, offload
-from trainapp.techniques.catalogue import require_suited
-from trainapp.techniques.offload import NoOffload, Offload
-from trainapp.techniques.technique import Situation
+from trainapp.techniques import checkpointing, chunked_loss, offload
+from trainapp.techniques.catalogue import Situation, require_suited
+from trainapp.techniques.offload import Offload
 from trainapp.torch_private import is_tracing
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Assembled:
     strategy: SingleDevice
     task: losses.Task
     tasks: dict[str, losses.Task]  # of the updates, where there are several
-    offload: Offload | NoOffload
+    offload: Offload | None  # of all activations
 
 
 def assemble(
@@ -77,7 +76,7 @@ def assemble(
         materialise(model, lazy, None if is_meta else example, components.training_tasks, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
-    frozen.freeze(model, config.model.freeze)
+    groups.freeze_matching(model, config.model.freeze)
     names = updates.names_of(config, model)
     updates.freeze(config, model, names)
     for own in updates.with_one_optimizer(config):

@@ -1,12 +1,9 @@
 """Whether the limit leaves memory to a micro-batch."""
 
-import shlex
-
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.memory.device import DeviceMemory, static_bytes
-from trainapp.techniques import catalogue
-from trainapp.techniques.technique import Situation, Technique, overrides_of
+from trainapp.techniques.catalogue import Situation, before_any_batch
 from trainapp.units import bytes_text
 
 
@@ -18,15 +15,10 @@ def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) 
     total = sum(sizes.values())
     if memory.limit is not None and total >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        techniques = catalogue.before_any_batch(situation)
-        lines = [f"  {_pasted(own)}: saves {own.saves}; cost: {own.costs}" for own in techniques]
+        techniques = before_any_batch(situation)
+        lines = [f"  {own.pasted}: saves {own.saves}; cost: {own.costs}" for own in techniques]
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(total)} before any batch; raise the "
             "limit, use a smaller model, or one of these:\n" + "\n".join(lines).replace("`", "") + "\n"
             "mode=plan behind the same command traces a step with each of them, also with several, and says which fit."
         )
-
-
-def _pasted(technique: Technique) -> str:
-    """Its overrides; its setting where the value is the user's to choose."""
-    return shlex.join(overrides_of([technique])) if technique.changes else technique.setting

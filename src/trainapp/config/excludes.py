@@ -10,7 +10,7 @@ from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.config.targets import as_yaml
 
 # Settings that users choose by the option of a group.
-_OF_GROUP = {
+OF_GROUP = {
     "activation_checkpointing": "activation_checkpointing.mode",
     "adapter": "adapter.kind",
     "parallel": "parallel.strategy",
@@ -45,10 +45,16 @@ def message(row: Exclusion, config: Config) -> str:
 def _with_value(name: str, config: Config) -> str:
     if "=" in name:
         return name
-    value: Any = config
-    for part in _OF_GROUP.get(name, name).split("."):
-        value = getattr(value, part)
+    value = value_of(config, OF_GROUP.get(name, name))
     return name if isinstance(value, list | dict) and value else f"{name}={as_yaml(value)}"
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a setting with a dotted name."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _misses_updates(config: Config) -> bool:

@@ -1,6 +1,5 @@
 """The report of an out-of-memory error: where it happened and what filled the memory."""
 
-import shlex
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,7 @@ from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule, local
-from trainapp.techniques import catalogue
-from trainapp.techniques.technique import Situation, overrides_of
+from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import storage_id
 from trainapp.training.allocations import SwallowedOutOfMemory
 from trainapp.training.phase import Phase
@@ -220,12 +218,11 @@ def final_message(session: Session, report: OomReport) -> str:
         f"{'limit':<18}{bytes_text(report.limit):>12}",
         *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
     ]
-    techniques = catalogue.available(Situation(session.config, session.state.model, session.knows_loss))
+    techniques = available(Situation(session.config, session.state.model, session.knows_loss))
     if techniques:
         lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
         for own in techniques:
-            overrides = shlex.join(overrides_of([own]))
-            lines.append(f"  {overrides}: saves {own.saves}; costs {own.costs}")
+            lines.append(f"  {own.pasted}: saves {own.saves}; costs {own.costs}")
     saved = session.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)

@@ -42,6 +42,18 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str,
     return named
 
 
+def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze what the patterns of `model.freeze` name: a parameter, a module with all that is in it, or shell
+    wildcards, whose `*` matches dots too. A tensor with several names (tied weights) is frozen by each of them.
+
+    Raises UserError for a pattern that names nothing.
+    """
+    parameters = all_names(model)
+    for pattern in patterns:
+        for name in matching(pattern, parameters, f"model.freeze=[{pattern}]", type(model).__name__):
+            parameters[name].requires_grad_(False)
+
+
 def freeze(parameters: Mapping[str, nn.Parameter], settings: Optimizer, owner: str, setting: str = "optimizer") -> None:
     """Freeze the parameters that groups with `freeze: true` match. Call before the model is spread over ranks.
 

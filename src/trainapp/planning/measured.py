@@ -20,7 +20,7 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.traced import of_model, stepped
 from trainapp.signals import StopRequest
-from trainapp.techniques.technique import Situation
+from trainapp.techniques.catalogue import Situation
 from trainapp.training.evaluate import evaluate
 from trainapp.training.loop import train_step, update_weight_average
 from trainapp.training.session import Session

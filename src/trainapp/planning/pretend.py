@@ -74,6 +74,7 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
         # Shards that FSDP keeps on the host are pinned, which takes a driver.
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, device=None: tensor.device.type == "cpu"),
+        mock.patch.object(torch.Tensor, "record_stream"),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:

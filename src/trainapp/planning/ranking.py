@@ -16,8 +16,7 @@ from trainapp.planning.planner import Facts, Planner, with_modes
 from trainapp.planning.process import Plan
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
-from trainapp.techniques.catalogue import TECHNIQUES
-from trainapp.techniques.technique import RESULTS, Technique, overrides_of, result_of, with_techniques
+from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, result_of, with_techniques
 
 MOST_STACKS = 5  # combinations that are tried
 MOST_SEARCHES = 3  # of the list, whose largest micro-batch is searched

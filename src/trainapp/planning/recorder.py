@@ -11,7 +11,7 @@ import torch
 from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
-from trainapp.techniques.technique import Technique
+from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
 from trainapp.training.session import Attempt
 

@@ -30,8 +30,7 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
 from trainapp.signals import StopRequest
-from trainapp.techniques.catalogue import available
-from trainapp.techniques.technique import Situation
+from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import (
     buffers_of,
     fake_tensor_mode,

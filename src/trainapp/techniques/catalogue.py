@@ -5,34 +5,159 @@ docs/memory.md read it. Pairs of settings that exclude each other are in `config
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from trainapp.config import targets
+from trainapp.config import excludes, targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.techniques import chunked_loss
-from trainapp.techniques.technique import Situation, Technique
 
 IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
 _ADAM = "torch.optim.Adam"
+RESULTS = ("same", "rounded", "other")  # of the training, from the least change on: see `Technique`
+_OF_SETTING: Mapping[str, Any] = {}  # changes that the setting itself tells
+_VALUES = {"true": True, "false": False, "null": None}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides whether a technique applies: the configuration, the model that is built from it, and whether its
+    loss is one of the application's own.
+    """
+
+    config: Config
+    model: nn.Module
+    knows_loss: bool
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A setting that trades something for memory.
+
+    setting: as on the command line; `=N` and `=[NAMES]` stand for values that the user chooses.
+    saves, costs, applies: for people.
+    changes: what the setting means, as dotted names of `Config` and their values. By default read from it; to be given
+    for groups of several values; empty where the value is the user's.
+    needs: raises UserError for a model that it cannot be applied to. For settings: `config.excludes`.
+    helps: whether it would do anything for a configuration that lacks it: only then is it offered.
+    in_force: whether a configuration has the technique; by default, if it has the first of the changes.
+    result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
+    in fewer bits), "other": another optimizer, model or task, which no plan proposes unless nothing else fits.
+    saves_state: whether it saves of what persists between steps, and so before any batch.
+    """
+
+    setting: str
+    saves: str
+    costs: str
+    applies: str = "always"
+    changes: Mapping[str, Any] = field(default_factory=lambda: _OF_SETTING)
+    needs: Callable[[Situation], None] = lambda situation: None
+    helps: Callable[[Situation], bool] = lambda situation: True
+    in_force: Callable[[Config], bool] | None = None
+    result: Literal["same", "rounded", "other"] = "other"
+    saves_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.changes is _OF_SETTING:
+            object.__setattr__(self, "changes", _changes_of(self.setting))
+
+    def is_set(self, config: Config) -> bool:
+        """Whether the configuration has this technique."""
+        if self.in_force is not None:
+            return self.in_force(config)
+        return any(excludes.value_of(config, name) == value for name, value in list(self.changes.items())[:1])
+
+    def sections(self, config: Config) -> dict[str, Any]:
+        """The sections of the configuration that the technique changes, for `dataclasses.replace`."""
+        changed: dict[str, Any] = {}
+        for name, value in self.changes.items():
+            section, *path = name.split(".")
+            changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
+        return changed
+
+    @property
+    def pasted(self) -> str:
+        """Its overrides, to be pasted behind a command."""
+        return shlex.join(self.setting.split()) if self.changes else self.setting
+
+    @property
+    def shows_in_a_trace(self) -> bool:
+        """Whether a traced step tells what it saves: none has an allocator, nor checkpoints."""
+        return not any(name.startswith(("memory.expandable", "checkpointing.")) for name in self.changes)
+
+    @property
+    def is_of_several_ranks(self) -> bool:
+        """Whether it changes how the model is spread over them."""
+        return any(name.startswith("parallel.") for name in self.changes)
+
+    def suits(self, situation: Situation) -> bool:
+        """Whether to offer the technique for a configuration that lacks it."""
+        own = situation.config
+        if own.updates and any(name.startswith("optimizer.") for name in self.changes):
+            return False  # of several optimizers, it would change none that has settings of its own
+        with_it = with_techniques(own, [self])
+        if not self.helps(situation) or set(excludes.conflicts(with_it)) - set(excludes.conflicts(own)):
+            return False
+        try:
+            self.needs(dataclasses.replace(situation, config=with_it))
+        except UserError:
+            return False
+        return True
+
+
+def with_techniques(config: Config, techniques: Iterable[Technique]) -> Config:
+    """The configuration with the techniques' changes."""
+    for technique in techniques:
+        config = dataclasses.replace(config, **technique.sections(config))
+    return config
+
+
+def overrides_of(techniques: Iterable[Technique]) -> list[str]:
+    """The overrides that set these techniques. Of two that set the same, the later one's."""
+    parts = (part for technique in techniques for part in technique.setting.split())
+    return list({part.partition("=")[0]: part for part in parts}.values())
+
+
+def result_of(techniques: Iterable[Technique]) -> str:
+    """What becomes of the training's result with all of them."""
+    return max((technique.result for technique in techniques), key=RESULTS.index, default="same")
+
+
+def _changes_of(setting: str) -> dict[str, Any]:
+    """What overrides of single settings, and of the groups with a main one, mean."""
+    changes: dict[str, Any] = {}
+    for name, value in (part.split("=") for part in setting.split()):
+        name = excludes.OF_GROUP.get(name, name)
+        if "." in name and value not in ("N", "[NAMES]"):
+            changes[name] = _VALUES.get(value, value)
+    return changes
+
+
+def _replaced(node: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    first, *rest = path
+    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value)})
 
 
 def require_suited(situation: Situation) -> None:
     """Raises UserError for techniques that the configuration sets and the model does not allow, with all messages."""
     errors = []
-    for technique in TECHNIQUES:
-        if technique.is_set(situation.config):
-            try:
-                technique.needs(situation)
-            except UserError as error:
-                errors.append(str(error))
+    for technique in (one for one in TECHNIQUES if one.is_set(situation.config)):
+        try:
+            technique.needs(situation)
+        except UserError as error:
+            errors.append(str(error))
     if errors:
         raise UserError("\n".join(dict.fromkeys(errors)))
 
@@ -156,10 +281,6 @@ def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
     return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
 
 
-def _has_optimizer(target: str) -> Callable[[Config], bool]:
-    return lambda config: config.optimizer.target == target
-
-
 _SGD, _MUON, _ADAFACTOR = "torch.optim.SGD", "trainapp.optim.muon.Muon", "torch.optim.Adafactor"
 
 TECHNIQUES = (
@@ -182,7 +303,6 @@ TECHNIQUES = (
         saves="up to half of the activations",
         costs="only 8 bits of precision remain in matmuls; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
-        changes={"precision.mode": "bf16"},
         helps=_computes_in_bf16,
         result="rounded",
     ),
@@ -192,7 +312,6 @@ TECHNIQUES = (
         costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
         applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
         changes={"precision.mode": "bf16_pure", **_adamw("bf16")},
-        in_force=lambda config: config.precision.mode == "bf16_pure",
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
@@ -203,7 +322,6 @@ TECHNIQUES = (
         saves="all activations of the blocks but their inputs",
         costs="a second forward of the blocks: about a third more time",
         applies="models with `blocks()`",
-        changes={"activation_checkpointing.mode": "full"},
         needs=_blocks,
         result="same",
     ),
@@ -212,7 +330,6 @@ TECHNIQUES = (
         saves="activations that are cheap to recompute",
         costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
         applies="models with `blocks()`",
-        changes={"activation_checkpointing.mode": "selective"},
         needs=_blocks,
         result="same",
     ),
@@ -221,7 +338,6 @@ TECHNIQUES = (
         saves="as many activations of the blocks as the limit asks for: each is kept, `selective` or `full`",
         costs="nothing where all fits, up to that of `full`; some seconds for three plans before the model is built",
         applies="models with `blocks()`",
-        changes={"activation_checkpointing.mode": "auto"},
         needs=_blocks,
         result="same",
     ),
@@ -230,7 +346,6 @@ TECHNIQUES = (
         saves="all activations of 1 MiB and more, but those on their way",
         costs="host memory; time where copies take longer than computing",
         applies="CUDA, without `parallel=fsdp` and `train.compile`",
-        changes={"memory.offload_activations": "all"},
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -239,8 +354,6 @@ TECHNIQUES = (
         saves="all activations of the blocks",
         costs="a second forward of the blocks; host memory; hardly any time for the copies",
         applies="CUDA, models with `blocks()`, without `train.compile`",
-        changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
-        in_force=lambda config: config.memory.offload_activations == "inputs",
         needs=_blocks,
         helps=_is_on_a_gpu,
         result="same",
@@ -250,7 +363,6 @@ TECHNIQUES = (
         saves="all logits but those of a chunk, and their gradients",
         costs="one more matmul with the last layer's weight",
         applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
-        changes={"memory.loss_chunk": "auto"},
         in_force=lambda config: config.memory.loss_chunk is not None,
         needs=_head,
         result="same",
@@ -260,7 +372,6 @@ TECHNIQUES = (
         saves="one of AdamW's two moments",
         costs="another optimizer: needs a learning rate of its own",
         changes={"optimizer.target": _SGD, "optimizer.arguments": {"momentum": 0.9, "nesterov": True}},
-        in_force=_has_optimizer(_SGD),
         saves_state=True,
     ),
     Technique(
@@ -295,7 +406,6 @@ TECHNIQUES = (
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
         changes={"optimizer.target": _ADAFACTOR, "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0}},
-        in_force=_has_optimizer(_ADAFACTOR),
         helps=_trains_real_numbers,
         saves_state=True,
     ),
@@ -315,7 +425,6 @@ TECHNIQUES = (
                 "eps": 1e-8,
             },
         },
-        in_force=_has_optimizer(_MUON),
         saves_state=True,
     ),
     Technique(
@@ -324,7 +433,6 @@ TECHNIQUES = (
         costs="an error in the last backward goes back to the checkpoint",
         applies="with `train.grad_clip=null`, `parallel=single`; not with `train.compile`, `precision=fp16` or "
         "`train.nonfinite=skip`",
-        changes={"optimizer.in_backward": True},
         result="same",
     ),
     Technique(
@@ -332,8 +440,6 @@ TECHNIQUES = (
         saves="all gradients but one, where the step is one micro-batch",
         costs="no clipping; an error in the last backward goes back to the checkpoint",
         applies="as above, in place of `train.grad_clip`",
-        changes={"optimizer.in_backward": True, "train.grad_clip": None},
-        in_force=lambda config: config.optimizer.in_backward,
         helps=lambda situation: situation.config.train.grad_clip is not None,
         saves_state=True,
     ),
@@ -342,7 +448,6 @@ TECHNIQUES = (
         saves="the device's part of the optimizer state, and all that the optimizer's step needs",
         costs="in every step, gradients and parameters to the host, the update there, and parameters back",
         applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
-        changes={"optimizer.offload": True},
         helps=_is_on_a_gpu,
         result="same",
         saves_state=True,
@@ -352,8 +457,6 @@ TECHNIQUES = (
         saves="a copy of the parameters in the optimizer's step",
         costs="nothing",
         applies="by default, for optimizers that have a fused kernel",
-        changes={"optimizer.fused": "auto"},
-        is_default=True,
         result="same",
     ),
     Technique(
@@ -361,8 +464,6 @@ TECHNIQUES = (
         saves="a copy of the weights",
         costs="evaluation of the average of the weights",
         applies="by default",
-        changes={"train.ema": None},
-        is_default=True,
         saves_state=True,
     ),
     Technique(
@@ -377,6 +478,7 @@ TECHNIQUES = (
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay as they are, so the result is another",
         applies="models with linear layers in their `blocks()`, those of Transformers; needs `trainapp[peft]`",
+        changes={},  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
         saves_state=True,
@@ -392,7 +494,6 @@ TECHNIQUES = (
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
         costs="traffic: parameters are gathered in every forward and backward",
         applies="several ranks, or GPUs for them; models with `blocks()`",
-        changes={"parallel.strategy": "fsdp"},
         helps=_has_ranks_and_blocks,
         result="same",
         saves_state=True,
@@ -402,8 +503,6 @@ TECHNIQUES = (
         saves="the gathered parameters of all blocks but one between forward and backward",
         costs="gathering them again in backward",
         applies="`parallel=fsdp`, by default",
-        changes={"parallel.fsdp.reshard_after_forward": True},
-        is_default=True,
         result="same",
     ),
     Technique(
@@ -411,8 +510,6 @@ TECHNIQUES = (
         saves="unsharded gradients between micro-batches",
         costs="a reduction per micro-batch instead of one per step",
         applies="`parallel=fsdp`, by default",
-        changes={"parallel.fsdp.sync_every_micro_batch": True},
-        is_default=True,
         result="same",
     ),
     Technique(
@@ -420,7 +517,6 @@ TECHNIQUES = (
         saves="the device's part of parameters, gradients and optimizer state",
         costs="copies between host and device, and the optimizer's step on the host",
         applies="`parallel=fsdp`",
-        changes={"parallel.fsdp.cpu_offload": True},
         result="same",
         saves_state=True,
     ),
@@ -429,7 +525,6 @@ TECHNIQUES = (
         saves="the whole model on each device before it is sharded",
         costs="other initial weights, of the same distribution",
         applies="`parallel=fsdp`, models with `init_weights()`",
-        changes={"parallel.fsdp.meta_init": True},
         needs=_init_weights,
     ),
     Technique(
@@ -437,8 +532,6 @@ TECHNIQUES = (
         saves="fragmentation: reserved memory that cannot be used",
         costs="nothing",
         applies="CUDA, by default",
-        changes={"memory.expandable_segments": True},
-        is_default=True,
         result="same",
     ),
     Technique(
@@ -446,8 +539,6 @@ TECHNIQUES = (
         saves="a copy of the state in host memory",
         costs="training waits while a checkpoint is written",
         applies="by default",
-        changes={"checkpointing.asynchronous": False},
-        is_default=True,
         result="same",
     ),
 )

@@ -19,7 +19,6 @@ from trainapp.losses.losses import Metrics, Task, evaluate_metrics
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.strategy import SingleDevice, locals_of
 from trainapp.snapshot import MOVED_ON, Snapshot
-from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.torch_private import backward
 from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.training.phase import Phase
@@ -46,11 +45,10 @@ class Engine:
         snapshot: Snapshot,
         attempt: Attempt,
         grad_clip: float | None,
-        offload: Offload | NoOffload,
     ):
         self.state, self.strategy, self.ranks = state, strategy, strategy.ranks
         self.nonfinite, self.snapshot, self.attempt = nonfinite, snapshot, attempt
-        self.grad_clip, self.offload = grad_clip, offload
+        self.grad_clip = grad_clip
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.stateful_metrics: frozenset[str] = frozenset()
         self.evaluated_task, self.tasks = evaluated_task, tasks
@@ -85,7 +83,7 @@ class Engine:
         """
         self.attempt.phase = Phase.FORWARD
         before = gradients_of(self.parameters) if self.is_first else None
-        with self.state.precision.autocast, self.offload.forward():
+        with self.state.precision.autocast:
             loss, count, metrics = self.compute(micro.data)
         if before is not None:
             require_same_gradients(self.parameters, before)
