@@ -13,7 +13,7 @@ NEED_TWO = {"byol", "mean teacher through data", "actnorm", "batchnorm", "late b
 DEPEND_ON_MORE = {name for name, cell in ALL.items() if not cell.resumes} | {"writes in evaluation"}
 NAMES = sorted(ALL.keys() - NEED_TWO - DEPEND_ON_MORE)
 # Their own arithmetic allows autocast.
-MIXED = {"weight norm", "transformer", "tied weights", "adapters", "stochastic depth", "dict", "tuple", "strings"}
+MIXED = {"weight norm", "transformer", "tied weights", "stochastic depth", "dict", "tuple", "strings"}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ STORIES = {
     "memory runs out twice": Case("gumbel", PLAIN, [Oom("forward", 2, 3), Oom("backward", 3, 10)]),
     "the commit is torn": Case("dict", PLAIN, [Oom("commit", 3, 6)]),
     "a signal and an error": Case("mixup", PLAIN, [Stop(1), Oom("backward", 4, 8)]),
-    "the data set fails": Case("adapters", PLAIN, [Raise(2, 5)]),
+    "the data set fails": Case("weight norm", PLAIN, [Raise(2, 5)]),
     "another limit after a stop": Case("weight norm", PLAIN, [Stop(2)], [{"memory.limit": 60_000}]),
     "steps are skipped": Case("dict", {**PLAIN, "train.nonfinite": "skip", "train.max_steps": 6}, [Oom("loss", 3, 0)]),
     "spoiled samples are skipped": Case(

@@ -13,10 +13,9 @@ class Cell(NamedTuple):
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an evaluation is the sum over its samples,
     whatever batches they come in. exact: whether its evaluations are repeated bit for bit on every processor: on some,
-    MKL's products depend on where few rows lie in memory. adds_up: whether `train.check_loss` takes the loss for such a
-    sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an instance called
-    "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
-    changes: settings, as for `harness.configure`.
+    MKL's products depend on where few rows lie in memory. ranks: whether DDP takes the model as it is. metric: a class,
+    of which evaluations have an instance called "own". updates: (name, task, parameters) of several optimizers; `task`
+    is what is evaluated. changes: settings, as for `harness.configure`.
     """
 
     model: str
@@ -25,7 +24,6 @@ class Cell(NamedTuple):
     resumes: bool = True
     sums: bool = True
     exact: bool = True
-    adds_up: bool = True
     ranks: bool = True
     metric: str | None = None
     updates: tuple[tuple[str, str, str], ...] = ()
@@ -64,22 +62,14 @@ MODELS = {
     "queue": Cell("chance.Queue"),
     "lstm": Cell("structures.LSTM", "data.Tokens"),
     "transformer": Cell("structures.Transformer", "data.Tokens"),
-    "seq2seq": Cell("structures.Seq2Seq", "data.Tokens", "losses.own"),
     "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
-    "vision transformer": Cell("structures.VisionTransformer", "data.Images"),
-    "u-net": Cell("structures.UNet", "data.Images", "losses.own"),
-    "siamese": Cell("structures.Siamese", task="losses.own", sums=False, adds_up=False),
     "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),
-    "adapters": Cell("structures.Adapted"),
-    "adversarial": Cell("structures.Adversarial", task="losses.own", sums=False),
-    "hypernetwork": Cell("structures.Hypernetwork"),
     "recomputing": Cell("structures.Recomputing"),
     "complex": Cell(
         "structures.Complex",
         ranks=False,  # gloo reduces none
     ),
     "hooked": Cell("structures.Hooked"),
-    "two tasks": Cell("structures.TwoTasks", task="losses.two_tasks"),
     "gradient penalty": Cell("structures.GradientPenalty", task="losses.own"),
     "unused branch": Cell("structures.NestedLists", ranks=False),
 }

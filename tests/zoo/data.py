@@ -21,14 +21,6 @@ class Vectors:
         return {"inputs": self.inputs[index], "targets": self.targets[index], "index": index}
 
 
-class Images(Vectors):
-    """`inputs` [1, 8, 8], made from the vectors."""
-
-    def __init__(self, split, seed=0, size=40, val_size=12):
-        super().__init__(split, seed, size, val_size)
-        self.inputs = torch.einsum("bi,bj->bij", self.inputs, self.inputs.roll(1, 0))[:, None]
-
-
 class Tokens(Vectors):
     """`inputs` [12] in 0..15, where 0 is padding: sequences of 4 to 12 tokens; `targets` as of the vectors."""
 

@@ -69,7 +69,6 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
             Update(name=name, task=f"zoo.{task}", parameters=[parameters], optimizer=config.optimizer)
             for name, task, parameters in cell.updates
         ],
-        train=dataclasses.replace(config.train, check_loss=cell.adds_up),
         run_dir=str(run_dir),
     )
     for name, value in {**dict(cell.changes), **(changes or {})}.items():

@@ -1,6 +1,5 @@
 """Losses: (model, batch) -> (sum over the samples, number of samples, sums of metrics)."""
 
-import torch
 import torch.nn.functional as F
 
 
@@ -52,13 +51,3 @@ def next_token_of_outputs(model, batch):
     targets = batch["inputs"][:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
     return loss, (targets != 0).sum(), {}
-
-
-def two_tasks(model, batch):
-    """Classification and reconstruction, weighted by uncertainties that the model learns."""
-    logits, rebuilt, log_variances = model(batch["inputs"])
-    first = F.cross_entropy(logits, batch["targets"], reduction="sum")
-    second = (rebuilt - batch["inputs"]).square().mean(1).sum()
-    weights = torch.exp(-log_variances)
-    loss = weights[0] * first + weights[1] * second + len(logits) * log_variances.sum()
-    return loss, len(logits), {"rebuilt": second.detach()}

@@ -1,12 +1,9 @@
-"""Architectures: sequences, images, experts, adapters, generated and complex weights, hooks, recomputation."""
+"""Architectures: sequences, experts, complex weights, hooks, recomputation, second derivatives."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-
-from trainapp.models.vit import ViT
 
 
 class LSTM(nn.Module):
@@ -34,30 +31,6 @@ class Transformer(nn.Module):
         return self.head(encoded.masked_fill(padding[..., None], 0).sum(1) / (~padding).sum(1, keepdim=True))
 
 
-class VisionTransformer(ViT):
-    def __init__(self):
-        super().__init__((1, 8, 8), 4, patch_size=4, depth=2, width=16, heads=2, dropout=0.1)
-
-
-class Seq2Seq(nn.Module):
-    """Reads the sequence, then writes it again; the coin of teacher forcing is torch's."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.encoder = nn.Embedding(16, 8), nn.GRU(8, 16, batch_first=True)
-        self.decoder, self.out = nn.GRUCell(8, 16), nn.Linear(16, 16)
-
-    def forward(self, tokens):
-        hidden, losses = self.encoder(self.embed(tokens))[1][0], 0
-        given = torch.zeros_like(tokens[:, 0])
-        for token in tokens.unbind(1):
-            hidden = self.decoder(self.embed(given), hidden)
-            logits = self.out(hidden)
-            losses = losses + F.cross_entropy(logits, token, reduction="none")
-            given = token if self.training and torch.rand(()) < 0.5 else logits.argmax(1)
-        return losses / tokens.shape[1]
-
-
 class TiedLanguageModel(nn.Module):
     """The output layer is the embedding."""
 
@@ -69,31 +42,6 @@ class TiedLanguageModel(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.rnn(self.embed(tokens))[0])
-
-
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU())
-        self.deep = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2))
-        self.up = nn.ConvTranspose2d(8, 1, 2, 2)
-
-    def forward(self, images):
-        half = self.down(images)
-        rebuilt = self.up(torch.cat([half, self.deep(half)], 1))
-        return (rebuilt - images).square().mean((1, 2, 3))
-
-
-class Siamese(nn.Module):
-    """One network sees each sample twice, and its neighbour once."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 8))
-
-    def forward(self, inputs):
-        one, two, other = self.shared(inputs), self.shared(inputs), self.shared(inputs.roll(1, 0))
-        return F.triplet_margin_loss(one, two, other, reduction="none")
 
 
 class Experts(nn.Module):
@@ -116,55 +64,6 @@ class Experts(nn.Module):
         if self.training:
             self.load += used
         return logits, (used / used.sum() * shares.mean(0)).sum() * len(self.experts)
-
-
-class Adapted(nn.Module):
-    """LoRA: the layers are frozen, low-rank corrections are trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).requires_grad_(False)
-        self.down, self.up = nn.Parameter(0.1 * torch.randn(2, 8)), nn.Parameter(torch.zeros(4, 2))
-
-    def forward(self, inputs):
-        return self.base(inputs) + inputs @ self.down.T @ self.up.T
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(context, inputs):
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(context, gradient):
-        return -gradient
-
-
-class Adversarial(nn.Module):
-    """Generator and discriminator in one loss: the gradient is reversed between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-    def forward(self, inputs):
-        fake = self.generator(torch.randn(len(inputs), 4))
-        real, made = self.discriminator(inputs), self.discriminator(Reverse.apply(fake))
-        return (F.softplus(-real) + F.softplus(made)).squeeze(1)
-
-
-class Hypernetwork(nn.Module):
-    """One network makes the weights of another."""
-
-    def __init__(self):
-        super().__init__()
-        self.code, self.maker = nn.Parameter(torch.randn(4)), nn.Linear(4, 4 * 8 + 4)
-        self.made = nn.Linear(8, 4).requires_grad_(False)
-
-    def forward(self, inputs):
-        values = self.maker(self.code)
-        return functional_call(self.made, {"weight": values[:32].reshape(4, 8), "bias": values[32:]}, (inputs,))
 
 
 class Recomputing(nn.Module):
@@ -213,20 +112,6 @@ class Hooked(nn.Module):
         if features.requires_grad:
             features.register_hook(lambda gradient: 0.5 * gradient)
         return self.head(features)
-
-
-class TwoTasks(nn.Module):
-    """Two heads with learned uncertainties."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-        self.classes, self.rebuild = nn.Linear(16, 4), nn.Linear(16, 8)
-        self.log_variances = nn.Parameter(torch.zeros(2))
-
-    def forward(self, inputs):
-        features = self.trunk(inputs)
-        return self.classes(features), self.rebuild(features), self.log_variances
 
 
 class GradientPenalty(nn.Module):
