@@ -26,7 +26,6 @@ def takes_config_and_run(path: Path) -> list[str]:
     return [f"{path.name}:{f.lineno} {f.name}" for f in functions(path) if {"Config", "Session"} <= types_of(f)]
 
 
-@pytest.mark.slow
 def test_no_function_takes_both_a_config_and_a_run():
     found = [line for path in SOURCES for line in takes_config_and_run(path)]
     assert not found

@@ -39,13 +39,9 @@ def checkout(tmp_path):
     ("module", "line", "contract"),
     [
         ("data/batch.py", "from trainapp.training import loop", ROOMS),
-        ("data/batch.py", "from trainapp.models import mlp", ROOMS),
-        ("optim/ema.py", "from trainapp.parallel import ranks", ROOMS),
         ("units.py", "from trainapp import errors", ROOMS),
-        ("training/loop.py", "from trainapp import tasks", ROOMS),
         ("new_room.py", "", ROOMS),
         ("config/durations.py", "import torch", TORCH),
-        ("launch/environment.py", "from trainapp import rng", TORCH),
         ("__main__.py", "from trainapp.launch import elastic", TORCH),
     ],
 )

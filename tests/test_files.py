@@ -1,3 +1,5 @@
+import json
+import math
 import os
 import signal
 import stat
@@ -9,7 +11,7 @@ from pathlib import Path
 import helpers
 import pytest
 
-from trainapp.files import atomic_write, publish, temporary_file
+from trainapp.files import atomic_write, publish, strict_json, temporary_file
 
 
 def test_the_new_content_replaces_the_old_at_the_end(tmp_path):
@@ -22,12 +24,6 @@ def test_the_new_content_replaces_the_old_at_the_end(tmp_path):
         assert Path(file.name).parent == tmp_path  # a rename across file systems is a copy
     assert path.read_text() == "new"
     assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_bytes(tmp_path):
-    with atomic_write(tmp_path / "a.bin", "wb") as file:
-        file.write(b"\x00\xff")
-    assert (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
 
 
 def write_half(path, error):
@@ -98,6 +94,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["atomic", "plain"])
 def test_several_processes_that_are_killed_leave_one_whole(tmp_path, way):
     """Readers never see a partial or mixed file; with a plain write they do."""
@@ -119,3 +116,34 @@ def test_several_processes_that_are_killed_leave_one_whole(tmp_path, way):
     if way == "atomic":
         assert seen == {"a", "b"}
         assert path.read_text() in ("a" * 300_000, "b" * 300_000)
+
+
+# JSON
+
+
+def strict(text: str):
+    """As a reader that follows the standard."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_null_with_the_reason():
+    value = {"a": 1.5, "b": math.nan, "c": {"d": [math.inf, 2], "e": -math.inf}, 3: (1, math.nan)}
+    assert strict(strict_json(value)) == {
+        "a": 1.5, "b": None, "b_note": "nan", "c": {"d": [None, 2], "e": None, "e_note": "-inf"}, "3": [1, None],
+    }  # fmt: skip
+    with pytest.raises(AssertionError):  # what Python does by itself
+        strict(json.dumps(value))
+
+
+def test_a_note_of_its_own_stays():
+    assert strict(strict_json({"b": math.nan, "b_note": "why"})) == {"b": None, "b_note": "why"}
+
+
+def test_what_is_finite_is_unchanged():
+    value = {"a": [1, 2.5, "x", None, True], "b": {"c": -0.0}}
+    assert strict_json(value, indent=1) == json.dumps(value, indent=1)
+    assert list(strict(strict_json({"z": 1, "a": 2}))) == ["z", "a"]

@@ -5,7 +5,7 @@ import math
 import helpers
 import pytest
 import runs
-from test_strict_json import strict
+from test_files import strict
 
 EVALUATED = (*runs.MODELS["mlp"], "user_packages=[own_tasks]", "every.eval=2", "data.num_workers=0")
 
