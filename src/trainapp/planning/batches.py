@@ -2,19 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
 from trainapp.data.progress import Progress
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.data.stream_reader import at_most, is_stream
-from trainapp.losses.losses import needs_whole_batch
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import local
@@ -23,43 +19,6 @@ from trainapp.torch_private import outside_dispatch_modes, strided_parts
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
 Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with data
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Samples. share: of a step, on the rank with the most. all_eval_samples: of the largest evaluation set.
-    eval_samples: of the rank with the most of them. most_evaluated: at once. whole: whether a batch is never cut, and
-    so has one size: it fits, or nothing does.
-    """
-
-    share: int
-    all_eval_samples: int
-    eval_samples: int
-    most_evaluated: int
-    whole: bool
-
-    @classmethod
-    def of(cls, config: Config, components: Components, world: int) -> "Workload":
-        """That of the configuration on so many ranks."""
-        share = -(-at_most(config.batch.global_size, components.train_data) // world)
-        evaluated = components.eval_data.values() if config.every.eval is not None else ()
-        # A stream may have as many samples as fit.
-        every = max((2 * share * world if is_stream(data) else len(data) for data in evaluated), default=0)
-        own = -(-every // world)
-        whole = needs_whole_batch(components.task)
-        return cls(share, every, own, min(share if whole else 2 * share, own), whole)
-
-
-def given_size(config: Config, share: int) -> int | None:
-    """The micro-batch that the configuration fixes, if it does."""
-    batch, parts = config.batch, config.accumulation.steps
-    if batch.micro_schedule is not None:
-        plans = [plan for own in batch.schedules.values() for plan in own.values()]
-        largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
-        return min(largest, share)
-    if parts != "auto":
-        return -(-share // parts)
-    return min(batch.micro_size, share) if isinstance(batch.micro_size, int) else None
 
 
 def planned_config(config: Config, size: int, eval_size: int, world: int, all_at_once: bool = False) -> Config:

@@ -12,14 +12,15 @@ import torch
 
 from trainapp.assembly.components import Components, choose_device, load_components
 from trainapp.config.schema import Config
-from trainapp.data.stream_reader import at_most
+from trainapp.data.stream_reader import at_most, is_stream
 from trainapp.errors import UserError
+from trainapp.losses.losses import needs_whole_batch
 from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.planning import absent_gpu, pretend
-from trainapp.planning.batches import Workload, given_size, planned_config
+from trainapp.planning.batches import planned_config
 from trainapp.planning.measured import Measured
 from trainapp.planning.process import AGAIN, FAILED, Plan
 from trainapp.planning.recorder import Breakdown
@@ -57,16 +58,24 @@ class Estimator(Protocol):
 
 
 class Planner:
-    """Asks an estimator for one configuration at the sizes that its plan needs, for each at most once."""
+    """Asks an estimator for one configuration at the sizes that its plan needs, for each at most once.
+
+    share: samples of a step, on the rank with the most. evaluated: of the largest evaluation set, over all ranks; 0
+    without evaluations. whole: whether a batch is never cut, and so has one size: it fits, or nothing does. room: the
+    bytes that a peak may have, which leave what it has to spare.
+    """
 
     def __init__(self, config: Config, estimator: Estimator):
         self.config, self.estimator = config, estimator
-        self.world, self.limit = estimator.world, estimator.limit(config)
-        # The bytes that a peak may have, which leave what it has to spare. (A run's own limit bounds what is reserved.)
+        self.world, self.limit, components = estimator.world, estimator.limit(config), estimator.components
         self.room = int(self.limit / (1 + estimator.spare))
         is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
         self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
-        self.workload = Workload.of(config, estimator.components, self.world)
+        self.whole = needs_whole_batch(components.task)
+        self.share = -(-at_most(config.batch.global_size, components.train_data) // self.world)
+        sets = components.eval_data.values() if config.every.eval is not None else ()
+        # A stream may have as many samples as fit.
+        self.evaluated = max((2 * self.share * self.world if is_stream(one) else len(one) for one in sets), default=0)
         self._at = functools.cache(functools.partial(estimator.peak, config))
 
     def peak(self, size: int, eval_size: int) -> Breakdown:
@@ -81,7 +90,7 @@ class Planner:
     def _samples(self, size: int, eval_size: int) -> int:
         """Of a planned step, or else of the largest evaluation set, over all ranks."""
         if not size:
-            return self.workload.all_eval_samples
+            return self.evaluated
         components = self.estimator.components
         step = planned_config(self.config, size, eval_size or 1, self.world, components.has_embeddings)
         return at_most(step.batch.global_size, components.train_data)
@@ -93,35 +102,39 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples at once on which the model can train, at most the share of a rank."""
-        share = self.workload.share
-        return share if self.workload.whole else min(self.peak(share, 0).smallest, share)
+        return self.share if self.whole else min(self.peak(self.share, 0).smallest, self.share)
 
-    @functools.cached_property
+    @property
     def given(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
-        return given_size(self.config, self.workload.share)
+        batch, parts = self.config.batch, self.config.accumulation.steps
+        if batch.micro_schedule is not None:
+            plans = [plan for own in batch.schedules.values() for plan in own.values()]
+            return min(self.share, max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans))
+        if parts != "auto":
+            return -(-self.share // parts)
+        return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
 
     @functools.cached_property
     def largest(self) -> int:
         """Training's largest micro-batch that fits, 0 if none does."""
-        return largest_size(lambda size: self.peak(size, 0).total, self.room, self.workload.share, self.smallest)
+        return largest_size(lambda size: self.peak(size, 0).total, self.room, self.share, self.smallest)
 
     @functools.cached_property
     def largest_eval(self) -> int:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
-        most = self.workload.most_evaluated
-        smallest = most if self.workload.whole else 1
-        return largest_size(lambda size: self.peak(0, size).total, self.room, most, smallest)
+        most = min(self.share if self.whole else 2 * self.share, -(-self.evaluated // self.world))
+        return largest_size(lambda size: self.peak(0, size).total, self.room, most, most if self.whole else 1)
 
     def plan(self) -> tuple[Plan, Breakdown]:
         """At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
-        config, workload = self.config, self.workload
-        if workload.whole:
+        config = self.config
+        if self.whole:
             require_uncut(config, self.world, at_most(config.batch.global_size, self.estimator.components.train_data))
         size, eval_size = self.given or self.largest or self.smallest, 0
-        if workload.eval_samples:
+        if self.evaluated:
             given = config.batch.eval_micro_size
-            eval_size = min(given, workload.eval_samples) if given != "auto" else (self.largest_eval or 1)
+            eval_size = min(given, -(-self.evaluated // self.world)) if given != "auto" else (self.largest_eval or 1)
         found, ranks = self.peak(size, eval_size), self._ranks(size, eval_size)
         plan = replace(
             self.empty_plan(),
@@ -135,7 +148,7 @@ class Planner:
             micro_size=size,
             eval_micro_size=eval_size or None,
             largest_micro_size=self.largest,
-            largest_eval_micro_size=self.largest_eval if workload.eval_samples else None,
+            largest_eval_micro_size=self.largest_eval if self.evaluated else None,
         )
         return plan, found
 
@@ -147,7 +160,7 @@ class Planner:
     def search(self, only: Collection[str]) -> Plan:
         """See `plan`."""
         plan = self.empty_plan()
-        if "evaluation" in only and self.workload.eval_samples:
+        if "evaluation" in only and self.evaluated:
             plan.largest_eval_micro_size = self.largest_eval
         if "training" in only:
             plan.largest_micro_size = self.largest

@@ -127,7 +127,7 @@ def _best(variants: Sequence[Variant], eval_size: int) -> Facts:
 
     eval_size: of the evaluation, where it is given; 0 for the largest that fits.
     """
-    evaluates = bool(variants[0].planner.workload.eval_samples)
+    evaluates = bool(variants[0].planner.evaluated)
     for variant in variants:
         planner = variant.planner
         if planner.fits(planner.smallest, 0) and (not evaluates or planner.largest_eval):
