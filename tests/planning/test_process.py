@@ -1,6 +1,7 @@
 """The plan from the command line, from Python, and from a run that starts with the planned size."""
 
 import json
+import re
 import sys
 import time
 
@@ -64,20 +65,10 @@ def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
         trainapp.plam  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("model=gpt", r"overrides='model=gpt': must be a list of strings"),
-        ([1], r"overrides=\[1\]: must be a list of strings"),
-        ({"model": "gpt"}, r"overrides=\{'model': 'gpt'\}: must be a list of strings, such as"),
-        (None, r"overrides=None: must be a list of strings"),
-        (["model"], r"model"),
-        (["model=gpt,mlp"], r"model"),
-    ],
-)
-def test_overrides_of_another_kind_are_one_message(given, message):
+@pytest.mark.parametrize("given", ["model=gpt", [1], None])
+def test_overrides_of_another_kind_are_one_message(given):
     for function in (trainapp.plan, compose.from_command_line):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=rf"^overrides={re.escape(repr(given))}: must be a list of strings"):
             function(given)
 
 
@@ -119,7 +110,7 @@ def test_options_of_ones_own_from_python(tmp_path):
 
 @pytest.mark.parametrize(
     "mistake",
-    ["model=nope", "model.dept=3", "precision=16", "train.max_steps=${nope}", "model=[", "train.seed=-1", "nothing"],
+    ["model=nope", "train.max_steps=${nope}", "model=[", "nothing"],
 )
 def test_a_mistake_has_the_same_message_from_python_as_on_the_command_line(tmp_path, mistake):
     with pytest.raises(UserError) as caught:
@@ -178,13 +169,8 @@ def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):
 @pytest.mark.slow
 def test_a_run_starts_with_the_planned_size(tmp_path):
     limited = (
-        *GPT,
-        "memory.limit=300KB",
-        "train.max_steps=8",
-        "train.max_epochs=null",
-        "every.log=1",
-        "every.eval=null",
-    )
+        *GPT, "memory.limit=300KB", "train.max_steps=8", "train.max_epochs=null", "every.log=1", "every.eval=null",
+    )  # fmt: skip
     for name in ("plan", "auto"):
         done = run_cli(*limited, f"batch.micro_size={name}", f"hydra.run.dir={name}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

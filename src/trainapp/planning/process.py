@@ -121,7 +121,7 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        ending = _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience)
+        ending = _run([sys.executable, "-m", __name__, folder], environment, Path(folder, _ERRORS), patience)
         if not Path(folder, _ANSWER).exists():
             raise NoAnswer(f"the planner's process {ending}")
         answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
@@ -132,22 +132,20 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     return answer
 
 
-def _run(command: list[str], environment: dict[str, str], folder: Path, patience: float | None) -> str:
-    """Until it has ended, or been killed. Returns how."""
+def _run(command: list[str], environment: dict[str, str], errors: Path, patience: float | None) -> str:
+    """Until it has ended, or been killed. Returns how. errors: the file of its stderr."""
     nowhere = subprocess.DEVNULL  # what a data set prints
-    with open(folder / _ERRORS, "wb") as errors:
-        try:
-            planner = subprocess.Popen(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=errors)
-        except OSError as problem:  # out of memory, or of processes
-            return f"cannot start: {problem}"
-        try:
-            code = planner.wait(patience)
-        except subprocess.TimeoutExpired:
-            return f"took longer than {patience:.0f} s"
-        finally:
-            planner.kill()  # no effect once it has ended
-            planner.wait()
-    lines = (folder / _ERRORS).read_text(errors="replace").strip().splitlines()
+    try:
+        with open(errors, "wb") as file:
+            done = subprocess.run(
+                command, env=environment, stdin=nowhere, stdout=nowhere, stderr=file, timeout=patience, check=False
+            )
+    except subprocess.TimeoutExpired:
+        return f"took longer than {patience:.0f} s"
+    except OSError as problem:  # out of memory, or of processes
+        return f"cannot start: {problem}"
+    lines = errors.read_text(errors="replace").strip().splitlines()
+    code = done.returncode
     ending = f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
     return ending + (f": {lines[-1]}" if lines else "")
 
