@@ -8,7 +8,6 @@ from torch import nn
 
 from trainapp.config import schema
 from trainapp.errors import UserError
-from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.training import loop
 
@@ -74,12 +73,6 @@ def test_layer_wise_decay():
     assert rates == {f"{name}.weight": rate for name, rate in expected.items()}
 
 
-def test_layer_wise_decay_of_a_group_with_a_rate_of_its_own():
-    net = Net()
-    _, of = built(group("layers", lr=1.0), net=net, layer_decay=0.5, blocks=list(net.layers))
-    assert (of["layers.0.weight"]["lr"], of["layers.1.weight"]["lr"]) == (0.25, 0.5)
-
-
 def test_a_block_that_shares_a_parameter_has_it_once():
     net = Net()
     net.layers[1].weight = net.layers[0].weight
@@ -87,12 +80,6 @@ def test_a_block_that_shares_a_parameter_has_it_once():
     assert of["layers.0.weight"]["lr"] == 0.25e-3
     every = [id(p) for own in optimizer.param_groups for p in own["params"]]
     assert len(every) == len(set(every))
-
-
-def test_without_groups_nothing_changes():
-    plain, _ = built()
-    assert not any("label" in own for own in plain.param_groups)
-    assert len(plain.param_groups) == 2
 
 
 @pytest.mark.parametrize(
@@ -113,15 +100,6 @@ def test_without_groups_nothing_changes():
 def test_mistakes(own, message):
     with pytest.raises(UserError, match=message):
         built(*own)
-
-
-def test_a_group_of_frozen_parameters_is_refused():
-    net = Net()
-    net.head.requires_grad_(False)
-    with pytest.raises(
-        UserError, match=r"optimizer\.groups\.0: nothing that head matches is trained by this optimizer"
-    ):
-        built(group("head", lr=1.0), net=net)
 
 
 def test_an_option_that_the_optimizer_has_once_for_all():
@@ -183,32 +161,6 @@ def test_the_schedule_multiplies_every_rate(tmp_path):
     lines = metrics(tmp_path)
     assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.075, 0.05, 0.025])
     assert [line["lr/head"] for line in lines] == pytest.approx([0.5, 0.375, 0.25, 0.125])
-
-
-@pytest.mark.slow
-def test_freezing_by_a_group_is_freezing_by_the_model(tmp_path):
-    ends = []
-    for name, own in {
-        "a": "optimizer.groups=[{match: layers.0, freeze: true}]",
-        "b": "model.freeze=[layers.0]",
-    }.items():
-        run = runs.prepare(tmp_path / name, *MLP, own, "train.max_steps=2")
-        assert not run.state.model.layers[0][0].weight.requires_grad
-        assert run.meter.static == runs.prepare(tmp_path / f"{name}2", *MLP, own).meter.static
-        loop.train(run)
-        run.close()
-        ends.append(runs.weights(run.state.model))
-    assert torch.equal(*ends)
-
-
-def test_a_group_and_model_freeze_agree(tmp_path):
-    """The rest of a group that is partly frozen has its rate; a group of nothing else is refused."""
-    own = (*MLP, "model.freeze=[head.bias]", f"optimizer.groups=[{HEAD}]")
-    run = runs.prepare(tmp_path, *own)
-    run.close()
-    assert schedules.rates(run.state.optimizer) == {"lr": 3e-3, "lr/head": 0.5}
-    with pytest.raises(UserError, match="nothing that head matches is trained"):
-        runs.prepare(tmp_path, *MLP, "model.freeze=[head]", f"optimizer.groups=[{HEAD}]")
 
 
 OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")

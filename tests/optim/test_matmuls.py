@@ -1,8 +1,6 @@
 """precision=int8 and fp8: products in 8 bits, the same however a batch is cut, and everything else as in bf16."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import runs
@@ -215,15 +213,6 @@ def test_it_learns_as_bf16_does(tmp_path, kind):
 
 
 @by_kind
-def test_without_torchao(tmp_path, kind, monkeypatch):
-    for module in ("torchao", "torchao.float8.float8_ops", "torchao.prototype.quantized_training.int8"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"precision={kind}: .*pip install 'trainapp\[torchao\]', or use") as refused:
-        runs.prepare(tmp_path, *GPT, f"precision={kind}")
-    assert "\n" not in str(refused.value)
-
-
-@by_kind
 def test_a_device_that_cannot(kind):
     """None is here whose kernels are missing: the message is that of a device that does not exist."""
     with pytest.raises(UserError, match=rf"precision={kind}: this device \(xpu:9\) cannot multiply") as refused:
@@ -244,9 +233,3 @@ def test_nothing_to_quantize(tmp_path, kind, model, message):
         runs.prepare(tmp_path, *model, f"precision={kind}")
     assert str(refused.value).startswith(f"precision={kind}: {message}")
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.slow
-def test_torchao_is_imported_late():
-    command = "import sys, trainapp.assembly.model; assert 'torch' in sys.modules; assert 'torchao' not in sys.modules"
-    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)

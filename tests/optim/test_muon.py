@@ -67,15 +67,6 @@ def test_it_is_torchs_muon_and_torchs_adamw(fused, beforehand):
     assert not torch.equal(trained(alone, torch.optim.AdamW(alone.parameters(), lr=0.01)), expected)
 
 
-def test_the_rate_of_all_groups_can_be_set():
-    model = gpt()
-    optimizer = Muon(Muon.parameter_groups(model, 0.0), lr=0.01)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    start = runs.weights(model)
-    assert torch.equal(trained(model, optimizer), start)
-
-
 def test_without_a_matrix_it_is_refused(tmp_path):
     with pytest.raises(UserError) as refused:
         runs.prepare(tmp_path, "model=mlp", "model.depth=1", "data=digits", "optimizer=muon")

@@ -5,8 +5,7 @@ import runs
 import torch
 
 from trainapp.errors import TrainingStopped
-from trainapp.optim.precision import MAX_SKIPPED, NonFiniteCheck, gradient_norm, scale_gradients
-from trainapp.torch_private import DispatchMode, fake_tensor_mode
+from trainapp.optim.precision import MAX_SKIPPED, NonFiniteCheck, gradient_norm
 from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
@@ -74,24 +73,6 @@ def test_skip_leaves_the_step_out(tmp_path, case):
     assert all(torch.isfinite(v.float()).all() for v in run.state.model.state_dict().values())
 
 
-def test_skipped_is_as_if_the_samples_had_not_been_there(tmp_path):
-    """The result is bit-identical to that of a run that never saw the bad step."""
-    ends = []
-    for skips in (True, False):
-        run = runs.prepare(tmp_path / str(skips), *MLP, "train.nonfinite=skip", "train.max_steps=6")
-        if skips:
-            poison(run, 2)
-            loop.train(run)
-        else:
-            for _ in range(2):
-                loop.train_step(run)
-            run.batches.advance(run.state.progress)
-            loop.train(run)
-        run.tracker.close()
-        ends.append(runs.weights(run.state.model))
-    assert torch.equal(*ends)
-
-
 def test_too_many_skipped_in_a_row_stop(tmp_path):
     run = runs.prepare(tmp_path, *MLP, "train.nonfinite=skip", "train.max_steps=6")
     loop.train_step(run)
@@ -119,38 +100,6 @@ def test_the_norm_is_of_all_gradients_together():
     gradients = [torch.full((3,), 2.0), torch.full((2, 2), 1.0)]
     assert float(gradient_norm(gradients)) == 4.0
     assert float(gradient_norm([])) == 0.0
-
-
-def test_scaling_on_the_cpu_rounds_the_factor_only_where_the_gradient_is_rounded():
-    """The factor of counts that are summed over ranks has 64 bits. A gradient of a single number is multiplied by all
-    of them: by a factor of its own dtype it would get other bits.
-    """
-    torch.manual_seed(0)
-    factor = torch.tensor(1 / 3, dtype=torch.float64)
-    gradients = [torch.randn(50), torch.randn(()), torch.randn(50).bfloat16()]
-    expected = [gradient.clone().mul_(factor) for gradient in gradients]
-    rounded = [gradient.clone().mul_(factor.to(gradient.dtype)) for gradient in gradients]
-    scale_gradients(gradients, factor)
-    assert all(map(torch.equal, gradients, expected))
-    assert [torch.equal(*pair) for pair in zip(gradients, rounded, strict=True)] == [True, False, False]
-
-
-def test_scaling_on_cuda_takes_one_launch_per_dtype():
-    class Calls(DispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.dtypes = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "_foreach_mul_" in str(func):
-                self.dtypes.append({t.dtype for t in (*args[0], args[1])})
-            return func(*args, **(kwargs or {}))
-
-    with fake_tensor_mode(), Calls() as calls:
-        dtypes = (torch.float32, torch.bfloat16, torch.float32)
-        gradients = [torch.ones(3, dtype=dtype, device="cuda:0") for dtype in dtypes]
-        scale_gradients(gradients, torch.ones((), dtype=torch.float64, device="cuda:0"))
-    assert sorted(calls.dtypes, key=str) == [{torch.bfloat16}, {torch.float32}]
 
 
 def guard(policy="stop", scaled=False, reads=True):
@@ -202,22 +151,3 @@ def test_on_a_gpu_a_number_that_cannot_divide_stops_at_once():
             guard(reads=False).allows_update(6, good, good, count)
     with pytest.raises(TrainingStopped, match=r"step 7: the count that the loss is divided by is negative"):
         guard(reads=False).allows_update(6, good, good, -1)
-
-
-def test_on_a_gpu_a_rank_without_samples_of_its_own_has_no_loss_to_check():
-    watch, good = guard(reads=False), torch.tensor(1.0)
-    assert watch.allows_update(6, 0.0, good, 16)
-    watch.check()
-
-
-@pytest.mark.slow
-def test_compiled_trains_like_eager(tmp_path):
-    ends = []
-    for compiled in ("false", "true"):
-        run = runs.prepare(tmp_path / compiled, *MLP, f"train.compile={compiled}", "batch.micro_size=8")
-        start = runs.weights(run.state.model)
-        loop.train(run)
-        run.tracker.close()
-        ends.append(runs.weights(run.state.model))
-    assert not any("_orig_mod" in name for name in runs.saved(tmp_path / "true", 4)["model"])
-    assert float((ends[1] - ends[0]).norm() / (ends[0] - start).norm()) < 1e-3

@@ -1,6 +1,5 @@
 """optimizer.offload: the bits of the plain optimizer, its checkpoints, and its promises after an error."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from planning import traced_peak
 from torch import nn
 
 from trainapp.config.schema import Optimizer
-from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.on_host import HostCopies, move_to_host
 from trainapp.optim.optimizers import build_optimizer
@@ -127,17 +125,6 @@ def test_a_run_has_the_weights_of_the_plain_one(tmp_path, precision):
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_that_it_saves_nothing_on_the_cpu_is_said_once(tmp_path, caplog):
-    for name, more in {"plain": (), "host": (HOST,)}.items():
-        caplog.clear()
-        with caplog.at_level("WARNING"):
-            runs.run(tmp_path / name, *MLP, *more)
-        said = [record.message for record in caplog.records if "optimizer.offload=true" in record.message]
-        assert len(said) == len(more)
-    assert "saves nothing on the CPU" in said[0]
-    assert re.search(r"costs [\d.]+ KiB for copies of parameters and gradients; leave it out$", said[0])
-
-
 def test_the_traced_peak_is_the_measured_one(tmp_path):
     limited = ("memory.limit=1GiB", "train.grad_clip=null")
     peaks = []
@@ -161,23 +148,3 @@ def test_resumed_with_and_without(tmp_path: Path, first, then):
     whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
     for part in ("model", "optimizer"):
         assert runs.differences(parts[part], whole[part]) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("optimizer.in_backward=true", "train.grad_clip=null"),
-            "optimizer.offload=true with optimizer.in_backward=true: the backward would wait for the host once per",
-        ),
-        (
-            ("parallel=fsdp",),
-            "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards on the host itself; use parallel.fsdp",
-        ),
-    ],
-)
-def test_refused(tmp_path, overrides, message):
-    with pytest.raises(UserError) as refused:
-        runs.prepare(tmp_path, *MLP, HOST, *overrides)
-    assert str(refused.value).startswith(message)
-    assert "\n" not in str(refused.value)

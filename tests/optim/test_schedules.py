@@ -1,16 +1,39 @@
+"""Schedules: trainapp's shapes, functions of the step, torch's schedulers, and those that follow evaluations."""
+
+import copy
 import math
 
 import pytest
+import runs
+import torch
+from helpers import evaluations, metrics
+from torch import nn
+from torch.optim import lr_scheduler
 
 from trainapp.config import schema
 from trainapp.config.durations import RunLength
 from trainapp.errors import UserError
-from trainapp.optim.schedules import build
+from trainapp.optim.schedules import build, for_optimizer
+from trainapp.training import loop
 
-RUN = RunLength(steps_per_epoch=10, global_size=32, total_steps=100)
+RUN = RunLength(steps_per_epoch=5, global_size=16, total_steps=20)
+LONG = RunLength(steps_per_epoch=10, global_size=32, total_steps=100)
+MLP = (*runs.MODELS["mlp"], "user_packages=[test_schedules]", "optimizer.lr=0.1")
+SCHEDULERS = {
+    "StepLR": {"step_size": 4, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [3, 9], "gamma": 0.1},
+    "ExponentialLR": {"gamma": 0.9},
+    "ConstantLR": {"factor": 0.5, "total_iters": 6},
+    "LinearLR": {"total_iters": 7},
+    "PolynomialLR": {"total_iters": 10, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 20, "eta_min": 0.01},
+    "CosineAnnealingWarmRestarts": {"T_0": 6, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.5, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": 20},
+}
 
 
-def at(steps, run=RUN, **settings):
+def at(steps, run=LONG, **settings):
     factor = build(schema.Schedule(**settings), run)
     return [factor(step) for step in steps]
 
@@ -20,10 +43,6 @@ def test_warm_up_is_the_same_for_all(shape):
     """1/w, 2/w, ..., 1 in the first w steps."""
     assert at(range(6), shape=shape, warmup=5)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert at([5], shape=shape, warmup=5) == [1.0]
-
-
-def test_constant():
-    assert at([0, 50, 99, 10_000], shape="constant") == [1.0] * 4
 
 
 def test_linear():
@@ -42,11 +61,6 @@ def test_warmup_stable_decay():
     """1 - sqrt over the last part: a quarter of the way through it the rate has halved."""
     assert at([9, 10, 50, 80, 85, 100], shape="wsd", warmup=10, decay=20) == pytest.approx([1, 1, 1, 1, 0.5, 0])
     assert at([85, 100], shape="wsd", decay=20, final=0.2) == pytest.approx([0.6, 0.2])
-
-
-@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
-def test_beyond_the_end_it_stays_at_the_final_rate(shape):
-    assert at([100, 150], shape=shape, final=0.25) == pytest.approx([0.25, 0.25])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,251 @@ def test_what_does_not_fit_into_the_run():
         at([0], shape="cosine", warmup="11 epochs")
 
 
-def test_percentages_fit_into_a_run_of_one_step():
-    one = RunLength(steps_per_epoch=10, global_size=32, total_steps=1)
-    assert at([0], one, shape="wsd", warmup="5 percent", decay="20 percent") == [1.0]
+# torch's schedulers
+
+
+def optimizers():
+    """Two alike, with two groups of different rates."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]], "lr": 0.2}]
+    return [torch.optim.AdamW(copy.deepcopy(groups)) for _ in range(2)]
+
+
+def schedule(optimizer, name, run=RUN, warmup=0, direction="min", **arguments):
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    target = name if "." in name else f"torch.optim.lr_scheduler.{name}"
+    settings = schema.Schedule(target=target, warmup=warmup, arguments=arguments)
+    return for_optimizer(settings, run, optimizer, ["test_schedules"], direction)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_rates_are_those_of_torchs_own_loop(name):
+    """Of every group, and of betas where the scheduler changes those."""
+    own, torchs = optimizers()
+    given = schedule(own, name, **SCHEDULERS[name])
+    scheduler = getattr(lr_scheduler, name)(torchs, **SCHEDULERS[name])
+    for step in range(20):
+        given.set_rates(own.param_groups, step)
+        for group, expected in zip(own.param_groups, torchs.param_groups, strict=True):
+            assert (group["lr"], group["betas"]) == (expected["lr"], expected["betas"])
+        torchs.step()
+        scheduler.step()
+
+
+def test_a_retried_step_does_not_advance_it():
+    own, _ = optimizers()
+    given = schedule(own, "StepLR", **SCHEDULERS["StepLR"])
+    rates = []
+    for step in (0, 3, 3, 3, 4, 9, 9):
+        given.set_rates(own.param_groups, step)
+        rates.append(own.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.025, 0.025])
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("stop", [1, 7])
+def test_its_state_continues_it(name, stop):
+    """The state of a scheduler, loaded into a new one, gives the rates of the one that went on."""
+    first, second = optimizers()
+    going, loaded = (schedule(own, name, warmup=3, **SCHEDULERS[name]) for own in (first, second))
+    for step in range(stop):
+        going.set_rates(first.param_groups, step)
+    loaded.load_state_dict(going.state_dict())
+    for step in range(stop, 20):
+        for given, own in ((going, first), (loaded, second)):
+            given.set_rates(own.param_groups, step)
+        assert [group["lr"] for group in first.param_groups] == [group["lr"] for group in second.param_groups]
+
+
+def test_warm_up_comes_before_it():
+    own, _ = optimizers()
+    given = schedule(own, "ExponentialLR", warmup=4, gamma=0.5)
+    rates = []
+    for step in range(7):
+        given.set_rates(own.param_groups, step)
+        rates.append(own.param_groups[0]["lr"] / 0.1)
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.25])
+
+
+def test_the_length_of_the_run_is_filled_in():
+    own, _ = optimizers()
+    given = schedule(own, "OneCycleLR", max_lr=0.5)
+    given.set_rates(own.param_groups, 19)
+    assert own.param_groups[0]["lr"] == pytest.approx(0.5 / 25 / 1e4)
+    with pytest.raises(UserError, match="schedule: Tried to step 21 times"):
+        given.set_rates(own.param_groups, 21)
+
+
+# Functions of one's own
+
+
+def triangle(step, total_steps, low: float = 0.0):
+    """Up to the middle of the run, and down again."""
+    return low + (1 - low) * (1 - abs(2 * step / total_steps - 1))
+
+
+class Halving:
+    """Every so many steps."""
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def __call__(self, step):
+        return 0.5 ** (step // self.every)
+
+
+def sequence(optimizer, first: int):
+    """Schedulers in a row, which need the optimizer."""
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.1, first), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [first])
+
+
+def negative(step):
+    return -1.0
+
+
+def nothing(optimizer):
+    return None
+
+
+def test_a_function_of_the_step(tmp_path):
+    own = (*MLP, "schedule._target_=test_schedules.triangle", "schedule.low=0.2", "train.max_steps=4")
+    runs.run(tmp_path, *own)
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.02, 0.06, 0.1, 0.06])
+
+
+def test_a_function_that_builds_schedulers(tmp_path):
+    runs.run(tmp_path, *MLP, "schedule._target_=test_schedules.sequence", "schedule.first=2", "train.max_steps=5")
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.01, 0.01, 0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("schedule._target_=torch.optim.lr_scheduler.StepLR",), r"schedule\.step_size: required, but not set"),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepsLR",),
+            r"has no class or function StepsLR; did you mean 'StepLR'",
+        ),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.stepsize=3"),
+            r"schedule\.stepsize: no such sett",
+        ),
+        (("schedule._target_=os.system",), r"schedule\._target_=os\.system: not among the packages"),
+        (
+            ("schedule._target_=test_schedules.negative",),
+            r"for step 0 it returned -1\.0; it must return the factor",
+        ),
+        (
+            ("schedule._target_=test_schedules.nothing",),
+            "must be one of torch's schedulers or return one, not a None",
+        ),
+        (
+            ("schedule._target_=test_schedules.Halving", "schedule.every=2", "schedule.final=0.1"),
+            r"schedule\.final: no such setting",
+        ),
+        (("schedule=plateau", "every.eval=null"), r"it follows the accuracy of evaluations, but every\.eval=null"),
+        (("schedule=plateau", "schedule.factor=2.0"), r"schedule: Factor should be < 1\.0"),
+    ],
+)
+def test_mistakes(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path / "run", *MLP, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_skipped_step_does_not_advance_it(tmp_path):
+    """precision=fp16 with a scale so large that the first steps overflow."""
+    settings = ("precision=fp16", "precision.initial_scale=1e6", "train.max_steps=3")
+    run = runs.prepare(tmp_path, *MLP, "schedule._target_=test_schedules.Halving", "schedule.every=1", *settings)
+    loop.train(run)
+    run.close()
+    assert run.state.progress.skipped > 0
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.05, 0.025]
+
+
+# Options beside the rate
+
+
+class Alternating(lr_scheduler.LRScheduler):
+    """An option has its own value for two steps and another one for two."""
+
+    def __init__(self, optimizer, key="weight_decay", last_epoch=-1):
+        self.key, self.first = key, [group[key] for group in optimizer.param_groups]
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None):
+        super().step()
+        for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
+            other = not first if isinstance(first, bool) else first + 5.0
+            group[self.key] = first if self.last_epoch // 2 % 2 == 0 else other
+
+
+def alternating(key, optimizer=()):
+    return (*MLP, *optimizer, "schedule._target_=test_schedules.Alternating", f"schedule.key={key}")
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_an_option_that_it_sets_is_followed_after_a_resume(tmp_path, stop):
+    settings = (*alternating("weight_decay", ("optimizer.weight_decay=0.05",)), "train.max_steps=8")
+    runs.run(tmp_path / "whole", *settings)
+    runs.run_until(tmp_path / "parts", stop, *settings)
+    runs.run(tmp_path / "parts", *settings)
+    assert runs.differences(runs.saved(tmp_path / "whole", 8), runs.saved(tmp_path / "parts", 8)) == []
+
+
+# After evaluations
+
+PLATEAU = ("schedule=plateau", "schedule.patience=0", "schedule.factor=0.5", "every.eval=1", "train.max_steps=6")
+CONSTANT = (*MLP, "task=test_schedules.constant", "objective=min loss")
+
+
+def constant(model, batch):
+    """A loss that is the same at every evaluation."""
+    logits = model(batch["inputs"])
+    loss = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
+    return (loss if model.training else 0 * loss + len(logits)), len(logits), {}
+
+
+def test_the_rate_falls_when_evaluations_do_not_improve(tmp_path):
+    """The first evaluation is the best; from the second on, each halves the rate of the next step."""
+    runs.run(tmp_path, *CONSTANT, *PLATEAU)
+    assert [line["loss"] for line in evaluations(tmp_path)] == [1.0] * 6
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_it_follows_the_direction_of_the_objective(tmp_path):
+    """An accuracy that rises is an improvement: taken for a loss, it would reduce the rate."""
+    own, _ = optimizers()
+    rising = schedule(own, "ReduceLROnPlateau", direction="max", patience=0, factor=0.5)
+    falling = schedule(optimizers()[0], "ReduceLROnPlateau", direction="min", patience=0, factor=0.5)
+    for value in (0.1, 0.2, 0.3):
+        rising.evaluated(value)
+        falling.evaluated(value)
+    assert [group["lr"] for group in rising.state_dict()["groups"]] == [0.1, 0.2]
+    assert [group["lr"] for group in falling.state_dict()["groups"]] == [0.025, 0.05]
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_its_state_is_in_the_checkpoint(tmp_path, stop):
+    runs.run(tmp_path / "a", *CONSTANT, *PLATEAU)
+    runs.run_until(tmp_path / "b", stop, *CONSTANT, *PLATEAU)
+    runs.run(tmp_path / "b", *CONSTANT, *PLATEAU)
+    assert runs.differences(runs.saved(tmp_path / "a", 6), runs.saved(tmp_path / "b", 6)) == []
+    assert [line["lr"] for line in metrics(tmp_path / "b")] == [line["lr"] for line in metrics(tmp_path / "a")]
+    assert runs.saved(tmp_path / "a", 6)["schedule"]["groups"][0]["lr"] == 0.1 / 2**5
+
+
+def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
+    runs.run_until(tmp_path / "a", 3, *CONSTANT, *PLATEAU)
+    changed = ("schedule.factor=0.1", "optimizer.lr=0.2", f"checkpointing.resume={tmp_path / 'a'}")
+    run = runs.prepare(tmp_path / "b", *CONSTANT, *PLATEAU, *changed)
+    schedule = run.state.update.schedule
+    run.close()
+    assert schedule.state_dict()["groups"][0]["lr"] == pytest.approx(0.2 / 4)  # two reductions so far, of another rate
+    schedule.evaluated(1.0)
+    assert schedule.state_dict()["groups"][0]["lr"] == pytest.approx(0.02 / 4)

@@ -10,25 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import MicroBatch, map_tensors
+from trainapp.data.batch import map_tensors
 from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.oom.report import OomReport
+from trainapp.parallel.ddp import DDP
+from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import whole
+from trainapp.parallel.strategy import SingleDevice, whole
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.training import loop
 from trainapp.training.engine import Engine
 from trainapp.training.session import Session
-from trainapp.training.totals import Totals
 
 from .faults import Fault, injected
 
@@ -43,7 +45,6 @@ class Record:
     sizes: list[int] = field(default_factory=list)
     samples: dict[int, list[int]] = field(default_factory=dict)
     evaluated: list[dict[str, float]] = field(default_factory=list)
-    eval_samples: list[int] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -94,23 +95,21 @@ def _leave_group() -> None:
 def _run(config: Config, ranks: Ranks, record: Record) -> None:
     stop = StopRequest()
     session = runner.prepare(config, stop, ranks)
-    commit = Engine.commit
     try:
-        Engine.commit = _noting(commit, record, lambda: session)
-        _watch(session, record)
-        while (failure := runner.attempt(session)) is not None:
-            record.failures.append(_facts(failure))
-            assert len(record.failures) < 30, "this never ends"
-            carried = runner.recover(session, failure)
-            record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
-            if carried is not None:
-                session.close()
-                del session
-                carried.memory.release()
-                session = runner.prepare(carried.config, stop, ranks, carried)
-                _watch(session, record)
+        with mock.patch.object(Engine, "commit", _noting(Engine.commit, record, lambda: session)):
+            _watch(session, record)
+            while (failure := runner.attempt(session)) is not None:
+                record.failures.append(_facts(failure))
+                assert len(record.failures) < 30, "this never ends"
+                carried = runner.recover(session, failure)
+                record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
+                if carried is not None:
+                    session.close()
+                    del session
+                    carried.memory.release()
+                    session = runner.prepare(carried.config, stop, ranks, carried)
+                    _watch(session, record)
     finally:
-        Engine.commit = commit
         session.tracker.close()
     state = session.state
     record.weights = vector(list(state.model.parameters()))
@@ -144,22 +143,6 @@ def _noting(commit: Any, record: Record, current: Callable[[], Session]) -> Any:
         return applied
 
     return noting
-
-
-class _Watched:
-    """A data set that records which samples are fetched for which step, without those of aborted steps."""
-
-    def __init__(self, dataset: Any, session: Session, record: Record, training: bool):
-        self.dataset, self.run, self.record, self.training = dataset, session, record, training
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dataset, name)
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        return self.dataset.__getitems__(indices)
 
 
 def _watch(session: Session, record: Record) -> None:
@@ -200,142 +183,40 @@ def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
         torch._foreach_div_([p.grad for p in engine.parameters], engine.ranks.world)
         return clip(engine, totals)
 
-    Engine.clip = averaged
-    try:
+    with mock.patch.object(Engine, "clip", averaged):
         return train(rank, config, *arguments)
-    finally:
-        Engine.clip = clip
-
-
-def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: each rank's mean over its own tokens, then the mean over ranks."""
-    backward, clip = Engine.backward, Engine.clip
-
-    def own_mean(engine: Engine, loss: torch.Tensor, micro: MicroBatch) -> None:
-        targets = micro.data["targets"]
-        own = (targets != -100).sum()
-        engine.weight = 1.0 / (own * config.batch.global_size / len(targets))
-        backward(engine, loss, micro)
-
-    def unscaled(engine: Engine, totals: Any) -> torch.Tensor:
-        totals.count = engine.step.samples
-        return clip(engine, totals)
-
-    Engine.backward, Engine.clip = own_mean, unscaled
-    try:
-        return train(rank, config, *arguments)
-    finally:
-        Engine.backward, Engine.clip = backward, clip
-
-
-def train_reducing_own_metrics(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: each rank sends its own metrics to one reduction, in the order of their names."""
-    means = Totals.means
-
-    def reduced(self: Totals, ranks: Ranks | None = None) -> dict[str, float]:
-        if ranks is not None:
-            values = [value for name in sorted(self.metrics) for value in self.metrics[name]]
-            ranks.all_reduce_sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]))
-        return means(self)
-
-    Totals.means = reduced
-    try:
-        return train(rank, config, *arguments)
-    finally:
-        Totals.means = means
 
 
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: FSDP2's half-done backward is not reset."""
-    return _train_giving_up(lambda self: self.model.zero_grad(set_to_none=True), rank, config, *arguments)
-
-
-def train_without_clearing(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: gradients are cleared only after the reset."""
-    return _train_giving_up(lambda self: self.model.reset_iter_state(), rank, config, *arguments)
-
-
-def _train_giving_up(abort_step: Any, rank: int, config: Config, *arguments: Any) -> Record:
-    from trainapp.parallel.fsdp import FSDP
-
-    original = FSDP.abort_step
-    FSDP.abort_step = abort_step
-    try:
+    with mock.patch.object(FSDP, "abort_step", lambda self: self.model.zero_grad(set_to_none=True)):
         return train(rank, config, *arguments)
-    finally:
-        FSDP.abort_step = original
 
 
 def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record:
     """As before torch 2.13: FSDP2's half-done backward cannot be reset."""
-    from trainapp.parallel.fsdp import FSDP
-
-    original = FSDP.recovers_in_place
-    FSDP.recovers_in_place = property(lambda self: False)
-    try:
+    with mock.patch.object(FSDP, "recovers_in_place", property(lambda self: False)):
         return train(rank, config, *arguments)
-    finally:
-        FSDP.recovers_in_place = original
 
 
 def train_outside_of_the_wrapper(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: a task that calls the model itself, past DDP."""
-    from trainapp.parallel.ddp import DDP
-    from trainapp.parallel.strategy import SingleDevice
-
-    original = DDP.compute
-    DDP.compute = SingleDevice.compute
-    try:
+    with mock.patch.object(DDP, "compute", SingleDevice.compute):
         return train(rank, config, *arguments)
-    finally:
-        DDP.compute = original
 
 
 def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
     """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
-    from trainapp.parallel.ddp import DDP
-
     wrap, wrappers = DDP._wrap, []
 
     def noting(self: DDP) -> None:
         wrap(self)
         wrappers.append(weakref.ref(self.forward))
 
-    DDP._wrap = noting
-    try:
+    with mock.patch.object(DDP, "_wrap", noting):
         train(rank, config, *arguments)
-    finally:
-        DDP._wrap = wrap
     gc.collect()
     return len(wrappers), sum(wrapper() is not None for wrapper in wrappers)
-
-
-def train_noting_garbage(rank: int, config: Config, *arguments: Any) -> list[int]:
-    """Whenever the model was wrapped for DDP: how many tensors existed that only a reference cycle held."""
-    from trainapp.parallel.ddp import DDP
-
-    wrap, backward = DDP._wrap, Engine.backward
-    garbage: list[weakref.ref] = []
-    left: list[int] = []
-
-    def noting(self: DDP) -> None:
-        left.append(sum(tensor() is not None for tensor in garbage))
-        wrap(self)
-
-    def littering(*arguments: Any) -> None:
-        cycle: list[Any] = [torch.zeros(10)]
-        cycle.append(cycle)
-        garbage.append(weakref.ref(cycle[0]))
-        backward(*arguments)
-
-    DDP._wrap, Engine.backward = noting, littering
-    gc.disable()  # what is collected now and then by itself proves nothing
-    try:
-        train(rank, config, *arguments)
-    finally:
-        gc.enable()
-        DDP._wrap, Engine.backward = wrap, backward
-    return [*left, len(garbage)]
 
 
 def train_counting_threads(rank: int, config: Config, *arguments: Any) -> int:
@@ -369,11 +250,8 @@ def _train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int,
             long = rank == long_rank and progress.step + 1 in steps
             yield micro if long else micro._replace(data=_first_8(micro.data), piece=_shortened(micro.piece))
 
-    TrainBatches.micro_batches = shortened
-    try:
+    with mock.patch.object(TrainBatches, "micro_batches", shortened):
         return train(rank, config, *arguments)
-    finally:
-        TrainBatches.micro_batches = fetch
 
 
 @dataclass
@@ -403,21 +281,16 @@ def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
 
         return noted
 
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    noted_collectives = {name: noting(name, getattr(dist, name)) for name in COLLECTIVES}
     with worker.process_group(config) as ranks:
         session = runner.prepare(config, StopRequest(), ranks)
         for_the_host = {
             group.group_name for group in (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)
         }
-        try:
-            for name, function in originals.items():
-                setattr(dist, name, noting(name, function))
+        with mock.patch.multiple(dist, **noted_collectives):
             session.strategy.warm_up()
             found.warming_up, record = {use for use in record if use[1] not in for_the_host}, set()
             loop.train(session)
             found.training = {use for use in record if use[1] not in for_the_host}
-        finally:
-            for name, function in originals.items():
-                setattr(dist, name, function)
-            session.tracker.close()
+        session.tracker.close()
     return found

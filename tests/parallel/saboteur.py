@@ -5,7 +5,6 @@ Importing it in a worker of the real launcher arms the faults planned in $TRAINA
 
 import json
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,6 @@ class MaskedTokens(SyntheticTokens):
         nothing = torch.tensor([index % self.every == 0 for index in indices])
         batch["targets"] = batch["targets"].masked_fill(nothing[:, None], -100)
         return batch
-
-
-class FragileTokens(SyntheticTokens):
-    """Rank 1's loader worker dies at its third batch, once: the marker file records it."""
-
-    in_memory = False
-
-    def __init__(self, split: str, seed: int = 0, marker: str = "", **options: Any):
-        super().__init__(split, seed, **options)
-        self.marker, self.batches = Path(marker), 0
-
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        self.batches += 1
-        info = torch.utils.data.get_worker_info()
-        if info is not None and self.batches == 3 and os.environ.get("RANK") == "1" and not self.marker.exists():
-            self.marker.write_text("fired")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitems__(indices)
 
 
 def _planned() -> list[faults.Fault]:

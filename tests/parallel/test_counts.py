@@ -6,7 +6,6 @@ import weighted
 
 from . import cells
 from .conftest import TINY, Cell
-from .pool import CellFailed
 from .test_equality import TOLERANCE, assert_same, error
 
 pytestmark = pytest.mark.slow
@@ -64,13 +63,6 @@ def test_metrics_of_one_rank(cell):
         assert record.evaluated == records[0].evaluated
     lines = helpers.metrics(cell.folder / f"run_{cell.number}")
     assert [line["two_1"] for line in lines] == pytest.approx([2.0] * 4)
-
-
-def test_a_reduction_of_each_ranks_own_metrics_would_be_noticed(cell):
-    _, records = both(cell, "task=weighted.task")
-    assert records[0].error is None
-    with pytest.raises(CellFailed):
-        both(cell, "task=weighted.on_one_rank", function=cells.train_reducing_own_metrics)
 
 
 def test_metrics_of_some_batches(cell):

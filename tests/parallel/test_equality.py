@@ -5,8 +5,6 @@ another order, in fp32. Every sequence has a different number of tokens, so each
 weight.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -80,13 +78,6 @@ def test_averaging_would_be_noticed(cell, spread):
         assert error(record.gradients[0], reference.gradients[0]) == pytest.approx(0.5, abs=1e-4)
 
 
-def test_means_of_means_would_be_noticed(cell):
-    # Likewise the mean over ranks of each rank's own mean, the usual mistake with padded tokens.
-    (reference,) = cell.reference(0)
-    (first, _) = cell.run(2, "parallel=ddp", function=cells.train_mean_of_means)
-    assert errors(first, reference)[0] > 1e-3
-
-
 MASKED = (
     "data._target_=parallel.saboteur.MaskedTokens",
     "user_packages=[parallel]",
@@ -101,19 +92,6 @@ def test_a_rank_without_a_valid_token(cell, spread):
     records = as_one(cell, 4, spread, *MASKED)
     without = [index % 3 == 0 for record in records for own in record.samples.values() for index in own]
     assert sum(without) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-def test_no_valid_token_anywhere(cell, spread):
-    overrides = (*MASKED, "+data.every=1", "train.max_steps=null", "train.max_epochs=1")
-    (reference,) = cell.reference(0, *overrides)
-    (longer,) = cell.reference(0, *overrides, "train.max_epochs=2")
-    for record in (reference, *cell.run(2, f"parallel={spread}", *overrides)):
-        assert all(map(math.isnan, record.losses))
-        assert (record.progress["step"], record.progress["skipped"]) == (0, len(record.losses))
-        assert record.progress["epoch"] == 1
-        assert torch.equal(record.weights, longer.weights)
 
 
 @pytest.mark.slow
@@ -204,15 +182,12 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", MOST_SPREADS)
 @pytest.mark.parametrize(
-    "checkpointing",
-    [nightly(("full",)), nightly(("full", "every=2")), ("selective",)],
-    ids=lambda value: "-".join(value),
+    "mode",
+    [nightly("full"), "selective"],
 )
-def test_activation_checkpointing(cell, spread, checkpointing):
-    mode, *more = checkpointing
-    chosen = [f"activation_checkpointing={mode}", *(f"activation_checkpointing.{text}" for text in more)]
+def test_activation_checkpointing(cell, spread, mode):
     (reference,) = cell.reference(0)
-    assert_same(cell.run(2, f"parallel={spread}", *chosen), reference)
+    assert_same(cell.run(2, f"parallel={spread}", f"activation_checkpointing={mode}"), reference)
 
 
 @pytest.mark.slow
@@ -235,11 +210,3 @@ def test_batchnorm_buffers_are_the_leaders(cell):
         records = cell.run(2, f"parallel={spread}", *digits, tiny=TINY)
         assert records[0].evaluated == records[1].evaluated
         assert torch.equal(records[0].weights, records[1].weights)
-
-
-@pytest.mark.slow
-def test_adamw_and_dropout_on_many_ranks_are_repeatable(cell):
-    settings = ("optimizer=adamw", "model.dropout=0.1")
-    for spread in ("ddp", "fsdp"):
-        first, second = (cell.run(2, f"parallel={spread}", *settings)[0] for _ in range(2))
-        assert torch.equal(first.weights, second.weights)

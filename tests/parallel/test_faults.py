@@ -47,17 +47,6 @@ def test_killed_workers_are_started_again(reference, tmp_path):
     ]
 
 
-@pytest.mark.nightly
-def test_the_directory_of_a_launcher_is_refused_to_a_second_run(tmp_path):
-    run_dir = tmp_path / "run"
-    slow = fail_at(0, 4, "forward", "slow", times=8)
-    with Launched(command(run_dir, *DDP), tmp_path, environment(tmp_path, slow)) as launched:
-        launched.wait_for(slow.marker(tmp_path, 0))
-        refused = launch(run_dir, *DDP, "train.max_steps=9")
-        assert refused.code == 2, refused.text
-        assert f"another run is using this directory (process {launched.process.pid} on host" in refused.text
-
-
 def test_restarts_are_bounded(tmp_path):
     faults = [fail_at(1, step, "backward", "io error") for step in (2, 3, 4)]  # another step each time
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
@@ -65,20 +54,6 @@ def test_restarts_are_bounded(tmp_path):
     assert ended.code == 1
     assert "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure; its log is in" in ended.text
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
-
-
-@pytest.mark.nightly
-def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
-    """One restart shows that another would not help, though three are allowed."""
-    fault = fail_at(1, 4, "backward", "io error", times=9)
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 2
-    assert ended.code == 1
-    told = "an error that a restart would repeat: OSError: injected failure (at step 4); its log is in"
-    assert ended.text.count(told) == 1
-    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
-    assert last(tmp_path / "run") == 2
-    assert not list((tmp_path / "run" / "ranks").glob("*.error"))
 
 
 def test_an_error_of_code_ends_the_run_at_once(tmp_path):
@@ -134,33 +109,6 @@ def test_out_of_memory_without_votes(reference, tmp_path):
 
 
 @pytest.mark.nightly
-def test_restarts_with_a_smaller_micro_batch_are_not_counted(tmp_path):
-    """A search that costs a restart per size must not end for want of restarts."""
-    faults = [fail_at(1, step, "backward", operation=20) for step in (2, 3)]
-    never = (*DDP, "data.min_length=9", "parallel.vote_on_oom=never", "parallel.max_restarts=0")
-    ended = launch(tmp_path / "run", *never, env=environment(tmp_path, *faults))
-    assert ended.code == 0, ended.text
-    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
-    found = result(tmp_path / "run")
-    assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 1, 6)
-    assert list(found["micro_schedule"].values()) == [2, 1]
-
-
-@pytest.mark.nightly
-def test_out_of_memory_inside_nccl(reference, tmp_path):
-    """Although votes are held, the worker leaves at once: all restart at half the micro-batch, nothing is lost."""
-    fault = fail_at(1, 3, "backward", "nccl", operation=20)
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 0, ended.text
-    log = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
-    assert "not recoverable in place (the NCCL communicator fails from now on): all ranks restart" in log
-    assert result(tmp_path / "run")["oom_restarts"] == 1
-    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
-
-
-@pytest.mark.nightly
 def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_path):
     """No checkpoint holds the first one's size when the second comes: it would fail again, for ever."""
     faults = [fail_at(1, 1, "backward", operation=20), fail_at(0, 1, "evaluate", operation=20)]
@@ -184,17 +132,6 @@ def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     assert (folder / "001_step_3_rank_1.png").read_bytes().startswith(b"\x89PNG")
     assert "rank 1 ran out of memory at step 3" in (tmp_path / "run" / "trainapp.log").read_text()
     assert result(tmp_path / "run")["oom_restarts"] == 1
-
-
-@pytest.mark.nightly
-def test_out_of_memory_in_the_commit(reference, tmp_path):
-    fault = fail_at(0, 3, "commit", operation=1)
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 0, ended.text
-    assert "inside the commit" in (tmp_path / "run" / "trainapp.log").read_text()
-    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -246,21 +183,6 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp*"))
-
-
-@pytest.mark.nightly
-def test_a_loader_process_that_dies(tmp_path):
-    fragile = ("user_packages=[parallel]", "data._target_=parallel.saboteur.FragileTokens", "data.num_workers=1")
-    marker = tmp_path / "marker"
-    ended = launch(
-        tmp_path / "run", "parallel=ddp", *fragile, f"+data.marker={marker}", "data.min_length=null",
-        "parallel.max_restarts=0",
-        env=environment(tmp_path),
-    )  # fmt: skip
-    assert marker.exists()
-    assert ended.code == 1
-    assert "DataLoader worker" in ended.text
-    assert "rank 1 failed" in ended.text
 
 
 def test_a_loss_that_is_not_a_number_stops_all(tmp_path):

@@ -25,8 +25,8 @@ WRITING = (
     "train.max_steps=6",
 )
 CELLS = [  # what differs on ranks: parameters that are wrapped or sharded; the first write, and a later one
-    *(("ddp", "Teacher", 1), ("ddp", "TeacherSilent", 5), ("ddp", "Lazy", 1), ("ddp", "Generators", 5)),
-    *(("fsdp", "Teacher", 1), ("fsdp", "Teacher", 5), ("fsdp", "ExtraState", 5)),
+    *(("ddp", "Teacher", 1), ("ddp", "TeacherSilent", 5), ("ddp", "Lazy", 1)),
+    *(("fsdp", "Teacher", 5), ("fsdp", "ExtraState", 5)),
 ]
 
 
@@ -67,9 +67,8 @@ def train_blindly(rank: int, *arguments) -> Record:
         Snapshot._written = written
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-def test_without_noticing_writes_the_cell_fails(cell, spread):
-    assert differences(*runs_of(cell, spread, "Teacher", 1, train_blindly)) != []
+def test_without_noticing_writes_the_cell_fails(cell):
+    assert differences(*runs_of(cell, "ddp", "Teacher", 1, train_blindly)) != []
 
 
 @pytest.mark.parametrize("model", ["ExtraState", "Generators"])

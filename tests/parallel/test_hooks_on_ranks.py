@@ -26,14 +26,12 @@ def test_the_same_value_on_one_two_and_three_ranks(cell, size):
     (alone,) = cell.run(0, *chosen, tiny=TINY, limit=180)
     (wanted,) = alone.evaluated
     assert wanted["mine/total"] == size
-    for world in (2, 3):
-        # The first import of torchmetrics takes each process seconds, on a busy machine many.
-        records = cell.run(world, *chosen, "parallel=ddp", tiny=TINY, limit=180)
-        for record in records:
-            assert record.error is None
-            (found,) = record.evaluated
-            assert (found["mine/right"], found["mine/total"]) == (wanted["mine/right"], size)
-            assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
+    # The first import of torchmetrics takes each process seconds, on a busy machine many.
+    for record in cell.run(3, *chosen, "parallel=ddp", tiny=TINY, limit=180):
+        assert record.error is None
+        (found,) = record.evaluated
+        assert (found["mine/right"], found["mine/total"]) == (wanted["mine/right"], size)
+        assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
 
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])

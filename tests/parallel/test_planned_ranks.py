@@ -37,6 +37,11 @@ FOUR = [
 ]
 
 
+def some(cases, *numbers):
+    """These ones; nightly, all."""
+    return [case if n in numbers else pytest.param(case, marks=pytest.mark.nightly) for n, case in enumerate(cases)]
+
+
 def measure(rank, config):
     """Peaks of each of three steps, and of an evaluation. On a worker of the pool."""
     with worker.process_group(config) as ranks:
@@ -86,13 +91,13 @@ def compare(pool, folder, world, overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", TWO, ids=lambda overrides: " ".join(overrides[len(MLP) :]))
+@pytest.mark.parametrize("overrides", some(TWO, 0, 3, 6), ids=lambda overrides: " ".join(overrides[len(MLP) :]))
 def test_two_ranks_measure_what_is_planned_for_them(pool, tmp_path, overrides):
     compare(pool, tmp_path, 2, overrides)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", FOUR, ids=lambda overrides: " ".join(overrides[len(MLP) :]))
+@pytest.mark.parametrize("overrides", some(FOUR, 0), ids=lambda overrides: " ".join(overrides[len(MLP) :]))
 def test_four_ranks_measure_what_is_planned_for_them(pool, tmp_path, overrides):
     compare(pool, tmp_path, 4, overrides)
 

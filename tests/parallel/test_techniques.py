@@ -17,6 +17,10 @@ TECHNIQUES = {
     "chunks, untied": ("memory.loss_chunk=5", "model.tie_embeddings=false"),
     "frozen": ("model.freeze=[layers.0]", "model.tie_embeddings=false"),
     "frozen from the start": ("model.freeze=[embedding,layers.0]", "model.tie_embeddings=false"),
+    "groups": (
+        "optimizer.groups=[{match: norm, lr: 0.5}, {match: layers.0.attention, freeze: true}]",
+        "optimizer.layer_decay=0.5",
+    ),
 }
 SLOW_STEPS = ("schedule=constant", "optimizer.lr=1e-3")
 OPTIMIZERS = {
@@ -28,7 +32,7 @@ OPTIMIZERS = {
 if find_spec("torchao") is not None:
     OPTIMIZERS |= {kind: (f"precision={kind}", *SLOW_STEPS) for kind in ("int8", "fp8")}
 REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
-QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
+QUICK = {("fsdp", "chunks"), ("fsdp", "frozen from the start"), ("ddp", "groups"), ("fsdp", "groups")}
 QUICK |= {("fsdp", "bf16 states"), ("fsdp", "adafactor"), ("ddp", "muon"), ("ddp", "bf16 weights")}
 CELLS = [
     pytest.param(spread, technique, marks=() if (spread, technique) in QUICK else pytest.mark.nightly)
