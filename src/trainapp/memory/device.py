@@ -215,7 +215,7 @@ class CpuMemory(DeviceMemory):
             self.counter.register(resident)
             yield
             return
-        counter = self.counter = LiveTensors(self.limit, before=self.counter)
+        counter = self.counter = self.new_counter()
         self.watching, self._lapped = True, 0
         try:
             counter.register(resident)
@@ -227,6 +227,10 @@ class CpuMemory(DeviceMemory):
             peak = counter.peak = max(counter.peak, self._lapped)
             self._allocated, self._window_peak = counter.live, max(self._window_peak, peak)
             self._note_peaks(peak, peak)
+
+    def new_counter(self) -> LiveTensors:
+        """For a watched block that begins now."""
+        return LiveTensors(self.limit, before=self.counter)
 
     def note_step(self) -> None:
         self._step_peak = self.counter.peak

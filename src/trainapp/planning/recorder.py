@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainapp.config.schema import Memory
-from trainapp.memory.device import DeviceMemory
+from trainapp.memory.device import CpuMemory
 from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
@@ -72,20 +72,20 @@ class Breakdown:
         )
 
 
-class Recorder(DeviceMemory):
+class Recorder(CpuMemory):
     """Stands for the device's memory. Counts storages, fake or real: all where the device is the CPU, else those that
     claim to be on it. `highest` is of all watched blocks since `reset`.
 
     most: bytes above which a real step ends with MemoryLimitExceeded.
     """
 
+    counter: "_Counter"
+
     def __init__(self, device: torch.device, total: int, most: int | None = None):
-        super().__init__(device, Memory(limit=None), total)
-        self._most = most
+        super().__init__(device, Memory(limit=None))
+        self.total, self._most = total, most
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the categories of what it made
-        self.phase: Phase | None = None
-        self._counter: _Counter | None = None  # of the present watched block
-        self._last: LiveTensors | None = None  # of the one before
+        self.phase = Phase.START
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
@@ -95,56 +95,41 @@ class Recorder(DeviceMemory):
 
     def enters(self, phase: Phase) -> None:
         """Note that the run is now in this phase."""
-        is_same = phase.updates_in_backward and self.phase is not None and _NAMES.get(self.phase) == _NAMES[phase]
+        is_same = phase.updates_in_backward and _NAMES.get(self.phase) == _NAMES[phase]
         self.phase = phase
-        if self._counter is not None and not is_same:  # each update would end a phase, and make temporaries outlive it
-            self._counter.marks.append((len(self._counter.events), phase))
-
-    def note_buffer(self, buffer: torch.Tensor) -> None:
-        if self._counter is not None:
-            self._counter.label(Category.COMMUNICATION_BUFFERS, buffer)
+        if self.watching and not is_same:  # each update would end a phase, and make temporaries outlive it
+            self.counter.marks.append((len(self.counter.events), phase))
 
     def passes(self, size: int) -> None:
         """Count memory of the host that is already free again: what fetching a batch has allocated on the way."""
-        if self._counter is not None and self._devices is None and size:
-            self._counter.passes(size)
+        if self.watching and self._devices is None and size:
+            self.counter.passes(size)
+
+    def new_counter(self) -> "_Counter":
+        counter = _Counter(self.module_path, self._most, self._devices, self.counter)
+        counter.marks.append((0, self.phase))
+        return counter
 
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
         """Count until the end of the outermost block."""
-        if self._counter is not None:
-            self._counter.register(resident)
+        is_nested = self.watching
+        with super().watch(resident):
             yield
-            return
-        counter = self._counter = _Counter(self.module_path, self._most, self._devices, self._last)
-        counter.marks.append((0, self.phase or Phase.START))
-        self.watching = True
-        try:
-            counter.register(resident)
-            counter.register_kept()
-            with self.module_path.watch(), counter:
-                yield
+        if not is_nested:
             for kind, tensors in self.resident().items():
                 for tensor in tensors:
-                    counter.label(kind, tensor)
-        finally:
-            self.watching, self._counter, self._last = False, None, counter
-        self.peak = max(self.peak, counter.peak)
-        self.highest = self.highest.joined(_breakdown(counter))
+                    self.counter.label(kind, tensor)
+            self.highest = self.highest.joined(_breakdown(self.counter))
+
+    def lap(self) -> None:
+        """No one asks for a peak in between."""
 
     def kept_bytes(self) -> int:
         """What exists now and is not resident."""
-        counter = LiveTensors(devices=self._devices, before=self._last)
+        counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
         return counter.register_kept()
-
-    def window(self) -> dict[str, float]:
-        """The scalars of a log step."""
-        return self._scalars(0, 0, self.peak, self.peak)
-
-    def used(self) -> int:
-        """The peak: the end of a block is not recorded."""
-        return self.peak
 
 
 class PhaseLog(Attempt):
