@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import default_collate
 
 from trainapp.config.targets import check_arguments
 
@@ -35,9 +36,13 @@ def test_every_option_builds(name, train_size, val_size, shape, tmp_path, monkey
     for split, size in (("train", train_size), ("val", val_size)):
         data = build(name, split)
         assert size is None or len(data) == size
-        batch = data.__getitems__([0, 2, 1])
+        batch, collated = data.__getitems__([0, 2, 1]), default_collate([data[index] for index in (0, 2, 1)])
         assert batch["inputs"].shape == shape
         assert batch["targets"].dtype == torch.int64
+        assert all(batch[key].is_contiguous() and torch.equal(batch[key], collated[key]) for key in collated)
+        for index in (-1, len(data)):
+            with pytest.raises(IndexError, match=rf"\[0, {len(data)}\)"):
+                data[index]
 
 
 @pytest.mark.parametrize("name", ["text", "synthetic_tokens"])

@@ -4,7 +4,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from trainapp.data.sets.digits import DigitPairs, Digits, load, split_indices
 
@@ -51,15 +50,6 @@ def test_batch_has_the_promised_types_and_scale():
     assert batch["targets"][700] == labels[position]
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_batch_equals_collated_samples(augment):
-    data = Digits("train", augment=augment)
-    batch, collated = data.__getitems__([5, 0, 1436, 5]), default_collate([data[i] for i in (5, 0, 1436, 5)])
-    assert batch.keys() == collated.keys()
-    for key in batch:
-        assert torch.equal(batch[key], collated[key])
-
-
 def test_augmentation_is_a_function_of_seed_epoch_and_index():
     data = Digits("train", seed=7, augment=True)
     data.set_epoch(3)
@@ -80,27 +70,19 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index():
 
 
 def test_augmentation_shifts_by_up_to_a_pixel_and_scales_by_a_tenth():
-    plain, augmented = Digits("train"), Digits("train", augment=True)
+    """The image is a shifted, scaled copy and nothing else; every shift occurs about as often."""
     everything = range(1437)
-    original = plain.__getitems__(everything)["inputs"] * 6.019 + 4.892
-    changed = augmented.__getitems__(everything)["inputs"] * 6.019 + 4.892
-    padded = torch.nn.functional.pad(original, (1, 1, 1, 1))
-    shifts, factors = [], []
-    for before, after in zip(padded[:, 0], changed[:, 0], strict=True):
-        fits = []
-        for row in range(3):
-            for column in range(3):
-                window = before[row : row + 8, column : column + 8]
-                factor = (window * after).sum() / (window * window).sum()
-                fits.append(((factor * window - after).abs().max().item(), (row, column), factor.item()))
-        error, shift, factor = min(fits)
-        assert error < 1e-3  # the image is a shifted, scaled copy and nothing else
-        shifts.append(shift)
-        factors.append(factor)
-    counts = [shifts.count((row, column)) for row in range(3) for column in range(3)]
-    assert min(counts) > 120  # of 1437 / 9 = 160 each
-    assert 0.899 < min(factors) < 0.91
-    assert 1.09 < max(factors) < 1.101
+    original, changed = (Digits("train", augment=a).__getitems__(everything)["inputs"][:, 0] for a in (False, True))
+    original, changed = original * 6.019 + 4.892, changed * 6.019 + 4.892
+    windows = torch.nn.functional.pad(original, (1, 1, 1, 1)).unfold(1, 8, 1).unfold(2, 8, 1).flatten(1, 2)
+    factors = (windows * changed[:, None]).sum((2, 3)) / (windows**2).sum((2, 3))
+    errors = (factors[..., None, None] * windows - changed[:, None]).abs().amax((2, 3))
+    error, shift = errors.min(1)
+    assert error.max() < 1e-3
+    assert torch.bincount(shift, minlength=9).min() > 120  # of 1437 / 9 = 160 each
+    factor = factors.gather(1, shift[:, None])
+    assert 0.899 < factor.min() < 0.91
+    assert 1.09 < factor.max() < 1.101
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

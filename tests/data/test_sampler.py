@@ -10,7 +10,7 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import pieces_of
+from trainapp.data.batch import cut, cut_evenly, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import epoch_order
@@ -213,15 +213,6 @@ def test_random_transforms_make_the_same_sample_again(kind):
     assert len(set(together[:, 1:].flatten().tolist())) == 9
 
 
-def test_fetching_leaves_the_runs_generators_alone():
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    expected = torch.rand(()).item(), np.random.rand(), random.random()
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU)
-    list(batches.micro_batches(Progress(), 3))
-    assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_evaluation_sees_each_sample_once(world):
     seen = []
@@ -256,16 +247,9 @@ def test_worker_count():
 
 def test_batches_without_workers_are_lazy():
     """An aborted step has not fetched the rest of the epoch."""
-    fetched = []
-
-    class Watched(Numbers):
-        def __getitem__(self, index):
-            fetched.append(index)
-            return super().__getitem__(index)
-
-    opened = BatchLoader(Watched(), 0, 0, CPU).batches(Request(0, [i]) for i in range(50))
-    next(opened)
-    assert fetched == [0]
+    data = Counted(50)
+    next(BatchLoader(data, 0, 0, CPU).batches(Request(0, [i]) for i in range(50)))
+    assert data.fetched == 1
 
 
 def test_batches_of_the_next_update_are_fetched_ahead():
@@ -301,3 +285,36 @@ class Counted:
     def __getitem__(self, index):
         self.fetched += 1
         return index
+
+
+# How samples are cut into micro-batches
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "sizes"),
+    [
+        (10, 3, [3, 3, 2, 2]),
+        (10, 4, [4, 4, 2]),
+        (10, 16, [10]),
+        (9, 8, [7, 2]),
+        (3, 2, [2, 1]),
+        (1, 4, [1]),
+        (0, 4, []),
+    ],
+)
+def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
+    assert [len(part) for part in cut(list(range(samples)), size)] == sizes
+
+
+def test_cut_keeps_every_sample_in_order():
+    for samples in range(1, 30):
+        for size in range(1, 35):
+            parts = cut(list(range(samples)), size)
+            assert [i for part in parts for i in part] == list(range(samples))
+            assert len(parts) == -(-samples // size)
+            assert size <= 2 or samples == 1 or min(map(len, parts)) >= 2
+            assert max(map(len, parts)) <= size
+            pieces = cut_evenly(list(range(samples)), size)
+            assert [i for piece in pieces for i in piece] == list(range(samples))
+            assert len(pieces) == min(size, samples)  # no empty micro-batch
+            assert max(map(len, pieces)) - min(map(len, pieces)) <= 1

@@ -236,17 +236,6 @@ def test_ranks_read_parts_of_their_own(shards):
     assert found[0][1] != found[1][1]
 
 
-def test_other_ranks_cannot_continue_parts():
-    batches, progress = batches_of(own_streams.Sharded("train"), shards=2), Progress()
-    trained(batches, progress, 1)
-    state = batches.source.state_dict() | {"world": 2}
-    again = batches_of(own_streams.Sharded("train"), shards=2)
-    again.source.load_state_dict(state)
-    assert again.source.misfit == (
-        "every rank of the 2 that read the stream had a position in a shard of its own, and now there are 1"
-    )
-
-
 def test_other_workers_continue_the_parts_that_there_were():
     batches, progress = batches_of(own_streams.Sharded("train"), shards=3), Progress()
     trained(batches, progress, 2)

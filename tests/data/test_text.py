@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from trainapp.data.sets.text import Text, token_store
 from trainapp.errors import UserError
@@ -46,18 +45,6 @@ def test_windows_put_together_are_the_files(corpus):
     assert joined(val) == content[1350 : 1350 + 9 * 16 + 1]
     assert train.spec == {"vocab_size": 256, "context_length": 16}
     assert (train.task, train.in_memory) == ("next_token", True)
-
-
-def test_batch_equals_collated_samples(corpus):
-    data = Text("train", files=f"{corpus[0]}/**", context_length=16)
-    batch, collated = data.__getitems__([7, 0, 83]), default_collate([data[i] for i in (7, 0, 83)])
-    for key in ("inputs", "targets"):
-        assert torch.equal(batch[key], collated[key])
-        assert batch[key].dtype == torch.int64
-        assert batch[key].is_contiguous()
-    with pytest.raises(IndexError, match=r"\[0, 84\)"):
-        data[84]
-    assert sum(1 for _ in data) == 84
 
 
 def test_files_keep_their_order_and_count_once(corpus):
@@ -141,10 +128,3 @@ def test_mistakes_in_files(corpus, files, problem):
     files = files.format(folder) if isinstance(files, str) else [entry.format(folder) for entry in files]
     with pytest.raises(UserError, match=problem):
         Text("train", files=files, context_length=16)
-
-
-def test_no_validation_text(corpus):
-    settings = {"files": f"{corpus[0]}/a.txt", "context_length": 16, "val_fraction": 0.0}
-    assert len(Text("train", **settings)) == 62
-    with pytest.raises(UserError, match=r"data\.val_fraction=0\.0 leaves 0 for the val split"):
-        Text("val", **settings)
