@@ -1,14 +1,16 @@
 """Runs over streams: recovery, resume, epochs, what is refused, a plan, Hugging Face's streaming data sets."""
 
+import functools
 import json
+import os
 
 import helpers
 import pytest
 import runs
-import torch
 from oom.inject import Injector
 
 from trainapp.data.sets.digits import Digits
+from trainapp.data.stream import Stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
@@ -90,16 +92,6 @@ def test_a_run_resumed_twice_is_the_run(tmp_path, kind, workers):
     assert lines[0][-1][0] == 9
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_order_that_depends_on_the_epochs_before_is_continued(tmp_path, workers):
-    """Stopped at the end of an epoch, and in the first samples of one."""
-    overrides = of("TellsEpochs", f"data.num_workers={workers}", "every.eval=null")
-    whole = finished(tmp_path / "whole", *overrides)
-    for stop in (4, 5):
-        runs.run_until(tmp_path / "parts", stop, *overrides).close()
-    assert different(whole, finished(tmp_path / "parts", *overrides)) == []
-
-
 def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run_until(tmp_path, 3, *of("Plain")).close()
@@ -159,8 +151,6 @@ def test_what_a_stream_cannot_do(tmp_path, overrides, message):
 
 def test_shards_on_other_ranks_continue_with_the_next_epoch(tmp_path, monkeypatch, caplog):
     runs.run_until(tmp_path, 2, *of("Sharded", "data.num_workers=2")).close()
-    from trainapp.data.stream import Stream
-
     load = Stream.load_state_dict
     monkeypatch.setattr(Stream, "load_state_dict", lambda self, state: load(self, state | {"world": 2}))
     with pytest.raises(UserError, match=r"data\.on_change=refuse: every rank of the 2 that read the stream"):
@@ -207,50 +197,44 @@ def test_streams_of_hugging_face(tmp_path, rows, caplog, buffer, workers, skips)
         assert different(whole, alone) == []
 
 
-@pytest.mark.slow
-def test_the_command_line(tmp_path):
-    """A run, its plan, and its resume with another number of workers."""
-    import os
-
+@pytest.fixture
+def command(tmp_path):
+    """Runs the command line, where `own_streams` can be imported."""
     env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")])}
-    overrides = (*runs.TINY, *of("Sharded", "every.eval=1 epochs"))
-    helpers.train(tmp_path / "run", *overrides, "train.max_steps=5", "schedule=constant", env=env)
-    more = ("train.max_steps=9", "schedule=constant", "data.num_workers=1")
-    done = helpers.train(tmp_path / "run", *overrides, *more, env=env)
+    return functools.partial(helpers.train, env=env, timeout=200)
+
+
+@pytest.mark.slow
+def test_a_plan_and_a_resume_with_another_number_of_workers(tmp_path, command):
+    overrides = (*runs.TINY, *of("Sharded", "every.eval=1 epochs", "schedule=constant"))
+    command(tmp_path / "run", *overrides, "train.max_steps=5")
+    done = command(tmp_path / "run", *overrides, "data.num_workers=1")
     assert "resumed from" in done.stdout + done.stderr
     assert helpers.result(tmp_path / "run")["samples"] == 116
-    planned = helpers.run_cli(*overrides, "mode=plan", f"hydra.run.dir={tmp_path / 'plan'}", cwd=tmp_path, env=env)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    facts = json.loads((tmp_path / "plan/plan.json").read_text())
-    assert facts["largest_micro_size"] == 16
-    refused = helpers.run_cli(*overrides, "train.max_steps=null", cwd=tmp_path, env=env)
-    assert refused.returncode == 2
-    assert "Traceback" not in refused.stderr
+    command(tmp_path / "plan", *overrides, "mode=plan")
+    assert json.loads((tmp_path / "plan/plan.json").read_text())["largest_micro_size"] == 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Stateful", "Sharded"])
-def test_two_ranks(tmp_path, kind):
-    """Without parts the losses are those of one rank, and one rank may continue; parts need the same ranks."""
-    import os
-
-    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")])}
-    overrides = (*runs.TINY, *of(kind, "every.eval=1 epochs", "schedule=constant"))
+def test_two_ranks(tmp_path, command):
+    """Without parts the losses are those of one rank, and one rank may continue."""
+    overrides = (*runs.TINY, *of("Stateful", "every.eval=1 epochs", "schedule=constant"))
+    command(tmp_path / "one", *overrides)
     two = ("parallel=ddp", "parallel.devices=2", "parallel.timeout=60")
-    helpers.train(tmp_path / "one", *overrides, env=env)
-    helpers.train(tmp_path / "two", *overrides, *two, "train.max_steps=5", env=env, timeout=200)
-    if kind == "Sharded":
-        helpers.train(tmp_path / "whole", *overrides, *two, env=env, timeout=200)
-        refused = helpers.run_cli(*overrides, f"hydra.run.dir={tmp_path / 'two'}", cwd=tmp_path, env=env)
-        assert refused.returncode == 2
-        assert "every rank of the 2 that read the stream" in refused.stderr + refused.stdout
-        helpers.train(tmp_path / "two", *overrides, *two, env=env, timeout=200)
-        losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("whole", "two")]
-        assert losses[0] == losses[1]
-        return
-    helpers.train(tmp_path / "two", *overrides, env=env)
+    command(tmp_path / "two", *overrides, *two, "train.max_steps=5")
+    command(tmp_path / "two", *overrides)
     losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     one, parts = ({e["step"]: e["loss"] for e in helpers.evaluations(tmp_path / name)} for name in ("one", "two"))
     assert {step: parts[step] for step in one} == pytest.approx(one, rel=1e-4)
-    assert torch.tensor(losses).isfinite().all()
+
+
+@pytest.mark.nightly
+def test_two_ranks_with_shards_of_their_own(tmp_path, command):
+    """They continue where they were."""
+    overrides = (*runs.TINY, *of("Sharded", "schedule=constant"), "parallel=ddp", "parallel.devices=2")
+    command(tmp_path / "whole", *overrides)
+    command(tmp_path / "two", *overrides, "train.max_steps=5")
+    command(tmp_path / "two", *overrides)
+    losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("whole", "two")]
+    assert losses[0] == losses[1]
