@@ -71,7 +71,7 @@ def test_not_for_a_retried_step(tmp_path, monkeypatch):
     assert steps() == [1, 2, 3, 4]
 
 
-def test_not_again_after_a_resume(tmp_path):
+def test_not_again_after_a_resume_and_in_an_evaluation_of_a_checkpoint(tmp_path):
     runs.run_until(tmp_path, 2, *MLP, own("Records"))
     assert steps() == [1, 2]
     own_hooks.SEEN.clear()
@@ -80,11 +80,7 @@ def test_not_again_after_a_resume(tmp_path):
     own_hooks.SEEN.clear()
     runs.run(tmp_path, *MLP, own("Records"))  # the run has ended
     assert own_hooks.SEEN == []
-
-
-def test_evaluation_of_a_checkpoint_calls_them(tmp_path):
-    runs.run(tmp_path / "a", *MLP)
-    runs.run(tmp_path / "b", *MLP, own("Records"), "mode=eval", f"checkpointing.resume={tmp_path / 'a'}")
+    runs.run(tmp_path / "b", *MLP, own("Records"), "mode=eval", f"checkpointing.resume={tmp_path}")
     assert [call[:2] for call in own_hooks.SEEN] == [("evaluation", 4)]
 
 
@@ -107,6 +103,7 @@ def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
             r"callbacks\.early_stopping: stopping\.patience has a callback of this name",
         ),
         (("callbacks=[nonsense]",), r"callbacks"),
+        (("stopping.patience=3",), r"stopping\.patience=3 with every\.eval=null: it counts evaluations"),
     ],
 )
 def test_what_is_refused(tmp_path, overrides, message):
@@ -134,7 +131,8 @@ def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
 
 def test_an_error_ends_the_run_after_saving_it(tmp_path):
     with pytest.raises(TrainingStopped) as stopped:
-        runs.run(tmp_path, *MLP, own("Fails", step=2))
+        runs.run(tmp_path, *MLP, own("Fails", step=2), own("Records", name="records"), "every.eval=2")
+    assert own_hooks.SEEN == [("step", 1, 16, False)]  # none is called any more
     text = str(stopped.value)
     assert text.startswith("callbacks.mine: after_step failed at step 2\nTraceback (most recent call last):\n")
     assert 'raise ValueError("no such plot")\nValueError: no such plot\n' in text
@@ -142,12 +140,6 @@ def test_an_error_ends_the_run_after_saving_it(tmp_path):
     assert runs.saved(tmp_path, 2)["progress"]["step"] == 2
     ended = runs.run(tmp_path, *MLP, own("Fails", step=2))  # not called again for step 2
     assert ended.steps == 4
-
-
-def test_after_an_error_no_callback_is_called_any_more(tmp_path):
-    with pytest.raises(TrainingStopped, match="no such plot"):
-        runs.run(tmp_path, *MLP, own("Fails", step=2), own("Records", name="records"), "every.eval=2")
-    assert own_hooks.SEEN == [("step", 1, 16, False)]
 
 
 def test_running_out_of_memory_in_a_callback_is_its_error(tmp_path):
@@ -173,7 +165,10 @@ STOPPING = ("every.eval=1", "every.save=1", "train.max_steps=9", "stopping.patie
 
 
 @pytest.mark.slow
-def test_early_stopping(tmp_path):
+def test_early_stopping(tmp_path, caplog):
+    run = runs.run_until(tmp_path, 3, *MLP, *STOPPING)
+    assert run.state.progress.stopped is None
+    assert runs.saved(tmp_path, 3)["stateful"][0]["callbacks.early_stopping"]["bad"] == 2
     ended = runs.run(tmp_path, *MLP, *STOPPING)
     assert ended.steps == 4  # the first is the best, and three more
     assert ended.ended.startswith("stopping.patience=3: accuracy has not improved on ")
@@ -181,17 +176,9 @@ def test_early_stopping(tmp_path):
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
     # It has ended, also for a process that comes later; with more patience it continues where it was.
     assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
-    assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
-
-
-@pytest.mark.slow
-def test_what_early_stopping_has_counted_is_in_the_checkpoint(tmp_path, caplog):
-    run = runs.run_until(tmp_path, 3, *MLP, *STOPPING)
-    assert run.state.progress.stopped is None
-    assert runs.saved(tmp_path, 3)["stateful"][0]["callbacks.early_stopping"]["bad"] == 2
-    assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
     runs.run(tmp_path, *MLP, "mode=eval", f"checkpointing.resume={tmp_path}")
     assert "only the checkpoint" not in caplog.text
+    assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
 
 
 def test_an_improvement_resets_the_patience(tmp_path):
@@ -216,12 +203,6 @@ def test_another_metric_begins_without_a_best_value(tmp_path):
         assert other.best == best
 
 
-def test_a_metric_that_is_no_number_cannot_be_watched():
-    message = r"stopping\.metric=max matrix: there is no such metric; there are loss"
-    with pytest.raises(UserError, match=message):
-        EarlyStopping(2, 0.0, "max", "matrix").after_evaluation(None, {"matrix": torch.eye(2), "loss": 1.0})
-
-
 def test_a_failing_close_leaves_the_others_to_be_closed(caplog):
     closed = []
 
@@ -241,16 +222,13 @@ def test_a_failing_close_leaves_the_others_to_be_closed(caplog):
     assert "callbacks.bad: close failed" in caplog.text
 
 
-def test_a_misspelt_metric_is_named(tmp_path):
+def test_a_metric_that_is_misspelt_or_no_number_is_named(tmp_path):
     message = r"stopping\.metric=max acuracy: there is no such metric; there are accuracy, loss"
     with pytest.raises(UserError, match=message):
         runs.run(tmp_path, *MLP, *STOPPING, "stopping.metric=max acuracy")
     assert not (tmp_path / "metrics.jsonl").exists()  # before anything is trained
-
-
-def test_patience_without_evaluations(tmp_path):
-    with pytest.raises(UserError, match=r"stopping\.patience=3 with every\.eval=null: it counts evaluations"):
-        runs.run(tmp_path, *MLP, "stopping.patience=3")
+    with pytest.raises(UserError, match=r"stopping\.metric=max matrix: there is no such metric; there are loss"):
+        EarlyStopping(2, 0.0, "max", "matrix").after_evaluation(None, {"matrix": torch.eye(2), "loss": 1.0})
 
 
 # Shipped ones

@@ -10,6 +10,9 @@ import pytest
 import runs
 from helpers import evaluations, metrics, scalars
 
+from trainapp.tracking.loggers import Csv
+from trainapp.tracking.tracker import Tracker
+
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
 
 
@@ -45,21 +48,13 @@ def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
 
 
 def test_csv_gains_a_column(tmp_path):
-    from trainapp.tracking.tracker import Tracker
-
-    tracker = Tracker(tmp_path, 0, None, {}, loggers={"csv": runs_csv()})
+    tracker = Tracker(tmp_path, 0, None, {}, loggers={"csv": Csv()})
     tracker.scalars({"a": 1.0}, 1)
     tracker.scalars({"a": 2.0, "b": 3.0}, 2)
     tracker.scalars({"a": 4.0}, 3)
     tracker.close()
     found = [(row["step"], row["a"], row["b"]) for row in rows(tmp_path / "callbacks.csv")]
     assert found == [("1", "1.0", ""), ("2", "2.0", "3.0"), ("3", "4.0", "")]
-
-
-def runs_csv():
-    from trainapp.tracking.loggers import Csv
-
-    return Csv()
 
 
 @pytest.mark.parametrize(("method", "calls"), [("start", 0), ("scalars", 2), ("close", 0)])
