@@ -55,7 +55,6 @@ def own_models() -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[str, ...], 
     yield "own autograd.Function", image("OwnFunction"), (SGD, CHECKED)
     yield "tied weights", text("Tied"), (SGD, ADAFACTOR, ("train.ema=0.99",))
     yield "lazy", image("Lazy"), (CHECKED,)
-    yield "fixed point", image("FixedPoint"), ()
     yield "bf16 when built", text("HalfWhenBuilt"), (SGD,)
 
 

@@ -41,11 +41,8 @@ class ConvNeXtBlock(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
         self.scale = nn.Parameter(1e-6 * torch.ones(width))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -156,12 +153,8 @@ class Selects(nn.Module):
 
     def __init__(self, width: int = 256, bound: float = 0.5, how: str = "mask"):
         super().__init__()
-        self.first, self.last, self.bound, self.how = (
-            nn.Linear(3 * 32 * 32, width),
-            nn.Linear(width, CLASSES),
-            bound,
-            how,
-        )
+        self.bound, self.how = bound, how
+        self.first, self.last = nn.Linear(3 * 32 * 32, width), nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.first(images.flatten(1))
@@ -232,24 +225,6 @@ class Lazy(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)
-
-
-class FixedPoint(nn.Module):
-    """A layer that is applied until nothing changes any more."""
-
-    def __init__(self, width: int = 256, tolerance: float = 1e-2):
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(3 * 32 * 32, width), nn.Linear(width, width), nn.Linear(width, 10)
-        self.tolerance = tolerance
-
-    def forward(self, images: Tensor) -> Tensor:
-        inputs = self.first(images.flatten(1))
-        state, change = torch.zeros_like(inputs), 1.0
-        while change > self.tolerance:
-            following = torch.tanh(0.5 * self.inner(state) + inputs)
-            change = (following - state).detach().abs().amax().item()
-            state = following
-        return self.last(state)
 
 
 class HalfWhenBuilt(nn.Module):

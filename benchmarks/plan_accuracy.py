@@ -1,20 +1,19 @@
 """The plan's peak against the measured one, for many configurations of trainapp's own models.
 
-    python benchmarks/plan_accuracy.py [--only TEXT] [--json FILE] [--ranks]
+    python benchmarks/plan_accuracy.py [--foreign] [--only TEXT] [--json FILE]
 
 Each configuration is planned in one process (traced or, where that fails, measured) and run for real in another: three
 optimizer steps with every step logged, and an evaluation. Peaks are live tensor bytes on the CPU, of training and of
-evaluation. --ranks: instead, DDP, FSDP and HSDP on 2 and 4 ranks, with the highest peak of any rank. The exit code is 1
-if fewer than 95% are within 1%; of --foreign, if fewer than 90% are within 3%, or one is outside of its margin.
+evaluation. The exit code is 1 if fewer than 95% are within 1%; of --foreign, models that are not trainapp's own, if
+fewer than 90% are within 3%, or one is outside of its margin.
 """
 
 import argparse
 import concurrent.futures
-import contextlib
+import functools
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -75,31 +74,6 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "resnet", (*RESNET, *more)
 
 
-def cases_of_ranks() -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """Number of ranks, name and overrides."""
-    uneven = ("data.vocab_size=510", "data.val_size=61", "batch.global_size=18", "batch.micro_size=2")
-    for world in (2, 4):
-        for spread in ("ddp", "fsdp", *(("hsdp",) if world == 4 else ())):
-            for name, base in (("mlp", MLP), ("gpt", GPT), ("resnet", RESNET)):
-                yield world, f"{name}, {spread}", (*base, f"parallel={spread}")
-            yield world, f"gpt, {spread}", (*GPT, f"parallel={spread}", "batch.micro_size=1", "precision=bf16")
-            yield world, f"gpt, {spread}", (*GPT, f"parallel={spread}", "accumulation.steps=2", "train.ema=0.9")
-            yield world, f"gpt, {spread}", (*GPT, f"parallel={spread}", *uneven, "activation_checkpointing=full")
-            if spread == "ddp":
-                for more in ("bucket_mb=0.1", "static_graph=true", "find_unused_parameters=true"):
-                    yield world, "gpt, ddp", (*GPT, "parallel=ddp", f"parallel.ddp.{more}", "batch.micro_size=2")
-                continue
-            for more in (
-                "reshard_after_forward=false", "cpu_offload=true", "prefetch=2", "sync_every_micro_batch=false",
-                "meta_init=true",
-            ):  # fmt: skip
-                yield (
-                    world,
-                    f"gpt, {spread}",
-                    (*GPT, f"parallel={spread}", f"parallel.fsdp.{more}", "batch.micro_size=2"),
-                )
-
-
 def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
     """The plan, in this process, which is used for nothing else."""
     from trainapp.config import compose
@@ -115,7 +89,6 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
 def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) -> tuple[int, int]:
     """Peak bytes of training and of evaluation in a real run with these sizes."""
     from trainapp.config import compose
-    from trainapp.launch import worker
     from trainapp.parallel.ranks import SingleRank
     from trainapp.run import runner
     from trainapp.signals import StopRequest
@@ -127,41 +100,16 @@ def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) 
     with tempfile.TemporaryDirectory() as folder:
         settings = [*BASE, *overrides, *sizes, f"batch.eval_micro_size={eval_micro_size}"]
         config = compose.from_command_line(settings, folder)
-        with contextlib.ExitStack() as stack:
-            is_single = config.parallel.strategy == "single"
-            ranks = SingleRank() if is_single else stack.enter_context(worker.process_group(config))
-            run = runner.prepare(config, StopRequest(), ranks)
-            try:
-                for _ in range(STEPS):
-                    loop.train_step(run)
-                    loop.update_weight_average(run)
-                training, run.memory.peak = run.memory.peak, 0
-                evaluate(run)
-                evaluation = run.memory.peak
-            finally:
-                run.close()
-            del run  # before its groups end
-        return training, evaluation
-
-
-def measured_on(pools: list[Any], overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) -> tuple[int, int]:
-    """As `measured`, the highest of as many ranks as there are pools, each of one process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        names = {"WORLD_SIZE": str(len(pools)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    calls = [
-        pool.submit(
-            _as_rank, names | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, overrides, micro_size, eval_micro_size
-        )
-        for rank, pool in enumerate(pools)
-    ]
-    training, evaluation = zip(*(call.result() for call in calls), strict=True)
-    return max(training), max(evaluation)
-
-
-def _as_rank(names: dict[str, str], *arguments: Any) -> tuple[int, int]:
-    os.environ.update(names)
-    return measured(*arguments)
+        session = runner.prepare(config, StopRequest(), SingleRank())
+        try:
+            for _ in range(STEPS):
+                loop.train_step(session)
+                loop.update_weight_average(session)
+            training, session.memory.peak = session.memory.peak, 0
+            evaluate(session)
+            return training, session.memory.peak
+        finally:
+            session.close()
 
 
 def main() -> None:
@@ -170,26 +118,17 @@ def main() -> None:
     parser.add_argument("--foreign", action="store_true", help="models that are not trainapp's own")
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
-    parser.add_argument("--ranks", action="store_true", help="runs of several ranks instead")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
     found = []
-    pool = concurrent.futures.ProcessPoolExecutor
-    ours = _foreign.cases() if options.foreign else cases()
-    chosen = list(cases_of_ranks()) if options.ranks else [(1, *case) for case in ours]
-    with contextlib.ExitStack() as stack:
-        planning, *training = (stack.enter_context(pool(1, context)) for _ in range(1 + max(n for n, *_ in chosen)))
-        for world, family, overrides in chosen:
+    pool = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
+    with pool() as planning, pool() as training:
+        for family, overrides in _foreign.cases() if options.foreign else cases():
             if options.only not in " ".join(overrides):
                 continue
-            more = (*overrides, f"plan.world={world}") if world > 1 else overrides
-            facts = planning.submit(planned, more).result()
+            facts = planning.submit(planned, overrides).result()
             sizes = (facts.get("micro_size") or 1, facts.get("eval_micro_size") or 1)
-            if world > 1:
-                peaks = measured_on(training[:world], overrides, *sizes)
-            else:
-                peaks = training[0].submit(measured, overrides, *sizes).result()
-            found.append(compared(f"{family}, {world} ranks" if world > 1 else family, overrides, facts, *peaks))
+            peaks = training.submit(measured, overrides, *sizes).result()
+            found.append(compared(family, overrides, facts, *peaks))
             if sys.stderr.isatty():
                 print(f"\r{len(found)}", end="", file=sys.stderr)
     print(machine())

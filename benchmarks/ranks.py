@@ -61,25 +61,15 @@ def report(seconds: dict[str, list[float]]) -> str:
 
 
 def measure(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds per step of each loop, by round, on rank 0. Raises RuntimeError if a rank fails."""
-    context = multiprocessing.get_context("spawn")
+    """Seconds per step of each loop, by round, on rank 0. Raises what a rank raises."""
+    from torch.multiprocessing import spawn
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    answers = context.Queue()
-    arguments = (strategy, options, port, answers)
-    ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(options.ranks)]
-    for process in ranks:
-        process.start()
-    while not (ended := [process for process in ranks if process.exitcode]) and answers.empty():
-        time.sleep(0.1)
-    if ended:
-        for process in ranks:
-            process.kill()
-        raise RuntimeError(f"a rank of {strategy} ended with exit code {ended[0].exitcode}")
-    found = answers.get()
-    for process in ranks:
-        process.join()
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(work, (strategy, options, port, answers), nprocs=options.ranks)
+    found: dict[str, list[float]] = answers.get()
     return found
 
 

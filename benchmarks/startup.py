@@ -47,30 +47,20 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}; median of {options.runs} run(s)\n")
     with tempfile.TemporaryDirectory() as folder:
-        light = {
-            name: (*APP, *arguments) for name, arguments in (("--help", ["--help"]), ("--cfg job", ["--cfg", "job"]))
-        }
-        seconds, cpu = measure({name: (command, None) for name, command in light.items()}, options.runs, folder)
+        light = {"--help": (*APP, "--help"), "--cfg job": (*APP, "--cfg", "job")}
+        seconds = measure({name: (command, None) for name, command in light.items()}, options.runs, folder)
         rows = [
-            [
-                f"trainapp {name}",
-                f"{quartiles(seconds[name])[1]:.2f}",
-                f"{quartiles(cpu[name])[1]:.2f}",
-                imports_torch(command, folder),
-            ]
+            [f"trainapp {name}", f"{quartiles(seconds[name])[1]:.2f}", imports_torch(command, folder)]
             for name, command in light.items()
         ]
-        print(table(["command", "seconds", "CPU seconds", "imports torch"], rows))
+        print(table(["command", "seconds", "imports torch"], rows))
         print(f"target: at most {LIGHT_LIMIT:.0f} s, without torch\n")
         first = {"bare script": (("-c", BARE), "step 1"), "trainapp model=mlp": ((*APP, *FIRST_STEP), "step 1/")}
-        walls, cpus = measure(first, options.runs, folder)
-        for values in (walls, cpus):
-            bare, app = values.values()
-            values["difference"] = [slow - fast for slow, fast in zip(app, bare, strict=True)]
-        rows = [
-            [name, *(f"{value:.2f}" for value in (*quartiles(walls[name]), quartiles(cpus[name])[1]))] for name in walls
-        ]
-        print(table(["until the first step ends, s", "lower quartile", "median", "upper quartile", "CPU"], rows))
+        walls = measure(first, options.runs, folder)
+        bare, app = walls.values()
+        walls["difference"] = [slow - fast for slow, fast in zip(app, bare, strict=True)]
+        rows = [[name, *(f"{value:.2f}" for value in quartiles(found))] for name, found in walls.items()]
+        print(table(["until the first step ends, s", "lower quartile", "median", "upper quartile"], rows))
         print(f"target: a difference of at most {DIFFERENCE_LIMIT:.0f} s\n")
         seconds |= walls
         print(table(["part of the difference", "ms"], breakdown(folder)))
@@ -78,23 +68,19 @@ def main() -> None:
         options.json.write_text(json.dumps(seconds, indent=1) + "\n")
 
 
-def measure(
-    commands: dict[str, tuple[Sequence[str], str | None]], runs: int, folder: str
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of each run of each command, until its line (None: until it ends). Commands take turns."""
+def measure(commands: dict[str, tuple[Sequence[str], str | None]], runs: int, folder: str) -> dict[str, list[float]]:
+    """Seconds of each run of each command, until its line (None: until it ends). Commands take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    cpu: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(runs + 1):
         for name, (command, line) in commands.items():
-            elapsed, used, _ = until(command, line, folder)
+            elapsed, _ = until(command, line, folder)
             if number:
                 seconds[name].append(elapsed)
-                cpu[name].append(used)
-    return seconds, cpu
+    return seconds
 
 
-def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float, float, str]:
-    """Wall and CPU seconds from the start of the process to the first line that starts with `line`, and its output.
+def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float, str]:
+    """Seconds from the start of the process to the first line that starts with `line`, and its output.
 
     The process is then killed. Raises RuntimeError if it fails, or ends without printing the line.
     """
@@ -117,17 +103,16 @@ def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float,
             process.kill()
             break
     elapsed = time.perf_counter() - started
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    process.wait()
     process.stdout.close()
     if not found and (process.returncode or line):
         raise RuntimeError(f"python {' '.join(command)} failed:\n{''.join(printed)}")
-    return elapsed, usage.ru_utime + usage.ru_stime, "".join(printed)
+    return elapsed, "".join(printed)
 
 
 def import_times(command: Sequence[str], line: str | None, folder: str) -> tuple[float, dict[str, float]]:
     """Seconds until the line, and the self time of each imported module in seconds."""
-    elapsed, _, printed = until(("-X", "importtime", *command), line, folder)
+    elapsed, printed = until(("-X", "importtime", *command), line, folder)
     found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", printed, re.MULTILINE)
     return elapsed, {name: int(microseconds) / 1e6 for microseconds, name in found}
 

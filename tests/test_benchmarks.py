@@ -64,7 +64,7 @@ def test_a_loop_that_does_other_work_is_found_out(monkeypatch):
 def test_startup_prints_its_tables_and_help_is_without_torch():
     found = rows(run("startup.py", "--runs", "1"))
     for command in ("trainapp --help", "trainapp --cfg job"):
-        assert found[command][2] == "no", found[command]
+        assert found[command][1] == "no", found[command]
     # With one run the quartiles equal its seconds, printed with two digits.
     bare, app, difference = (float(found[name][1]) for name in ("bare script", "trainapp model=mlp", "difference"))
     assert difference == pytest.approx(app - bare, abs=0.011)
