@@ -13,16 +13,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 GPT = (*runs.MODELS["gpt"], "train.device=cuda", "model.dropout=0", "train.max_steps=8")
 
 
-@pytest.fixture(autouse=True)
-def clean_device():
-    """Free the memory of earlier tests and remove their cap."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_loss_in_chunks(dtype, tolerance, deterministic):
