@@ -48,30 +48,20 @@ _WAITING = {
     _aten._unique2.default,
     _aten.repeat_interleave.Tensor,
 }
-# In-place foreach operations, which CUDA runs in one launch for lists of one device and dtype (and a scalar of it).
-_FOREACH = {_aten._foreach_mul_.Tensor, _aten._foreach_copy_.default, _aten._foreach_lerp_.Scalar}
 
 
 class Requests(DispatchMode):
     """What operations on CUDA tensors ask of the device, and stands in for its answers: False, 1 and 1.0.
 
-    waits: the operations that would wait for it, with the place in this program. slow: foreach operations with a launch
-    per tensor. foreach: how often each was called.
+    waits: the operations that would wait for it, with the place in this program.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.clear()
-
-    def clear(self) -> None:
         self.waits: list[str] = []
-        self.slow: list[str] = []
-        self.foreach: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FOREACH:
-            self._note_foreach(func, args)
         if self._waits(func, args, kwargs):
             self.waits.append(f"{func} in {_place()}")
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
@@ -89,13 +79,6 @@ class Requests(DispatchMode):
             return False
         # To the host, a copy that does not wait would be read before it is there.
         return target.type != source.type and not (kwargs.get("non_blocking") and target.type == "cuda")
-
-    def _note_foreach(self, func: Any, args: Any) -> None:
-        name = func.overloadpacket.__name__
-        self.foreach[name] = self.foreach.get(name, 0) + 1
-        tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
-        if len({(t.device, t.dtype) for t in tensors}) > 1:
-            self.slow.append(f"{name} of {len(args[0])} tensors in {_place()}")
 
 
 def _place() -> str:
@@ -115,22 +98,17 @@ class TwoRanks(SingleRank):
 
 
 def measure(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str = "") -> dict[str, Any]:
-    """`{"waits", "slow", "foreach", "skipped"}` of the last step: its size is validated, and it is not logged.
+    """`{"waits", "skipped"}` of the last step: its size is validated, and it is not logged.
 
     scaled: with a loss scaler, as fp16 has. task: the name of a function in this file to wrap the task.
     """
     with twin(overrides, CUDA, scaled, ranks, task) as (run, requests):
         for _ in range(STEPS):
-            requests.clear()
+            requests.waits.clear()
             loop.train_step(run)
             loop.update_weight_average(run)
         assert not run.sizes.train.is_unvalidated
-        return {
-            "waits": requests.waits,
-            "slow": requests.slow,
-            "foreach": requests.foreach,
-            "skipped": run.state.progress.skipped,
-        }
+        return {"waits": requests.waits, "skipped": run.state.progress.skipped}
 
 
 def waiting(task: Any) -> Any:
@@ -183,16 +161,6 @@ def pretended_device():
         yield
 
 
-def traced(overrides: list[str]) -> dict[str, int]:
-    """Bytes of a traced step, on the CPU and on CUDA."""
-    peaks = {}
-    for device in (torch.device("cpu"), CUDA):
-        with twin(overrides, device) as (run, _):
-            loop.train_step(run)
-            peaks[device.type] = run.memory.highest.total
-    return peaks
-
-
 def offloaded(policy: str) -> dict[str, Any]:
     """The check of a step whose gradients are on the host, as FSDP's `cpu_offload` keeps them."""
     with fake_tensor_mode(), Requests() as requests:
@@ -218,7 +186,7 @@ def gathered() -> dict[str, Any]:
 
 if __name__ == "__main__":
     give_autograd_a_device()
-    functions = {"measure": measure, "traced": traced, "offloaded": offloaded, "gathered": gathered}
+    functions = {"measure": measure, "offloaded": offloaded, "gathered": gathered}
     found = {}
     for label, arguments in json.load(sys.stdin).items():
         function = functions[arguments.pop("function", "measure")]

