@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from trainapp.assembly.components import Components, choose_device, load_components
+from trainapp.assembly.components import choose_device, load_components
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most, is_stream
 from trainapp.errors import UserError
@@ -29,32 +29,11 @@ from trainapp.planning.traced import Traced
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
+Estimator = Traced | Measured  # what says how much memory a configuration needs
 # Sizes that a search tries: the fewer are enough once the one that fits is NEAR one that does not.
 MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 5, 0.95
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 log = logging.getLogger(__name__)
-
-
-class Estimator(Protocol):
-    """What says how much memory a configuration needs. margin: how far off it may be, as a share; spare: the share of a
-    peak that has to stay free for it to fit.
-    """
-
-    method: str
-    components: Components
-    world: int
-
-    @property
-    def margin(self) -> float: ...
-    @property
-    def spare(self) -> float: ...
-    def limit(self, config: Config) -> int:
-        """The bytes that a run may use."""
-        ...
-
-    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
-        """Of this rank, with these micro-batches; 0 leaves out training, or evaluation."""
-        ...
 
 
 class Planner:

@@ -95,8 +95,9 @@ def highest_ranks(world: int, shards: int, samples: int) -> list[int]:
     """
     if samples % world == 0:
         return [0]
-    first = {rank % shards: rank for rank in reversed(range(world)) if _share(samples, rank, world) > samples // world}
-    return [0, first[min(first)]] if samples > world else [first[min(first)]]
+    with_most = (rank for rank in range(world) if _share(samples, rank, world) > samples // world)
+    first = min(with_most, key=lambda rank: rank % shards)
+    return [0, first] if samples > world else [first]
 
 
 def _share(samples: int, rank: int, world: int) -> int:
