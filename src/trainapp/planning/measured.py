@@ -1,8 +1,10 @@
 """Real steps at small sizes, and the line through their peaks: for models that no trace can follow, and for times."""
 
+import contextlib
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,7 +74,8 @@ class Measured:
             if small not in known:
                 known[small] = self._run(config, small, trains, accumulates)
         line = known.get(size) or _at(size, known)
-        if size in known or (len(known) > 1 and (line.seconds > LONGEST or not self._has_room(line.total))):
+        has_room = self.device.type != "cpu" or line.total <= MEMORY_SHARE * available_bytes()
+        if size in known or (len(known) > 1 and not (has_room and line.seconds <= LONGEST)):
             return line
         try:
             known[size] = self._run(config, size, trains, accumulates)
@@ -84,20 +87,16 @@ class Measured:
             return line
         return known[size]
 
-    def _has_room(self, needed: int) -> bool:
-        return self.device.type != "cpu" or needed <= MEMORY_SHARE * available_bytes()
-
     def _run(self, config: Config, size: int, trains: bool, accumulates: bool) -> Breakdown:
         """accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
         most = int(MEMORY_SHARE * available_bytes())
         left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
-        sizes = (size, 0) if trains else (0, size)
-        with guarded(left, total_bytes()), _Running(self, self._small(config, size, 1 + accumulates), most) as session:
+        with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as session:
             started = time.monotonic()
             if isinstance(session.memory, Recorder):
-                found = stepped(session, session.memory, *sizes, steps=STEPS)
+                found = stepped(session, session.memory, size * trains, size * (not trains), steps=STEPS)
             else:
-                found = _by_counters(session, *sizes)
+                found = _by_counters(session, trains)
             seconds = (time.monotonic() - started) / (STEPS if trains else 1)
             situation = Situation(config, session.state.model, session.knows_loss)
             return of_model(dataclasses.replace(found, seconds=seconds), situation)
@@ -109,7 +108,7 @@ class Measured:
         """
         share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
-        with _Running(self, self._small(config, size, parts, all_of_them=True), None) as session:
+        with self._running(config, size, parts, all_of_them=True) as session:
             taken = []
             for _ in range(1 + TIMED):
                 session.memory.synchronize()
@@ -119,60 +118,45 @@ class Measured:
                 taken.append(time.monotonic() - started)
         return statistics.median(taken[1:]) * share / (parts * size)
 
-    def _small(self, config: Config, size: int, micro_batches: int, all_of_them: bool = False) -> Config:
-        """With so many samples per micro-batch, and so many micro-batches per step."""
+    @contextlib.contextmanager
+    def _running(
+        self, config: Config, size: int, micro_batches: int, most: int | None = None, all_of_them: bool = False
+    ) -> Iterator[Session]:
+        """The run of the configuration, built for real, with so many samples per micro-batch and so many micro-batches
+        per step. most: bytes; with it, storages on the CPU are counted.
+        """
         samples = micro_batches * size * self.world
         batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
-        parts = dataclasses.replace(config.accumulation, steps="auto")
-        cut = dataclasses.replace(config, batch=batch, accumulation=parts)
-        return planned_config(cut, size, size, self.world, all_of_them)
+        accumulation = dataclasses.replace(config.accumulation, steps="auto")
+        cut = dataclasses.replace(config, batch=batch, accumulation=accumulation)
+        planned = planned_config(cut, size, size, self.world, all_of_them)
+        with simulated(0, self.world, self.device) as ranks:
+            parts = build.load_parts(planned, ranks, self.components)
+            if most is not None and parts.device.type == "cpu":
+                parts.memory = Recorder(parts.device, total_bytes(), most)
+            session = build.run_of(planned, parts, StopRequest(), ranks)
+            if isinstance(parts.memory, Recorder):
+                session.attempt = session.engine.attempt = PhaseLog(parts.memory)
+                parts.memory.resident = session.meter.resident
+            with contextlib.closing(parts.batches):
+                yield session
 
 
-class _Running:
-    """The run of a configuration, built for real. most: bytes; with it, storages on the CPU are counted."""
-
-    def __init__(self, measured: Measured, planned: Config, most: int | None):
-        self._measured, self._planned, self._most = measured, planned, most
-
-    def __enter__(self) -> Session:
-        of = self._measured
-        self._ranks = simulated(0, of.world, of.device)
-        ranks = self._ranks.__enter__()
-        parts = build.load_parts(self._planned, ranks, of.components)
-        if self._most is not None and parts.device.type == "cpu":
-            parts.memory = Recorder(parts.device, total_bytes(), self._most)
-        session = build.run_of(self._planned, parts, StopRequest(), ranks)
-        if isinstance(parts.memory, Recorder):
-            session.attempt = session.engine.attempt = PhaseLog(parts.memory)
-            parts.memory.resident = session.meter.resident
-        self._batches = parts.batches
-        return session
-
-    def __exit__(self, *error: object) -> None:
-        self._batches.close()
-        self._ranks.__exit__(None, None, None)
-
-
-def _by_counters(session: Session, size: int, eval_size: int) -> Breakdown:
+def _by_counters(session: Session, trains: bool) -> Breakdown:
     """By the device's own counters, which have no phases: what is reserved, where that is known."""
-    found = Breakdown()
-    for name, wanted in (("training", size), ("evaluation", eval_size)):
-        if not wanted:
-            continue
-        session.memory.window()
-        for _ in range(STEPS if size else 1):
-            if name == "training":
-                train_step(session)
-                update_weight_average(session)
-            else:
-                evaluate(session)
-        session.memory.synchronize()
-        peaks = session.memory.window()
-        allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
-        total = max(allocated, reserved)
-        categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
-        found = found.joined(Breakdown(total, name, phases={name: total}, categories=categories))
-    return found
+    session.memory.window()
+    for _ in range(STEPS if trains else 1):
+        if trains:
+            train_step(session)
+            update_weight_average(session)
+        else:
+            evaluate(session)
+    session.memory.synchronize()
+    peaks = session.memory.window()
+    allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
+    total, name = max(allocated, reserved), "training" if trains else "evaluation"
+    categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
+    return Breakdown(total, name, phases={name: total}, categories=categories)
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
