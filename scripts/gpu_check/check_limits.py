@@ -84,7 +84,7 @@ def test_steps_at_new_sizes(tmp_path, device, got):
     session = runs.prepare(tmp_path, *settings)
     for share in SIZES:
         size = int(share * session.state.global_size)
-        session.sizes.train = MicroBatchSizes(size, grow=False)
+        session.sizes.train = session.sizes.by_update[""] = MicroBatchSizes(size, grow=False)
         seconds = []
         for _ in range(1 + AFTER):
             started = time.monotonic()

@@ -38,7 +38,8 @@ def test_errors(tmp_path, device, got, place):
     over_allocation = OverAllocation(session, place)
     for number in range(1, times + 1):
         session.config.train.max_steps = number
-        session.sizes.train = MicroBatchSizes(size, grow=False)  # as in a new run: an error halves the whole batch
+        # As in a new run: an error halves the whole batch.
+        session.sizes.train = session.sizes.by_update[""] = MicroBatchSizes(size, grow=False)
         over_allocation.is_due = True
         failure = runner.attempt(session)
         assert failure is not None

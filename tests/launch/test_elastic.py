@@ -7,8 +7,8 @@ import torch
 
 from trainapp.launch.elastic import Failures
 from trainapp.launch.worker import error_file, leave_error
-from trainapp.oom import handover
 from trainapp.parallel.ranks import SingleRank
+from trainapp.sizes.record import RESTART, take_restart
 from trainapp.torch_private import Restart
 
 RANKS = [0, 1]
@@ -19,6 +19,10 @@ def failures(tmp_path):
     return Failures(tmp_path)
 
 
+def leave(run_dir, recoveries):
+    (run_dir / RESTART).write_text(json.dumps({"micro": {}, "oom_restarts": recoveries}))
+
+
 def fail(run_dir, error, step=3):
     error_file(run_dir, 1).parent.mkdir(exist_ok=True)
     error.__notes__ = [f"at step {step}"]
@@ -27,9 +31,9 @@ def fail(run_dir, error, step=3):
 
 def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
     for recoveries in range(1, 7):
-        handover.leave(tmp_path, {"micro": {}, "oom_restarts": recoveries})
+        leave(tmp_path, recoveries)
         assert failures.decide(RANKS) is Restart.FREE
-        assert handover.take(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
+        assert take_restart(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
     assert failures.decide(RANKS) is Restart.COUNTED  # nothing was left
     assert failures.count == 1
     assert failures.for_memory == 6
@@ -37,7 +41,7 @@ def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
 
 def test_sizes_that_do_not_reach_the_workers_are_counted(tmp_path, failures):
     """On another node's disk, say: they find the same size again, and fail again, with the same count."""
-    handover.leave(tmp_path, {"micro": {}, "oom_restarts": 1})
+    leave(tmp_path, 1)
     assert [failures.decide(RANKS) for _ in range(4)] == [Restart.FREE, Restart.COUNTED] * 2
 
 
@@ -47,15 +51,15 @@ def test_a_crash_between_does_not_make_them_count(tmp_path, failures):
         if recoveries is None:
             assert failures.decide(RANKS) is Restart.COUNTED
             continue
-        handover.leave(tmp_path, {"micro": {}, "oom_restarts": recoveries})
+        leave(tmp_path, recoveries)
         assert failures.decide(RANKS) is Restart.FREE
-        handover.take(tmp_path, True, SingleRank())
+        take_restart(tmp_path, True, SingleRank())
     assert failures.count == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_an_unreadable_file_is_counted(tmp_path, failures, text):
-    (tmp_path / handover.RESTART).write_text(text)
+    (tmp_path / RESTART).write_text(text)
     assert failures.decide(RANKS) is Restart.COUNTED
 
 
@@ -64,7 +68,7 @@ def test_a_repeated_error_is_refused_whatever_was_left(tmp_path, failures):
         fail(tmp_path, OSError("a slow disk"), step)
         assert failures.decide(RANKS) is Restart.COUNTED
     fail(tmp_path, OSError("a slow disk"), 4)
-    (tmp_path / handover.RESTART).write_text(json.dumps({"oom_restarts": 1}))
+    (tmp_path / RESTART).write_text(json.dumps({"oom_restarts": 1}))
     assert failures.decide(RANKS) is Restart.REFUSED
     assert failures.incurable == "OSError: a slow disk (at step 4)"
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.assembly import build
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.oom.building import out_of_memory_named
+from trainapp.oom.recovery import out_of_memory_named
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest

@@ -11,13 +11,11 @@ import pytest
 import runs
 import torch
 
-from trainapp.errors import UserError
-from trainapp.oom.handover import RESTART
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import opening_line, result_of, write
 from trainapp.signals import StopRequest
-from trainapp.sizes.record import Sizes
+from trainapp.sizes.record import RESTART, Sizes
 
 from .conftest import cell, tiny
 from .inject import Injector, Recorded
@@ -209,33 +207,11 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
 # A schedule that is in force.
 
 
-@pytest.mark.slow
-def test_a_schedule_after_a_resume_between_its_entries(tmp_path):
-    schedule = {1: 4, 3: 8, 5: 2}
-    saving = {**SAVING, "schedule.shape": "constant"}
-    Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, "train.max_steps": 3}))
-    second = Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, "memory.limit": 10**9}))
-    assert second.run.sizes.micro_schedule() == schedule
-
-
 def test_the_opening_line_says_what_is_in_force(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
     run.close()
     assert "= micro-batch 4 x 4" in opening_line(run)
     assert "batch.micro_schedule is in force: 8 from step 3, 2 from step 9" in opening_line(run)
-
-
-def test_a_size_above_the_global_batch_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"batch\.micro_schedule with batch\.global_size=16: a micro-batch is at most"):
-        runs.configure(tmp_path, "batch.micro_schedule={1: 32}")
-
-
-@pytest.mark.slow
-def test_a_size_that_has_failed_is_not_scheduled_again(tmp_path):
-    injector = Injector("forward", 2, 1, above=4)
-    changes = {"train.max_steps": 5, "batch.micro_size": "auto"}
-    recorded = Recorded(tiny(tmp_path, *OVERRIDES, schedule={1: 8, 3: 4, 4: 8, 5: 3}, changes=changes), injector)
-    assert recorded.run.sizes.micro_schedule() == {1: 8, 2: 4, 5: 3}
 
 
 # What a restart leaves behind.

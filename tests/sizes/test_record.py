@@ -27,22 +27,22 @@ def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **opti
 
 # In order of precedence: what is set or known, and the resulting training size.
 ORDER = [
-    (("restart",), (), 7, "restart"),
-    ((), (SCHEDULE,), 23, "schedule"),
-    ((), ("batch.micro_size=31",), 31, "given"),
-    (("saved",), (), 11, "saved"),
-    ((), (), 64, "share"),
+    (("restart",), (), 7),
+    ((), (SCHEDULE,), 23),
+    ((), ("batch.micro_size=31",), 31),
+    (("saved",), (), 11),
+    ((), (), 64),
 ]
 
 
 @pytest.mark.parametrize("first", range(len(ORDER)))
 @pytest.mark.parametrize("second", range(len(ORDER)))
 def test_the_first_that_is_known_decides(first, second):
-    (sources, overrides, size, origin) = ORDER[min(first, second)]
-    (others, more, _, _) = ORDER[max(first, second)]
+    (sources, overrides, size) = ORDER[min(first, second)]
+    (others, more, _) = ORDER[max(first, second)]
     sizes = begin(*{*overrides, *more}, sources=tuple({*sources, *others}))
-    sizes.follow_schedule(1)
-    assert (sizes.train.size, sizes.origin) == (size, origin)
+    sizes.train.follow_schedule(1)
+    assert sizes.train.size == size
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_share_of_a_rank():
 def test_a_schedule_after_a_resume(step, by_step):
     sizes = begin(SCHEDULE, attempts=step)
     for coming in range(step + 1, 10):
-        sizes.follow_schedule(coming)
+        sizes.train.follow_schedule(coming)
         if coming in by_step:
             assert sizes.train.size == by_step[coming]
 
@@ -88,7 +88,7 @@ def test_a_schedule_after_a_resume(step, by_step):
 def test_what_failed_is_not_scheduled_again():
     sizes = begin(SCHEDULE, sources=("restart",), attempts=3)
     for coming in range(4, 8):
-        sizes.follow_schedule(coming)
+        sizes.train.follow_schedule(coming)
     assert sizes.train.size == 7
 
 
@@ -96,7 +96,7 @@ def test_a_restart_from_before_any_shape_was_known():
     """Memory ran out in the very first fetch: no buckets exist yet."""
     config = from_command_line(["batch.global_size=64"])
     sizes = initial_sizes(config, 1, 64, 1000, restart={"micro": {"start": 16, "buckets": {}}})
-    assert (sizes.train.size, sizes.origin) == (16, "restart")
+    assert sizes.train.size == 16
 
 
 @pytest.mark.parametrize("retries_in_place", [True, False])
@@ -136,13 +136,13 @@ def test_a_planned_size():
         return lambda: PlannedSizes(train, evaluation)
 
     sizes = begin(plan, planned=planned(21, 50))
-    assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (21, 50, "planned")
+    assert (sizes.train.size, sizes.evaluation.size) == (21, 50)
     assert begin(plan, planned=planned(21)).evaluation.size == 128
     assert begin(plan, planned=planned(100)).train.size == 64
     assert begin(plan, planned=planned(1), smallest=2).train.size == 2
-    for source in ("restart", "saved"):
-        assert begin(plan, sources=(source,), planned=never_asked).origin == source
-    assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"
-    assert begin("batch.micro_size=auto", planned=never_asked).origin == "share"
+    for source, size in (("restart", 7), ("saved", 11)):
+        assert begin(plan, sources=(source,), planned=never_asked).train.size == size
+    assert begin(plan, SCHEDULE, planned=never_asked).train.size == 23
+    assert begin("batch.micro_size=auto", planned=never_asked).train.size == 64
     # Where the model cannot be planned.
     assert begin(plan, planned=lambda: None).train.size == 64

@@ -16,8 +16,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch.worker import Outcome, run_worker, take_error
-from trainapp.oom import handover
 from trainapp.signals import StopRequest, pass_on
+from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
@@ -95,7 +95,7 @@ class Failures:
         self._before = {error.text for error in left}
         # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
         # for ever, uncounted.
-        recoveries = handover.recoveries(self.run_dir)
+        recoveries = (read_restart(self.run_dir) or {}).get("oom_restarts", 0)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
             self.for_memory += 1

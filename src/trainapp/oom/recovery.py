@@ -1,17 +1,24 @@
-"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is reported."""
+"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is reported.
+
+While a run is built there is no step to roll back, and no micro-batch to blame: see `out_of_memory_named`.
+"""
 
 import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
+import torch
+
+from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
-from trainapp.memory.detection import is_device_lost, is_out_of_memory
+from trainapp.memory.cuda import refused_allocations
+from trainapp.memory.detection import is_device_lost, is_out_of_memory, out_of_memory_in
 from trainapp.memory.timeline import Picture
-from trainapp.oom import handover
 from trainapp.oom.report import OomReport, as_markdown, final_message, one_line, write
-from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.session import Session
@@ -180,10 +187,8 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
         f"micro-batch {failure.new_size} instead of {failure.old_size}"
     )
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
-    # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    failed = {name: own.state_dict() for name, own in session.sizes.by_key().items() if own is sizes or own.has_failed}
     try:
-        handover.leave(run_dir, failed | {"oom_restarts": session.sizes.oom_restarts})
+        session.sizes.leave_for_restart(run_dir, failing=sizes)
         write(failure, run_dir / "oom", session.sizes.oom_restarts, session.ranks.world)
     except OSError as error:  # the restart matters more than its report
         log.warning("the report of the error could not be written: %s", error)
@@ -210,7 +215,35 @@ def _needs_new_process(session: Session, failure: OomReport) -> str:
     limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
     return (
         f"{one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
-        "before the driver's:\n"
-        f"  {session.config.command}{limit}\n"
-        "If the device has memory left, its driver does not support such segments: memory.expandable_segments=false."
+        f"before the driver's:\n  {session.config.command}{limit}"
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
+    """Around the building of a run. Raises TrainingStopped for an out-of-memory error, whatever mistake it was taken
+    for on its way: many are a RuntimeError, as is what an unsuitable optimizer or checkpoint raises.
+
+    With several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but
+    the launcher ends them when one fails.
+    """
+    refused = refused_allocations()
+    try:
+        yield
+    except Exception as error:
+        reason = out_of_memory_in(error, refused_allocations() - refused)
+        if reason is None:
+            raise
+        kind = TrainingStopped if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
+        raise kind(_while_building(config, reason)) from error
+
+
+def _while_building(config: Config, reason: BaseException) -> str:
+    """Its first line is the same each time: by that the launcher knows an error that a restart does not cure."""
+    limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
+    return (
+        f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use a "
+        "smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false) or "
+        "parallel=fsdp on more devices, or free what other processes use\n"
+        f"{type(reason).__name__}: {str(reason).strip()}"
     )

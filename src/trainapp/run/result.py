@@ -181,7 +181,7 @@ def _schedule_text(session: Session) -> str:
     """The coming entries of `batch.micro_schedule`."""
     if session.config.batch.micro_schedule is None:
         return ""
-    entries = [f"{sizes} from step {step}" for step, sizes in sorted(session.sizes.schedule.items())]
+    entries = [f"{sizes} from step {step}" for step, sizes in sorted(session.sizes.train.schedule.items())]
     more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
     return f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
 
@@ -240,8 +240,7 @@ def _micro_batches(session: Session) -> str:
     """Size and number; where there are several updates, those of each."""
     parts = []
     for name, own in session.sizes.by_update.items():
-        size = own.train.size
-        parts.append(f"{name} {size} x {session.batches.accumulation(size, session.sizes.parts)}".lstrip())
+        parts.append(f"{name} {own.size} x {session.batches.accumulation(own.size, session.sizes.parts)}".lstrip())
     return f"{', '.join(parts)} accumulated"
 
 

@@ -20,8 +20,7 @@ from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, recovery
-from trainapp.oom.building import out_of_memory_named
+from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -29,7 +28,7 @@ from trainapp.planning.decisions import first_sizes, with_modes
 from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
-from trainapp.sizes.record import initial_sizes
+from trainapp.sizes.record import initial_sizes, take_restart
 from trainapp.training import callbacks, loop
 from trainapp.training.allocations import refused_in_attempt
 from trainapp.training.evaluate import evaluate
@@ -78,7 +77,7 @@ def _run_until_torn(
 
     started: of the first of these runs, by `time.monotonic`.
     """
-    with out_of_memory_named(config, ranks):
+    with recovery.out_of_memory_named(config, ranks):
         current = prepare(config, stop, ranks, carried)
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
@@ -129,7 +128,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         trained.load_weights(session, weights)
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
-        restart = handover.take(Path(config.run_dir), has_restarted, ranks)
+        restart = take_restart(Path(config.run_dir), has_restarted, ranks)
     session.sizes = initial_sizes(
         config,
         ranks.world,

@@ -1,6 +1,5 @@
 """The micro-batch size of each shape of data, the same on all ranks, and the cutting of fetched batches to it."""
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +8,6 @@ from trainapp.data.batch import MicroBatch, bucket_of, cut, cut_evenly, elements
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.search import Measured, SizeSearch
 
-_SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
 Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
 
@@ -46,11 +44,14 @@ class MicroBatchSizes:
     is_unvalidated: bool = True  # whether what ran last, on any rank, had a size that is not validated
     # By bucket, the sizes at which the last step was cut, the same on all ranks: as a schedule, they reproduce the cut.
     in_force: dict[int, int] = field(default_factory=dict)
+    used: dict[int, dict[int, int]] = field(default_factory=dict)  # the same by attempt, where it changed
+    # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
+    schedule: dict[int, Plan] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The largest current size: how many samples are fetched at a time."""
-        return max(map(_SIZE, self.searches.values()), default=self.start)
+        return max((search.size for search in self.searches.values()), default=self.start)
 
     @property
     def size_at_work(self) -> int:
@@ -71,15 +72,13 @@ class MicroBatchSizes:
     @property
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
-        return all(map(_HAS_ENDED, self.searches.values()))
+        return all(search.search_has_ended for search in self.searches.values())
 
     @property
     def has_news(self) -> bool:
         """Whether this rank has seen a shape whose size is unvalidated or may still grow."""
-        for bucket in self.clean.keys() | self.attempt.keys():
-            if not (self.is_validated(bucket) and self.search(bucket).search_has_ended):
-                return True
-        return False
+        seen = self.clean.keys() | self.attempt.keys()
+        return any(not (self.is_validated(own) and self.search(own).search_has_ended) for own in seen)
 
     @property
     def needs_watching(self) -> bool:
@@ -91,10 +90,9 @@ class MicroBatchSizes:
 
     def is_validated(self, bucket: int) -> bool:
         """Whether a bucket's size is validated, by its own steps or by at least as many samples of a larger bucket."""
-        own = self.searches.get(bucket) or self.search(bucket)
-        return own.clean >= own.clean_steps or any(  # SizeSearch.is_validated, inlined: asked for every micro-batch
-            s.is_validated and s.size >= own.size for other, s in self.searches.items() if other >= bucket
-        )
+        own = self.search(bucket)
+        larger = (search for other, search in self.searches.items() if other >= bucket)
+        return own.is_validated or any(search.is_validated and search.size >= own.size for search in larger)
 
     def search(self, bucket: int) -> SizeSearch:
         """A bucket's search. A new one starts from other buckets' failures, scaled by their elements."""
@@ -105,6 +103,20 @@ class MicroBatchSizes:
             known = [s.size * other / bucket for other, s in self.searches.items() if other and s.fails]
             size = max(self.smallest, int(min(known, default=size)))
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, self.smallest)
+
+    def follow_schedule(self, attempt: int) -> None:
+        """Apply the schedule's entry for this attempt, if any."""
+        if attempt in self.schedule:
+            self.follow(self.schedule.pop(attempt))
+
+    def record(self, attempt: int) -> bool:
+        """Record the sizes of a finished attempt, once the ranks have exchanged them. Returns whether they differ from
+        those of the one before.
+        """
+        if next(reversed(self.used.values()), None) == self.in_force:
+            return False
+        self.used[attempt] = self.in_force
+        return True
 
     def follow(self, plan: Plan) -> None:
         """Set one size for all shapes, or a size per bucket, as a schedule asks.
@@ -127,7 +139,7 @@ class MicroBatchSizes:
         """
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
-        size = (self.searches.get(bucket) or self.search(bucket)).size
+        size = self.search(bucket).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1 and not self._all_alike():
             count, any_unvalidated = ranks.all_reduce_max(len(pieces), int(not self.is_validated(bucket)))
@@ -223,8 +235,13 @@ class MicroBatchSizes:
             "buckets": {b: [s.size, s.works, s.fails, s.search_has_ended] for b, s in self.searches.items()},
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON."""
+    def load_state_dict(self, saved: dict[str, Any], is_lower: bool = False) -> None:
+        """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON.
+
+        is_lower: whether the saved start is one, too, as of sizes that have failed before any shape was known.
+        """
+        if is_lower:
+            self.start = min(self.start, saved["start"])
         self.searches |= {int(bucket): self._loaded(*entry) for bucket, entry in saved["buckets"].items()}
         self.is_unvalidated = True
 

@@ -1,17 +1,21 @@
-"""The micro-batch sizes of a run: those that it starts with, those that it uses, and a replay of them."""
+"""The micro-batch sizes that a run starts with, and what checkpoints and restarted workers know of them."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import json
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.data.source import TrainBatches
+from trainapp.files import atomic_write, strict_json
+from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
 
-Used = dict[int, dict[int, int]]  # by attempt, the size of each bucket from then on
+RESTART = "restart.json"  # in the run directory: what a worker that ran out of memory leaves for the restarted ones
+EVALUATION = "eval_micro"
 
 
 class PlannedSizes(NamedTuple):
@@ -21,80 +25,25 @@ class PlannedSizes(NamedTuple):
     evaluation: int | None
 
 
-@dataclass
-class OfUpdate:
-    """The sizes of one update's training."""
-
-    train: MicroBatchSizes
-    # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
-    schedule: dict[int, Plan] = field(default_factory=dict)
-    used: Used = field(default_factory=dict)  # since the run began, in whatever process
-    origin: str = "share"  # what decided the first size: see `initial_sizes`
-
-
 class Sizes:
-    """Micro-batch sizes, in samples per forward on one rank. `train`, `schedule` and `origin` are those of the update
-    that `turn_to` has chosen: another loss needs other sizes.
+    """Micro-batch sizes, in samples per forward on one rank. `train` are those of the update that `turn_to` has chosen:
+    another loss needs other sizes.
 
-    parts: `accumulation.steps`, the minimum number of micro-batches per step. updates: their names; empty for the only
-    one. `oom_restarts`: the number of recoveries since the run began, in whatever process.
+    by_update: by name, which is empty for the only update of a step. parts: `accumulation.steps`, the minimum number of
+    micro-batches per step. `oom_restarts`: the number of recoveries since the run began, in whatever process.
     """
 
-    def __init__(
-        self,
-        train: MicroBatchSizes,
-        evaluation: MicroBatchSizes,
-        parts: int | None = None,
-        updates: Sequence[str] = ("",),
-    ):
-        self.evaluation, self.parts, self.oom_restarts = evaluation, parts, 0
-        self.by_update = {
-            name: OfUpdate(MicroBatchSizes(train.start, train.clean_steps, train.grow, train.smallest))
-            for name in updates
-        }
-        self._current = self.by_update[updates[0]]
+    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, parts: int | None = None):
+        self.by_update, self.evaluation, self.parts = by_update, evaluation, parts
+        self.train, self.oom_restarts = next(iter(by_update.values())), 0
 
     def turn_to(self, update: str) -> None:
-        """Select the update whose sizes `train` and the others are."""
-        self._current = self.by_update[update]
+        """Select the update whose sizes `train` are."""
+        self.train = self.by_update[update]
 
     def of_updates(self) -> tuple[int, ...]:
         """The size of each update, in order; none where there is only one update."""
-        return tuple(own.train.size for own in self.by_update.values()) if len(self.by_update) > 1 else ()
-
-    @property
-    def train(self) -> MicroBatchSizes:
-        """Of the update at work."""
-        return self._current.train
-
-    @train.setter
-    def train(self, sizes: MicroBatchSizes) -> None:
-        self._current.train = sizes
-
-    @property
-    def schedule(self) -> dict[int, Plan]:
-        """What is left of the update's `batch.micro_schedule`."""
-        return self._current.schedule
-
-    @property
-    def origin(self) -> str:
-        """What decided the update's first size."""
-        return self._current.origin
-
-    def follow_schedule(self, attempt: int) -> None:
-        """Apply the schedule's entry for this attempt, if any."""
-        if attempt in self._current.schedule:
-            self._current.train.follow(self._current.schedule.pop(attempt))
-
-    def record(self, attempt: int) -> bool:
-        """Record the sizes of a finished attempt, once the ranks have exchanged them. Returns whether they differ from
-        those of the one before.
-        """
-        used, sizes = self._current.used, self._current.train.in_force
-        if next(reversed(used.values()), None) == sizes:
-            return False
-        used[attempt] = sizes
-        return True
+        return tuple(own.size for own in self.by_update.values()) if len(self.by_update) > 1 else ()
 
     def micro_schedule(self) -> dict[Any, Any]:
         """What `batch.micro_schedule` takes to replay the run: by attempt, or with several updates such by name."""
@@ -110,15 +59,10 @@ class Sizes:
             "batch/eval_micro_size": self.evaluation.size,
         }
 
-    def by_key(self) -> dict[str, MicroBatchSizes]:
-        """All sizes by the names that they have in files."""
-        train = {key_of(name): own.train for name, own in self.by_update.items()}
-        return train | {"eval_micro": self.evaluation}
-
     def state_dict(self) -> dict[str, Any]:
         """Primitives only, for a checkpoint."""
         used = {name: own.used for name, own in self.by_update.items()}
-        own = {key: sizes.state_dict() for key, sizes in self.by_key().items()}
+        own = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
         return own | {"used": used, "oom_restarts": self.oom_restarts}
 
     def continue_record(self, saved: dict[str, Any] | None, restart: dict[str, Any] | None) -> None:
@@ -130,6 +74,39 @@ class Sizes:
             if name in self.by_update:
                 self.by_update[name].used = dict(used)
         self.oom_restarts = max((known or {}).get("oom_restarts", 0) for known in (saved, restart))
+
+    def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
+        """Leave the failing sizes, all that have failed before, which no checkpoint may hold yet, and the number of
+        recoveries. Raises OSError where they cannot be written.
+        """
+        failed = {key: own.state_dict() for key, own in self._by_key().items() if own is failing or own.has_failed}
+        with atomic_write(run_dir / RESTART) as file:
+            file.write(strict_json(failed | {"oom_restarts": self.oom_restarts}))
+
+    def _by_key(self) -> dict[str, MicroBatchSizes]:
+        """All sizes by the names that they have in files."""
+        return {_key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
+
+
+def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
+    """What `leave_for_restart` has left, once: the file is removed. None if there is nothing.
+
+    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
+    """
+    restart = None
+    if ranks.is_rank_zero:
+        restart = read_restart(run_dir)
+        with contextlib.suppress(OSError):
+            (run_dir / RESTART).unlink(missing_ok=True)
+    restart = ranks.all_gather_object(restart)[0]
+    return restart if has_restarted else None
+
+
+def read_restart(run_dir: Path) -> dict[str, Any] | None:
+    """What was left; None if there is nothing, or nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((run_dir / RESTART).read_text())
+    return None
 
 
 def initial_sizes(
@@ -163,74 +140,43 @@ def initial_sizes(
     retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
     larger size is tried. restart, saved: as `Sizes.state_dict` returns them; `restart` may have only one of the two.
     """
-    batch, share, restart, saved = config.batch, -(-global_size // world), restart or {}, saved or {}
-    sizes = _as_configured(config, share, -(-eval_samples // world), smallest, retries_in_place, whole)
-    plan = functools.cache(planned if batch.micro_size == "plan" else lambda: None)
-    is_given = isinstance(batch.micro_size, int) or sizes.parts is not None
-    for name, own in sizes.by_update.items():
-        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
-        _begin_training(own, key_of(name), attempts + 1, restart, is_given, saved, plan)
-    evaluation, key = sizes.evaluation, "eval_micro"
-    if key in restart:
-        evaluation.start = min(evaluation.start, restart[key]["start"])
-        evaluation.load_state_dict(restart[key])
-    elif batch.eval_micro_size == "auto" and saved.get(key, {}).get("buckets"):
-        evaluation.load_state_dict(saved[key])
-    elif sizes.origin == "planned" and (first := plan()) is not None and first.evaluation is not None:
-        evaluation.start = min(first.evaluation, evaluation.start)
-    return sizes
-
-
-def _begin_training(
-    own: OfUpdate,
-    key: str,
-    attempt: int,
-    restart: dict[str, Any],
-    is_given: bool,
-    saved: dict[str, Any],
-    plan: Callable[[], PlannedSizes | None],
-) -> None:
-    """The first size of an update, which the sources have under `key`."""
-    if key in restart:
-        own.train.start = min(own.train.start, restart[key]["start"])
-        own.train.load_state_dict(restart[key])
-        own.schedule.pop(attempt, None)
-        own.origin = "restart"
-    elif own.schedule:
-        if attempt in own.schedule:
-            own.train.follow(own.schedule.pop(attempt))
-        own.origin = "schedule"
-    elif is_given:
-        own.origin = "given"
-    elif saved.get(key, {}).get("buckets"):
-        own.train.load_state_dict(saved[key])
-        own.origin = "saved"
-    elif (planned := plan()) is not None:
-        own.train.start = max(own.train.smallest, min(planned.train, own.train.start))
-        own.origin = "planned"
-
-
-def _as_configured(
-    config: Config, share: int, eval_share: int, smallest: int, retries_in_place: bool, whole: bool
-) -> Sizes:
-    """What the configuration says, for this rank's share of a training step and of an evaluation."""
-    batch, parts = config.batch, config.accumulation.steps
-    start = share
-    if parts != "auto":
-        start = -(-share // parts)
-    elif isinstance(batch.micro_size, int):
-        start = min(batch.micro_size, share)
-    grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
+    batch, steps, restart, saved = config.batch, config.accumulation.steps, restart or {}, saved or {}
+    share, eval_share = -(-global_size // world), -(-eval_samples // world)
+    parts = None if steps == "auto" else steps
+    start = share if isinstance(batch.micro_size, str) else min(batch.micro_size, share)
+    start = start if parts is None else -(-share // parts)
+    is_given = isinstance(batch.micro_size, int) or parts is not None
+    grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts is None
     grows = grows and retries_in_place and not whole
+
+    def new(start: int, smallest: int) -> MicroBatchSizes:
+        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
+
+    plan: PlannedSizes | None = None
+    by_update = {}
+    for name in [update.name for update in config.updates] or [""]:
+        own, key = new(start, smallest), _key_of(name)
+        by_update[name] = own
+        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
+        if key in restart:
+            own.load_state_dict(restart[key], is_lower=True)
+            own.schedule.pop(attempts + 1, None)
+        elif own.schedule:
+            own.follow_schedule(attempts + 1)
+        elif not is_given and saved.get(key, {}).get("buckets"):
+            own.load_state_dict(saved[key])
+        elif batch.micro_size == "plan" and (plan := plan or planned()) is not None:
+            own.start = max(smallest, min(plan.train, start))
     # Never more than this rank has: a size that is never reached is never validated.
-    most = share if whole else 2 * share
-    eval_start = min(most if batch.eval_micro_size == "auto" else batch.eval_micro_size, eval_share)
-    return Sizes(
-        train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest),
-        evaluation=MicroBatchSizes(eval_start, config.oom.clean_steps, grow=grows, smallest=eval_start if whole else 1),
-        parts=None if parts == "auto" else parts,
-        updates=[update.name for update in config.updates] or [""],
-    )
+    most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
+    evaluation = new(min(most, eval_share), 1)
+    if EVALUATION in restart:
+        evaluation.load_state_dict(restart[EVALUATION], is_lower=True)
+    elif batch.eval_micro_size == "auto" and saved.get(EVALUATION, {}).get("buckets"):
+        evaluation.load_state_dict(saved[EVALUATION])
+    elif plan is not None and plan.evaluation is not None:
+        evaluation.start = min(plan.evaluation, evaluation.start)
+    return Sizes(by_update, evaluation, parts)
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
@@ -246,12 +192,12 @@ def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dic
     return later if in_force is None else {attempt: cut[in_force], **later}
 
 
-def key_of(update: str) -> str:
+def _key_of(update: str) -> str:
     """The key of this update's sizes in a file. The only update of a step has no name."""
     return f"micro.{update}" if update else "micro"
 
 
-def as_schedule(used: Used) -> dict[int, Plan]:
+def as_schedule(used: Mapping[int, Mapping[int, int]]) -> dict[int, Plan]:
     """As short as possible: one number where the sizes of all shapes are equal, and only where they change."""
     schedule: dict[int, Plan] = {}
     for attempt, sizes in sorted(used.items()):

@@ -97,7 +97,7 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     session.attempt.phase = Phase.SEARCH
     for bucket, size in sizes.succeeded(session.ranks, news).items():
         session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
-    if session.sizes.record(step.attempt):
+    if sizes.record(step.attempt):
         note_batchnorm(session, step)
     if was_searching and sizes.search_has_ended:
         session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")

@@ -25,7 +25,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
     attempt, sizes = session.attempt, session.sizes
     attempt.phase, attempt.started, attempt.step = Phase.START, time.monotonic(), step  # no restore point yet
     attempt.micro_batches = 0
-    sizes.follow_schedule(step.attempt)
+    sizes.train.follow_schedule(step.attempt)
     with alone(session, step.update):
         session.engine.begin(step)
         session.snapshot.take("all" if session.rehearsals else "written")
