@@ -295,7 +295,7 @@ def test_each_update_has_sizes_of_its_own(tmp_path, update):
     assert ended.oom_restarts == 2
     run = runs.prepare(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto", "train.max_steps=4")
     run.close()
-    assert {name: own.train.size for name, own in run.sizes.by_update.items()} == {update: 4, other: 16}
+    assert {name: own.size for name, own in run.sizes.by_update.items()} == {update: 4, other: 16}
 
 
 def failing_run(run_dir, above, *overrides):
