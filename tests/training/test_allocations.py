@@ -67,13 +67,6 @@ def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, caplog, phase,
     assert not torch.equal(weights(recorded.run.state.model), weights(undisturbed.run.state.model))
 
 
-def test_not_at_the_same_size_though_the_cache_is_unused(tmp_path, monkeypatch):
-    """What caught the error takes its other way from then on, at this size."""
-    monkeypatch.setattr(CpuMemory, "unused_cache", lambda self: 2**30)
-    (failure,) = Recorded(chosen(tmp_path), Refusing("forward", 2)).failures
-    assert (failure.old_size, failure.new_size) == (8, 4)
-
-
 def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
     """Checked after each micro-batch: the last one of a step may have another shape."""
     texts = ("data.min_length=4", "model.context_length=64", "batch.micro_size=4", "train.max_steps=6")
@@ -124,12 +117,6 @@ def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(tmp_path):
     (failure,) = recorded.failures
     assert (failure.phase, failure.message, failure.swallowed) == ("backward", NO_ENGINE, False)
     assert (failure.old_size, failure.new_size) == (8, 4)
-
-
-def test_an_ambiguous_error_in_evaluation(tmp_path):
-    config = chosen(tmp_path, "every.eval=2", "batch.eval_micro_size=90")
-    (failure,) = Recorded(config, Refusing("evaluate", 2, raises=NO_ENGINE)).failures
-    assert (failure.evaluating, failure.swallowed, failure.new_size) == (True, False, 45)
 
 
 @pytest.mark.parametrize(("text", "counts"), [(NO_ENGINE, False), ("the labels are wrong", True)])

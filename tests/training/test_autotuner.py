@@ -52,16 +52,6 @@ def test_from_the_first_proven_step_to_the_next_search():
     assert switches() == (True, False)
 
 
-def test_unsettled_sizes_leave_no_plan_that_a_settled_one_would_find():
-    """cuDNN's cache of plans has `deterministic` in its key: the two never run with the same value."""
-    sizes, tuner, seen = MicroBatchSizes(32), Autotuner(CUDA), set()
-    for _ in range(6):
-        tuner.follow(sizes)
-        seen.add(switches())
-        work(sizes)
-    assert seen == {(False, True), (True, False)}
-
-
 def test_an_evaluation_between_does_not_tune_the_training_anew():
     """The ranks' evaluations differ, but they must agree on the step in which they vote."""
     training, evaluation, tuner = MicroBatchSizes(32), MicroBatchSizes(64), Autotuner(CUDA)

@@ -254,14 +254,6 @@ class Nothing(Mirrored):
         return {}
 
 
-class Wide(Mirrored):
-    """Rows as wide as the micro-batch is large."""
-
-    def embed(self, model, batch):
-        first = super().embed(model, batch)["first"]
-        return first @ first.T
-
-
 class Direct(Mirrored):
     """The loss depends on a parameter directly."""
 
@@ -286,24 +278,17 @@ class Half:
         return self.embed(model, batch).sum(), 1, {}
 
 
-class Unsaid(Mirrored):
-    whole_batch = False
-
-
 REFUSED = {
     "Views": "returns a tensor of shape [16, 10] for 8 samples; the first dimension must be the samples",
     "Nothing": "its embed must return a tensor",
-    "Wide": "the embeddings of two micro-batches cannot be joined",
     "Direct": "its loss_of_embeddings depends on a parameter of shape [1]",
     "Half": "the task has embed but no loss_of_embeddings",
-    "Unsaid": "the task has embed and loss_of_embeddings, but not `whole_batch = True`",
 }
 
 
 @pytest.mark.parametrize("task", REFUSED)
 def test_what_cannot_be_joined_or_repeated(tmp_path, task):
-    size = 10 if task == "Wide" else 8
-    message = runs.refusal(tmp_path, *OWN, f"task=test_cached_gradients.{task}", f"batch.micro_size={size}")
+    message = runs.refusal(tmp_path, *OWN, f"task=test_cached_gradients.{task}", "batch.micro_size=8")
     assert message.startswith(f"task=test_cached_gradients.{task}: ")
     assert REFUSED[task] in message
 

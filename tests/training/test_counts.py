@@ -156,13 +156,6 @@ def test_a_count_that_cannot_be_is_an_error(prepare, count, message):
     assert torch.equal(runs.weights(run.state.model), before)
 
 
-def test_a_count_of_nan_is_skipped_where_the_policy_says_so(prepare):
-    run = prepare("train.nonfinite=skip")
-    run.task = lambda model, batch: (model(batch["inputs"]).sum(), math.nan, {})
-    loop.train_step(run)
-    assert run.state.progress.skipped == 1
-
-
 def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
     run = prepare()
     run.task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0, {})
@@ -171,13 +164,6 @@ def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
     assert math.isnan(run.state.progress.objective)
     assert run.state.progress.best is None
     assert "evaluation at step 0: the loss's count is 0" in caplog.text
-
-
-def test_an_evaluation_with_a_negative_count(prepare):
-    run = prepare()
-    run.task = lambda model, batch: (model(batch["inputs"]).sum(), -1, {})
-    with pytest.raises(UserError, match=r"the count that loss is divided by is negative"):
-        evaluate.evaluate(run)
 
 
 def test_an_objective_that_an_evaluation_does_not_have(prepare):
@@ -197,19 +183,3 @@ def test_a_metric_is_averaged_over_the_batches_that_have_it():
     totals = totals.plus(torch.tensor(6.0), 4, {"always": torch.tensor(5.0), "later": torch.tensor(1.0)})
     totals = totals.plus(torch.tensor(9.0), 8, {"always": torch.tensor(8.0), "later": torch.tensor(5.0)}, real=False)
     assert totals.means() == {"loss": 2.0, "always": 1.0, "first": 0.5, "later": 0.25}
-
-
-def test_the_log_has_a_metric_of_some_batches(prepare):
-    run = prepare("train.max_steps=2")
-    loop.train(run)
-    run.tracker.close()
-    lines = [json.loads(line) for line in (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines()]
-    data = run.batches.dataset
-    for number, line in enumerate(lines, start=1):
-        indices = indices_of(run, number)
-        parts = [data.__getitems__(indices[start : start + 3]) for start in range(0, 12, 3)]
-        parts += [data.__getitems__(indices[12:14]), data.__getitems__(indices[14:])]
-        having = [part for part in parts if (part["targets"] == 3).any()]
-        assert 0 < len(having) < len(parts)
-        total = sum(((part["targets"] == 3) * part["weights"]).sum() for part in having)
-        assert line["third"] == pytest.approx(float(total / sum(part["weights"].sum() for part in having)), rel=1e-5)

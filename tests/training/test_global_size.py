@@ -48,8 +48,7 @@ def test_the_end_is_where_the_schedule_ends(tmp_path):
     assert run.cadences.save == progress.step
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("size", [1, 7, 15])
+@pytest.mark.parametrize(("steps", "size"), [(0, 7), (1, 15), (3, 1)])
 def test_drop_last(tmp_path, steps, size):
     """No step has fewer samples, none is left out that would have made one, in this epoch and the next."""
     run = smaller(

@@ -217,21 +217,20 @@ def of_pairs(model, batch):
 
 
 TEXTS = (*model_of("test_loss_check.Embedder"), "data._target_=test_loss_check.Sentences", "~data.augment")
+TEXTS = (*TEXTS, "objective=min loss", "batch.global_size=1", "data.num_workers=0")
 
 
-@pytest.mark.parametrize("size", [3, 20])
-def test_padded_texts_whose_count_is_tokens(tmp_path, size):
-    texts = (*TEXTS, "objective=min loss", f"+data.size={size}", "batch.global_size=1", "data.num_workers=0")
+def test_padded_texts_whose_count_is_tokens(tmp_path):
+    texts = (*TEXTS, "+data.size=3")
     runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
-    with pytest.raises(UserError, match=rf"the loss is a mean, where a sum is needed: for {min(4, size)} samples"):
+    with pytest.raises(UserError, match="the loss is a mean, where a sum is needed: for 3 samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
     with pytest.raises(UserError, match="the loss is no sum over samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.of_pairs")
 
 
 def test_a_single_sample_says_nothing(tmp_path):
-    texts = (*TEXTS, "objective=min loss", "+data.size=1", "data.num_workers=0")
-    runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens").close()
+    runs.prepare(tmp_path, *TEXTS, "+data.size=1", "task=test_loss_check.mean_of_tokens").close()
 
 
 # --- streams
@@ -358,28 +357,18 @@ def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
 
 WRONG = {
     "a dict": ({"loss": 1}, "must return (loss_sum, count, metrics), but returned a dict"),
-    "no loss": ((None, 4, {}), "its loss must be a scalar tensor, not a NoneType"),
     "losses": ((torch.ones(4, requires_grad=True), 4, {}), "its loss must be a scalar, the sum over the micro-batch"),
-    "one loss": ((torch.ones(1, requires_grad=True), 4, {}), "has shape [1]; return loss.sum()"),
     "complex": ((torch.ones((), dtype=torch.complex64, requires_grad=True), 4, {}), "its loss must be a real number"),
     "no count": ((torch.ones((), requires_grad=True), None, {}), "the count must be a number or a scalar tensor"),
     "counts": ((torch.ones((), requires_grad=True), torch.ones(4), {}), "has shape [4]; return the number"),
     "a list": ((torch.ones((), requires_grad=True), 4, []), "its metrics must be a dict"),
     "a vector": ((torch.ones((), requires_grad=True), 4, {"x": torch.ones(4)}), "metric x must be a scalar"),
     "a number": ((torch.ones((), requires_grad=True), 4, {3: torch.ones(())}), "the name of a metric must be a string"),
-    "four": ((1, 2, 3, 4), "must return (loss_sum, count, metrics), but returned 4 values"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_form_has_one_message(name):
     result, message = WRONG[name]
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=re.escape(message)):
         losses.checked(lambda model, batch: result, "task=mine")(None, None)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_metrics_in_a_wrong_form_are_seen_before_they_are_logged(tmp_path):
-    with pytest.raises(UserError, match=r"the task's metric right must be a scalar"):
-        runs.run(tmp_path, *OWN, "task=own_tasks.several_metrics", "every.log=null", "train.max_steps=1")
