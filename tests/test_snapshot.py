@@ -1,5 +1,6 @@
 """What a forward may change, and the return to it."""
 
+import random
 from collections import deque
 
 import numpy as np
@@ -72,6 +73,17 @@ def test_owners_of_kinds_that_moved_on_stay():
     states.update(data=2, task=2)
     snapshot.restore(but=("data",))
     assert states == {"data": 2, "task": 1}
+
+
+def test_a_second_forward_draws_as_the_first_and_data_is_not_fetched_again():
+    model, data = Counting(), [random.Random(1)]
+    snapshot = Snapshot.of(Stateful(model=model, data=data))
+    snapshot.take()
+    first = torch.rand(1, generator=model.generator), data[0].random()
+    snapshot.restore_generators()
+    second = torch.rand(1, generator=model.generator), data[0].random()
+    assert first[0] == second[0]
+    assert first[1] != second[1]
 
 
 def test_constant_buffers_are_copied_once():

@@ -281,9 +281,17 @@ class Snapshot:
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
+        self._restore_registries(state)
+        self._restore_tensors(state)
+        self._refer_to(state.structure, state.references)
+        self._restore_owners(state.references.owned, but)
+
+    def _restore_registries(self, state: State) -> None:
         for registry, before in zip(state.structure.registries, state.structure.contents, strict=True):
             moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
             _refill(registry, before | moving)
+
+    def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
         constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
@@ -294,9 +302,8 @@ class Snapshot:
                 tensor.data = copy.clone()
         for array, kept in state.arrays:
             array[...] = kept
-        self._refer_to(state.structure, state.references, but)
 
-    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
+    def _refer_to(self, structure: Structure, references: _References) -> None:
         modules = len(structure.attributes)
         for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
             _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
@@ -305,7 +312,9 @@ class Snapshot:
             _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
-        for name, held in references.owned.items():
+
+    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str] = ()) -> None:
+        for name, held in owned.items():
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
 
@@ -333,17 +342,20 @@ class Snapshot:
                 _refill(now, before)
             attributes = with_stand_ins(state.references.attributes)
             self._refer_to(state.structure, state.references._replace(attributes=attributes))
+            self._restore_owners(state.references.owned)
             yield
         finally:
             for now, before in zip(buffers, contents, strict=True):
                 _refill(now, before)
             self._refer_to(state.structure, references)
+            self._restore_owners(references.owned)
 
     def restore_generators(self) -> None:
-        """Those of the owners alone, as in the last `take`."""
-        for name, held in self._taken.references.owned.items():
-            if self._owners[name].kind == "generator":
-                self._owners[name].restore(held)
+        """Those of model and task alone, as in the last `take`: for a second forward of the same samples."""
+        owned = self._taken.references.owned
+        self._restore_owners(
+            {n: held for n, held in owned.items() if self._owners[n].kind == "generator" and not _of_data(n)}
+        )
 
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
@@ -410,6 +422,10 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
+
+
+def _of_data(owner: str) -> bool:
+    return owner.partition(".")[0].endswith("data")
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:

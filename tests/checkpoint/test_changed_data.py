@@ -1,12 +1,9 @@
 """A data set that has grown or shrunk since the checkpoint: refused, or continued with the next epoch."""
 
-import json
-
 import helpers
 import pytest
 import runs
 
-from trainapp.config.schema import Loader
 from trainapp.errors import UserError
 from trainapp.run import resume
 from trainapp.training import loop
@@ -99,14 +96,3 @@ def test_evaluation_and_export_do_not_ask(tmp_path):
     named = f"checkpointing.resume={tmp_path / 'run'}"
     for mode in ("eval", "export"):
         runs.run(tmp_path / mode, *IMAGES, "data.size=120", named, f"mode={mode}")
-
-
-def test_the_setting_is_the_applications_and_not_the_data_sets(tmp_path):
-    config = runs.configure(tmp_path, *IMAGES, "data.on_change=next_epoch")
-    assert config.loader == Loader(on_change="next_epoch")
-    assert "on_change" not in config.data.arguments
-    with pytest.raises(UserError, match=r"data\.on_change=ignore: .*'refuse' or 'next_epoch'"):
-        runs.configure(tmp_path, *IMAGES, "data.on_change=ignore")
-    runs.run(tmp_path, *IMAGES, "train.max_steps=1")
-    manifest = json.loads((runs.checkpoint(tmp_path, 1) / "manifest.json").read_text())
-    assert manifest["config"]["loader"]["on_change"] == "refuse"

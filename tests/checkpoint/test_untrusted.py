@@ -1,6 +1,5 @@
 """Nothing in a checkpoint is executed, even if its manifest matches."""
 
-import io
 import json
 import os
 import pickle
@@ -11,6 +10,7 @@ import runs
 import torch
 from states import METADATA, VALUES, vouch_for
 
+from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import MANIFEST, damage
 from trainapp.errors import UserError
 
@@ -57,42 +57,32 @@ def test_a_planted_payload_does_not_run(tmp_path, file):
     assert marker.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["Popen", "cli_function_profiler.subprocess.Popen", "Metadata.__init__", "Metadata.__class__", "dataclass"]
-)
+NAMES = ["Popen", "Metadata.__init__", "torch._strobelight.cli_function_profiler.subprocess.Popen", "os.system"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("module", ["torch.distributed.checkpoint.metadata", "torch"])
 def test_only_the_classes_of_metadata_by_their_exact_names(tmp_path, module, name):
     """A dotted name reaches anything that an allowed module imports: `metadata` + `torch....subprocess.Popen`."""
-    runs.run_until(tmp_path, 1, *MLP)
-    path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
-    names = [name, f"torch._strobelight.{name}", f"os.{name}"]
-    for spelled in names:
-        arguments = pickle.dumps((["touch", str(marker)],), protocol=4)[2:-1]
-        content = b"\x80\x04" + b"c" + module.encode() + b"\n" + spelled.encode() + b"\n" + arguments + b"R."
-        (path / METADATA).write_bytes(content)
-        vouch_for(path, METADATA)
-        with pytest.raises(UserError, match="its metadata is not a checkpoint's"):
-            runs.run(tmp_path, *MLP)
-        assert not marker.exists()
+    path, marker = tmp_path / METADATA, tmp_path / "payload-ran"
+    arguments = pickle.dumps((["touch", str(marker)],), protocol=4)[2:-1]
+    path.write_bytes(b"\x80\x04" + b"c" + module.encode() + b"\n" + name.encode() + b"\n" + arguments + b"R.")
+    with pytest.raises(UserError, match="its metadata is not a checkpoint's"):
+        shards.sizes(tmp_path)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("file", [VALUES, METADATA])
-@pytest.mark.parametrize("kind", ["plain pickle", "legacy", "not a checkpoint", "zip of something else"])
+@pytest.mark.parametrize("kind", ["legacy", "zip of something else"])
 def test_other_files_in_its_place(tmp_path, kind, file):
     """Files that match the manifest but are not a checkpoint's."""
     runs.run_until(tmp_path, 1, *MLP)
     path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
-    content = io.BytesIO()
-    if kind == "plain pickle":
-        content.write(pickle.dumps(Payload(marker)))
-    elif kind == "legacy":
-        torch.save({"extra": Payload(marker)}, content, _use_new_zipfile_serialization=False)
-    elif kind == "not a checkpoint":
-        content.write(b"hello " * 100)
+    if kind == "legacy":
+        torch.save({"extra": Payload(marker)}, path / file, _use_new_zipfile_serialization=False)
     else:
-        with zipfile.ZipFile(content, "w") as archive:
+        with zipfile.ZipFile(path / file, "w") as archive:
             archive.writestr("a/hello.txt", "hello")
-    (path / file).write_bytes(content.getvalue())
     vouch_for(path, file)
     with pytest.raises(UserError, match="step_00000001"):
         runs.prepare(tmp_path, *MLP)

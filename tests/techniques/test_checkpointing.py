@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -109,6 +110,23 @@ class OwnNumpyGenerators(Block):
 
     def scale(self, x):
         return float(self.modern.random() + self.legacy.rand() + self.plain.random())
+
+
+class Queue(Block):
+    """Declared as extra state."""
+
+    def setup(self):
+        self.means, self.noise = deque(maxlen=3), [random.Random(2)]
+
+    def scale(self, x):
+        self.means.append(float(x.mean()) + self.noise[0].random())
+        return 1 + sum(self.means)
+
+    def get_extra_state(self):
+        return list(self.means)
+
+    def set_extra_state(self, state):
+        self.means = deque(state, maxlen=3)
 
 
 class LayerDrop(Block):
@@ -333,13 +351,19 @@ def test_what_is_lost_is_refused():
         loss.backward()
 
 
-def test_an_input_that_is_written_in_place_is_refused():
+def test_an_input_or_a_parameter_that_is_written_in_place_is_refused():
     class Scaled(Block):
         def forward(self, x):
             return x + torch.tanh(self.linear(x.mul_(1.5)))
 
-    with pytest.raises(TrainingStopped, match=r"the forward of a Scaled writes in place to a tensor that it is called"):
-        state_after_training(Scaled, "full")
+    class Normalised(Block):
+        def forward(self, x):
+            self.linear.weight.detach().div_(self.linear.weight.detach().norm())
+            return self.linear(x)
+
+    for kind, written in ((Scaled, "a tensor that it is called with"), (Normalised, "a parameter")):
+        with pytest.raises(TrainingStopped, match=f"the forward of a {kind.__name__} writes in place to {written}"):
+            state_after_training(kind, "full")
 
 
 def test_a_write_to_what_selective_keeps_names_the_setting_that_does_without():

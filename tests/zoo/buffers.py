@@ -30,17 +30,8 @@ class SpectralNorm(nn.Module):
         return self.layers(inputs)
 
 
-class WeightNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 4))
-
-    def forward(self, inputs):
-        return self.layers(inputs)
-
-
 class LazyStatistics(nn.Module):
-    """The buffer is None until the first forward knows its shape."""
+    """One buffer is None until the first training forward, which registers another."""
 
     def __init__(self):
         super().__init__()
@@ -50,22 +41,11 @@ class LazyStatistics(nn.Module):
     def forward(self, inputs):
         if self.centre is None:
             self.centre = torch.zeros(inputs.shape[1:])
-        if self.training:
-            self.centre.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
-        return self.layers(inputs - self.centre)
-
-
-class LateBuffer(nn.Module):
-    """The first training forward registers a buffer that the constructor did not."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    def forward(self, inputs):
         if self.training and not hasattr(self, "scale"):
             self.register_buffer("scale", inputs.detach().std(0))
-        return self.layers(inputs / self.scale if hasattr(self, "scale") else inputs)
+        if self.training:
+            self.centre.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
+        return self.layers((inputs - self.centre) / getattr(self, "scale", 1.0))
 
 
 class Reassigned(nn.Module):
@@ -111,23 +91,13 @@ class WrittenThroughNumPy(nn.Module):
         return self.layers(inputs * self.counts / self.counts.sum())
 
 
-class HiddenState(nn.Module):
-    """A recurrent network that continues from where the last batch ended."""
+class WritesInEvaluation(nn.Module):
+    """A recurrent network that continues from where the last batch ended, in evaluation, too."""
 
     def __init__(self):
         super().__init__()
         self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 4)
         self.register_buffer("hidden", torch.zeros(16))
-
-    def forward(self, inputs):
-        hidden = self.cell(inputs, self.hidden.expand(len(inputs), -1))
-        if self.training:
-            self.hidden = hidden.detach().mean(0)
-        return self.head(hidden)
-
-
-class WritesInEvaluation(HiddenState):
-    """The same in evaluation, too."""
 
     def forward(self, inputs):
         hidden = self.cell(inputs, self.hidden.clone().expand(len(inputs), -1))

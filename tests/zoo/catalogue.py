@@ -32,57 +32,38 @@ class Cell(NamedTuple):
 
 MODELS = {
     "moco": Cell("teachers.MoCo", task="losses.own", sums=False),
-    "byol": Cell("teachers.BYOL", task="losses.own", sums=False),
     "mean teacher through data": Cell("teachers.MeanTeacher", task="losses.own"),
-    "codebook": Cell("teachers.Codebook", task="losses.own"),
     "unit weights": Cell("teachers.UnitWeights"),
     "replaced parameter": Cell("teachers.ReplacedParameter"),
     "actnorm": Cell("teachers.ActNorm"),
     "batchnorm": Cell("buffers.BatchNorm"),
     "spectral norm": Cell("buffers.SpectralNorm"),
-    "weight norm": Cell("buffers.WeightNorm"),
-    # Buffers that a forward registers are not in a checkpoint, as in every framework.
-    "lazy buffer": Cell("buffers.LazyStatistics", resumes=False),
-    "late buffer": Cell("buffers.LateBuffer", resumes=False),
+    "lazy buffer": Cell("buffers.LazyStatistics", resumes=False),  # what a forward registers is in no checkpoint
     "re-assigned buffer": Cell("buffers.Reassigned"),
-    # A checkpoint leaves out what register_buffer(persistent=False) asks it to leave out.
-    "buffer through data": Cell("buffers.WrittenThroughData", resumes=False),
+    "buffer through data": Cell("buffers.WrittenThroughData", resumes=False),  # nor is `persistent=False`, if unnoticed
     "buffer through numpy": Cell("buffers.WrittenThroughNumPy"),
-    "hidden state": Cell("buffers.HiddenState"),
     "writes in evaluation": Cell("buffers.WritesInEvaluation", sums=False),
     "memory bank": Cell("buffers.MemoryBank", task="losses.own_indexed"),
     "frozen backbone": Cell("buffers.FrozenBackbone"),
-    "own generator": Cell("chance.OwnGenerator"),
-    "drop path": Cell("chance.DropPath", ranks=False),  # DDP: a dropped branch is an unused parameter
-    "stochastic depth": Cell("chance.StochasticDepth", ranks=False),
-    "own random": Cell("chance.OwnRandom"),
+    "own generators": Cell("chance.OwnGenerators"),
     "mixup": Cell("chance.Mixup"),
     "gumbel": Cell("chance.Gumbel", task="losses.own", sums=False),
-    "annealed": Cell("chance.Annealed"),
     "queue": Cell("chance.Queue"),
     "lstm": Cell("structures.LSTM", "data.Tokens"),
     "transformer": Cell("structures.Transformer", "data.Tokens"),
     "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
     "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),
     "recomputing": Cell("structures.Recomputing"),
-    "complex": Cell(
-        "structures.Complex",
-        ranks=False,  # gloo reduces none
-    ),
+    "complex": Cell("structures.Complex", ranks=False),  # gloo reduces none
     "hooked": Cell("structures.Hooked"),
     "gradient penalty": Cell("structures.GradientPenalty", task="losses.own"),
     "unused branch": Cell("structures.NestedLists", ranks=False),
 }
 
 if find_spec("peft") is not None:  # an extra
+    lora = (("adapter.kind", "lora"), ("adapter.dropout", 0.1))
     MODELS |= {
-        "llama": Cell("llamas.llama", "data.Tokens", "losses.next_token_of_outputs"),
-        "llama with lora": Cell(
-            "llamas.llama",
-            "data.Tokens",
-            "losses.next_token_of_outputs",
-            changes=(("adapter.kind", "lora"), ("adapter.dropout", 0.1)),
-        ),
+        "llama with lora": Cell("llamas.llama", "data.Tokens", "losses.next_token_of_outputs", changes=lora),
         "packed documents": Cell("llamas.llama", "llamas.PackedTokens", "losses.next_token_of_outputs"),
     }
 
@@ -109,12 +90,9 @@ BATCHES = {
 
 STATEFUL = {
     "running scale": Cell("buffers.BatchNorm", task="stateful.running_scale"),
-    "class counter": Cell("batches.Linear", task="stateful.class_counter"),
-    "metric": Cell("batches.Linear", task="stateful.with_metric"),
     "module as loss": Cell("batches.Linear", task="stateful.centre"),
     "random smoothing": Cell("batches.Linear", task="stateful.random_smoothing"),
     "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
-    "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
     "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
     "stream": Cell("batches.Linear", "stateful.StreamWithState"),

@@ -24,6 +24,7 @@ from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.run.result import RunResult
+from trainapp.snapshot import Snapshot
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.session import Session
 
@@ -365,107 +366,22 @@ def stop_at(step: int) -> Callable[[Session], None]:
     return on_batch
 
 
+LEFT: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "registries": (Snapshot, "_restore_registries", lambda self, state: None),
+    "tensors": (Snapshot, "_restore_tensors", lambda self, state: None),
+    "owners": (Snapshot, "_restore_owners", lambda self, owned, but=(): None),
+    "gradients": (torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None),
+}
+
+
 @contextlib.contextmanager
 def leaving(part: str) -> Iterator[None]:
     """A wrong variant of the transaction: what the failed attempt did to `part` stays after the rollback."""
-    roll_back, fail = recovery.roll_back, Injector.fail
-    put_back: list[Callable[[], None]] = []
-
-    def noting(injector: Injector) -> None:
-        put_back.append(LEFT[part](injector.run))
-        fail(injector)
+    roll_back = recovery.roll_back
 
     def forgetful(session: Session, failure: OomReport) -> None:
-        roll_back(session, failure)
-        put_back.pop()()
+        with mock.patch.object(*LEFT[part]):
+            roll_back(session, failure)
 
-    with mock.patch.object(recovery, "roll_back", forgetful), mock.patch.object(Injector, "fail", noting):
+    with mock.patch.object(recovery, "roll_back", forgetful):
         yield
-
-
-def _left_buffers(session: Session) -> Callable[[], None]:
-    owners = [module._buffers for module in session.state.model.modules()]
-    places = [(owner, dict(owner), {n: b.clone() for n, b in owner.items() if b is not None}) for owner in owners]
-
-    def put_back() -> None:
-        for owner, objects, values in places:
-            owner.clear()
-            owner.update(objects)
-            for name, value in values.items():
-                owner[name].copy_(value)
-
-    return put_back
-
-
-def _left_parameters(session: Session) -> Callable[[], None]:
-    owners = [module._parameters for module in session.state.model.modules()]
-    places = [
-        (owner, dict(owner), {n: p.detach().clone() for n, p in owner.items() if p is not None}) for owner in owners
-    ]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for owner, objects, values in places:
-                owner.update(objects)
-                for name, value in values.items():
-                    owner[name].copy_(value)
-
-    return put_back
-
-
-def _left_gradients(session: Session) -> Callable[[], None]:
-    gradients = [(p, p.grad.clone()) for p in session.state.model.parameters() if p.grad is not None]
-
-    def put_back() -> None:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-    return put_back
-
-
-def _left_attributes(*things: Callable[[Session], Sequence[Any]]) -> Callable[[Session], Callable[[], None]]:
-    """What objects own in plain attributes: numbers, queues, generators."""
-    import copy
-
-    def left(session: Session) -> Callable[[], None]:
-        owners = [owner for find in things for owner in find(session) if hasattr(owner, "__dict__")]
-        saved = []
-        for owner in owners:
-            for name, value in vars(owner).items():
-                if name in _TORCHS_OWN or isinstance(value, nn.Module) or _plain(value) is _plain:
-                    continue
-                if isinstance(value, torch.Generator):
-                    saved.append((value.set_state, value.get_state()))
-                else:
-                    saved.append((functools.partial(setattr, owner, name), copy.deepcopy(value)))
-
-        def put_back() -> None:
-            for setter, value in saved:
-                setter(value)
-
-        return put_back
-
-    return left
-
-
-def _left_task(session: Session) -> Callable[[], None]:
-    task = catalogue.find(session.config.task.removeprefix("zoo."))
-    attributes = _left_attributes(lambda session: [task])(session)
-    buffers = {n: b.clone() for n, b in task.named_buffers()} if isinstance(task, nn.Module) else {}
-
-    def put_back() -> None:
-        attributes()
-        for name, value in buffers.items():
-            task.get_buffer(name).copy_(value)
-
-    return put_back
-
-
-LEFT: dict[str, Callable[[Session], Callable[[], None]]] = {
-    "buffers": _left_buffers,
-    "parameters": _left_parameters,
-    "gradients": _left_gradients,
-    "module attributes": _left_attributes(lambda session: list(session.state.model.modules())),
-    "task": _left_task,
-    "data": _left_attributes(lambda session: [session.batches.dataset]),
-}

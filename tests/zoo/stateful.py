@@ -4,7 +4,6 @@ The objects at the end are what `task` names; a process has one of each.
 """
 
 import collections
-import random
 
 import numpy as np
 import torch
@@ -31,57 +30,6 @@ class RunningScale:
         if model.training:
             self.mean = 0.9 * self.mean + 0.1 * losses.detach().mean()
         return losses.sum() / self.mean, len(losses), {}
-
-
-class ClassCounter:
-    """Weighs rare classes more, by how often each has been seen: a plain dict of numbers."""
-
-    def __init__(self):
-        self.seen = dict.fromkeys(range(4), 1)
-
-    def state_dict(self):
-        return {"seen": dict(self.seen)}
-
-    def load_state_dict(self, state):
-        self.seen = dict(state["seen"])
-
-    def __call__(self, model, batch):
-        logits, targets = model(batch["inputs"]), batch["targets"]
-        if model.training:
-            for target in targets.tolist():
-                self.seen[target] += 1
-        weights = torch.tensor([sum(self.seen.values()) / (4 * count) for count in self.seen.values()])
-        return F.cross_entropy(logits, targets, weight=weights, reduction="sum"), len(targets), {}
-
-
-class SmoothedAccuracy:
-    """A metric with a memory; the state of its owner holds it."""
-
-    def __init__(self):
-        self.value, self.updates = 0.5, 0
-
-    def update(self, right):
-        self.value, self.updates = 0.9 * self.value + 0.1 * right, self.updates + 1
-
-
-class WithMetric:
-    """Reports the smoothed accuracy, and trains harder while it is low."""
-
-    def __init__(self):
-        self.accuracy = SmoothedAccuracy()
-
-    def state_dict(self):
-        return vars(self.accuracy).copy()
-
-    def load_state_dict(self, state):
-        vars(self.accuracy).update(state)
-
-    def __call__(self, model, batch):
-        logits, targets = model(batch["inputs"]), batch["targets"]
-        if model.training:
-            self.accuracy.update((logits.argmax(1) == targets).float().mean().item())
-        loss = F.cross_entropy(logits, targets, reduction="sum") * (2 - self.accuracy.value)
-        return loss, len(targets), {"smoothed": torch.tensor(self.accuracy.value * len(targets))}
 
 
 class Centre(nn.Module):
@@ -124,23 +72,6 @@ class NoisyVectors(Vectors):
         if self.split == "train":
             sample["inputs"] = sample["inputs"] + 0.3 * torch.randn(8, generator=self.generator)
         return sample
-
-
-class ShuffledFeatures(NoisyVectors):
-    """Drawn in `collate`, by a generator of the standard library."""
-
-    def __init__(self, split, seed=0, size=40, val_size=12):
-        super().__init__(split, seed, size, val_size)
-        self.generator = random.Random(seed)
-
-    def __getitem__(self, index):
-        return Vectors.__getitem__(self, index)
-
-    def collate(self, samples):
-        batch = torch.utils.data.default_collate(samples)
-        if self.split == "train":
-            batch["inputs"] = batch["inputs"].roll(self.generator.randrange(8), 1)
-        return batch
 
 
 class Replay(NoisyVectors):
@@ -221,7 +152,5 @@ class StreamWithState(Stream):
 
 
 running_scale = RunningScale()
-class_counter = ClassCounter()
-with_metric = WithMetric()
 centre = Centre()
 random_smoothing = RandomSmoothing()

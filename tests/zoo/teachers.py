@@ -52,64 +52,21 @@ class MoCo(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(inputs), dtype=torch.long), reduction="none")
 
 
-class BYOL(nn.Module):
-    """The target network is a moving average, updated at the end of every training forward."""
+class MeanTeacher(nn.Module):
+    """The target network is a moving average, written through `.data`, as older code does."""
 
     def __init__(self):
         super().__init__()
-        self.online = encoder()
-        self.predictor = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
-        self.target = frozen_copy(self.online)
+        self.online, self.target = encoder(), encoder()
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
 
     def forward(self, inputs):
-        predicted = self.predictor(self.online(inputs + 0.1 * torch.randn_like(inputs)))
-        with torch.no_grad():
-            wanted = self.target(inputs)
-            if self.training:
-                for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
-                    target.lerp_(online, 0.1)
-        return 2 - 2 * F.cosine_similarity(predicted, wanted)
-
-
-class MeanTeacher(BYOL):
-    """The average is written through `.data`, as older code does."""
-
-    def forward(self, inputs):
-        predicted = self.predictor(self.online(inputs))
-        with torch.no_grad():
-            wanted = self.target(inputs)
+        predicted, wanted = self.online(inputs), self.target(inputs)
         if self.training:
             for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
                 target.data.mul_(0.9).add_(online.data, alpha=0.1)
-        return (predicted - wanted).square().mean(1)
-
-
-class Codebook(nn.Module):
-    """VQ-VAE with the codebook as a parameter that moving averages write, not the optimizer."""
-
-    def __init__(self, codes=8):
-        super().__init__()
-        self.encode, self.decode = encoder(), encoder()
-        self.codes = nn.Parameter(torch.randn(codes, 8), requires_grad=False)
-        self.register_buffer("used", torch.ones(codes))
-        self.register_buffer("sums", self.codes.detach().clone())
-
-    @torch.no_grad()
-    def learn(self, latent, chosen):
-        hits = F.one_hot(chosen, len(self.codes)).float()
-        self.used.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-        self.sums.mul_(0.9).add_(hits.T @ latent, alpha=0.1)
-        self.codes.copy_(self.sums / (self.used[:, None] + 1e-3))
-
-    def forward(self, inputs):
-        latent = self.encode(inputs)
-        chosen = torch.cdist(latent, self.codes).argmin(1)
-        nearest = self.codes[chosen]
-        straight = latent + (nearest - latent).detach()
-        losses = (self.decode(straight) - inputs).square().mean(1) + 0.25 * (latent - nearest.detach()).square().mean(1)
-        if self.training:
-            self.learn(latent, chosen)
-        return losses
+        return (predicted - wanted + inputs).square().mean(1)
 
 
 class UnitWeights(nn.Module):
