@@ -25,7 +25,7 @@ from trainapp.assembly import build
 from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
 from trainapp.parallel.strategy import local, whole
-from trainapp.planning.batches import FakeBatches
+from trainapp.planning.batches import drop_values
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
 from trainapp.signals import StopRequest
@@ -141,7 +141,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
 
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory)
+        drop_values(parts.batches, moved, None, parts.memory)
         run = build.run_of(config, parts, StopRequest(), SingleRank(), initial_device=str(device))
         run.cadences = Cadences(log=0, evaluate=0, save=0)
         if ranks > 1:

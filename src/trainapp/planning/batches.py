@@ -1,6 +1,7 @@
 """What a plan takes from the data: the sizes of a step, and batches without values, the longest standing for all."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,65 +109,49 @@ def _extent(micro: MicroBatch) -> tuple[Any, ...]:
 # --- batches without values
 
 
-class FakeBatches:
-    """Batches of training that are fetched as usual and then lose their values.
+def drop_values(
+    batches: TrainBatches, fake: Fake, instead: MicroBatch | None, recorder: Recorder, ahead: bool = False
+) -> None:
+    """From now on these are fetched as usual, and then lose their values.
 
     instead: a batch that takes the place of every full one; None leaves each as it is. recorder: is told what fetching
     a batch has needed. ahead: the next batch is copied to the device while one is in use, as on CUDA.
     """
+    fetched, example = batches.micro_batches, batches.example
+    held: list[MicroBatch | None] = [None]  # the next one, also between two steps
 
-    def __init__(
-        self, real: TrainBatches, fake: Fake, instead: MicroBatch | None, recorder: Recorder, ahead: bool = False
-    ):
-        self._real, self._fake, self._instead, self._recorder, self._ahead = real, fake, instead, recorder, ahead
-        self._next: MicroBatch | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """As `TrainBatches.micro_batches`."""
-        real = self._real.micro_batches(progress, size, parts)
-        fakes = _without_values(real, self._fake, self._instead, self._recorder)
-        return self._copied_ahead(fakes) if self._ahead else fakes
-
-    def _copied_ahead(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        current = next(micro_batches, None)
+    def micro_batches(progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        fakes = _without_values(fetched(progress, size, parts), fake, instead, recorder)
+        current = next(fakes, None)
         while current is not None:
-            following = next(micro_batches, None)  # of the next step, after the last one
-            self._next = following or current._replace(data=map_tensors(torch.empty_like, current.data))
+            following = next(fakes, None) if ahead else None
+            held[0] = following or (_like(current) if ahead else None)
             yield current
-            current = following
+            current = following if ahead else next(fakes, None)
 
-    def example(self, samples: int) -> Any:
-        """As `TrainBatches.example`."""
+    def example_without_values(samples: int) -> Any:
         with outside_dispatch_modes():
-            batch = self._real.example(samples)
-        return map_tensors(self._fake, batch)
+            batch = example(samples)
+        return map_tensors(fake, batch)
+
+    vars(batches).update(micro_batches=micro_batches, example=example_without_values)
 
 
-class FakeEvalBatches:
-    """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples.
+def _like(micro: MicroBatch) -> MicroBatch:
+    return micro._replace(data=map_tensors(torch.empty_like, micro.data))
 
-    every: all of them, where each leaves something for the next.
+
+def drop_eval_values(evaluated: EvalBatches, fake: Fake, instead: MicroBatch | None, every: bool = False) -> None:
+    """As `drop_values`, but only the first batch of an evaluation: no other has more samples. every: all of them, where
+    each leaves something for the next.
     """
+    fetched = evaluated.from_sample
 
-    def __init__(self, real: EvalBatches, fake: Fake, instead: MicroBatch | None, every: bool = False):
-        self.__dict__["_real"] = real
-        self.__dict__["_fake"], self.__dict__["_instead"], self.__dict__["_every"] = fake, instead, every
+    def from_sample(done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        fakes = _without_values(fetched(done, size, ranks), fake, instead)
+        yield from fakes if every else (micro._replace(last=True) for micro in itertools.islice(fakes, 1))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._real, name, value)
-
-    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
-        """As `EvalBatches.from_sample`."""
-        for micro in _without_values(self._real.from_sample(done, size, ranks), self._fake, self._instead):
-            yield micro if self._every else micro._replace(last=True)
-            if not self._every:
-                return
+    vars(evaluated).update(from_sample=from_sample)
 
 
 def _without_values(

@@ -17,7 +17,6 @@ from trainapp.assembly.components import Components
 from trainapp.assembly.model import materialise
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
-from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.host import total_bytes
@@ -25,7 +24,7 @@ from trainapp.models.inspect import blocks_of, is_of_transformers, lazy_modules
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.batches import FakeBatches, FakeEvalBatches, longest, longest_in_training, planned_config
+from trainapp.planning.batches import drop_eval_values, drop_values, longest, longest_in_training, planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
@@ -172,10 +171,9 @@ def _on_fakes(
         parts.components = dataclasses.replace(parts.components, model=model)
         numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
         parts.numerics = NoOverflow(**numerics, values=values)
-        parts.batches = cast(TrainBatches, FakeBatches(parts.batches, fake, shape, recorder, ahead=gpu is not None))
+        drop_values(parts.batches, fake, shape, recorder, ahead=gpu is not None)
         for name, evaluated in parts.eval_sets.items():
-            fakes = FakeEvalBatches(evaluated, fake, eval_shapes.get(name), components.has_embeddings)
-            parts.eval_sets[name] = cast(EvalBatches, fakes)
+            drop_eval_values(evaluated, fake, eval_shapes.get(name), every=components.has_embeddings)
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
         session = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
