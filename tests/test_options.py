@@ -106,20 +106,6 @@ def test_parallel_option_trains_a_step(tmp_path, option):
 # What the options do
 
 
-@pytest.mark.parametrize("mode", GROUPS["precision"])
-@pytest.mark.parametrize("model", MODELS)
-def test_every_precision_with_every_model(tmp_path, mode, model):
-    skip_without_package(mode)
-    if model == "resnet" and mode in ("int8", "fp8"):
-        pytest.skip("refused: tests/optim/test_matmuls.py")
-    more = ("optimizer=adamw_bf16", *(["model.norm=group"] if model == "resnet" else [])) if mode == "bf16_pure" else ()
-    ended = runs.run(tmp_path, *MODELS[model], f"precision={mode}", *more, "train.max_steps=2", "every.eval=2")
-    lines = metrics(tmp_path)
-    assert ended.steps == 2
-    assert all(0 < line["loss"] < 10 for line in lines)
-    assert [("loss_scale" in line) for line in lines] == [mode == "fp16"] * 2
-
-
 # LBFGS needs to call the model again, SparseAdam needs sparse gradients, Muon takes only matrices.
 UNSUITED = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 OPTIMIZERS = sorted(

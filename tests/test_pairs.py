@@ -111,7 +111,7 @@ REFUSED |= {
     for strategy in ("fsdp", "hsdp")
 }
 REFUSED |= {
-    frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): f"optimizer.state_dtype={kind} with parallel=fsdp:"
+    frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): "optimizer=adamw_8bit or adamw_4bit with parallel="
     for kind in ("8bit", "4bit")
     for strategy in ("fsdp", "hsdp")
 }

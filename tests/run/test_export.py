@@ -115,21 +115,6 @@ def test_a_folder_of_weights_is_read(tmp_path, size):
         assert all(torch.equal(parameter, trained[name]) for name, parameter in named)
 
 
-def test_the_next_run_starts_from_it(tmp_path):
-    runs.run(tmp_path / "run", *GPT)
-    folder = export(tmp_path)
-    again = runs.prepare(tmp_path / "again", *GPT, f"model.init_from={folder / 'model.safetensors'}")
-    again.tracker.close()
-    assert torch.equal(runs.weights(again.state.model), torch.cat([
-        runs.saved(tmp_path / "run", 4)["model"][name].flatten() for name, _ in again.state.model.named_parameters()
-    ]))  # fmt: skip
-
-
-def test_it_needs_a_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"mode=export with checkpointing\.resume=auto: .*name the checkpoint"):
-        runs.run(tmp_path, *GPT, "mode=export")
-
-
 def test_a_folder_with_other_weights_is_refused(tmp_path):
     """They would be mixed: a reader finds the old file, or the index of the old ones."""
     runs.run(tmp_path / "run", *GPT)
@@ -138,26 +123,3 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
     runs.run(tmp_path / "b", *chosen)  # the same file is replaced
     with pytest.raises(UserError, match=r"^export\.folder=.*it holds other weights.*\(model\.safetensors\)"):
         runs.run(tmp_path / "c", *chosen, "export.file_size=2KiB")
-
-
-def test_a_refused_export_keeps_the_names_of_classes(tmp_path, monkeypatch):
-    """Those of the weights that are still there."""
-    runs.run(tmp_path / "run", *GPT)
-    (tmp_path / "out/export").mkdir(parents=True)
-    names = tmp_path / "out/export/class_names.json"
-    names.write_text('["of", "these"]')
-
-    def refuses(run, folder, largest):
-        raise UserError("a test")
-
-    monkeypatch.setattr("trainapp.run.trained._export_weights", refuses)
-    with pytest.raises(UserError, match="a test"):
-        export(tmp_path)
-    assert names.read_text() == '["of", "these"]'
-
-
-def test_tied_weights_count_once(tmp_path):
-    """A file of exactly their size replaces the one of an earlier export."""
-    runs.run(tmp_path / "run", *GPT)
-    size = sum(tensor.nbytes for tensor in weights(export(tmp_path)).values())
-    assert [path.name for path in export(tmp_path, f"export.file_size={size}").iterdir()] == ["model.safetensors"]

@@ -128,9 +128,7 @@ def test_another_run_replaces_none_that_is_there(tmp_path):
 def test_an_end_before_the_runs_own_checkpoint(tmp_path):
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert runs.run(tmp_path, *MLP, "train.max_steps=3").steps == 3
-    with pytest.raises(
-        UserError, match=r"train\.max_steps=2: .*step_00000003 has already trained 3 steps.*hydra\.run\.dir"
-    ):
+    with pytest.raises(UserError, match=r"train\.max_steps=2: .*step_00000003 has already trained 3 steps"):
         runs.prepare(tmp_path, *MLP, "train.max_steps=2")
 
 

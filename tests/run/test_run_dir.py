@@ -115,23 +115,6 @@ def test_what_the_file_says_does_not_decide(tmp_path):
     run_dir.acquire(tmp_path)
 
 
-def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path, monkeypatch):
-    """Between opening and locking, the holder may end and remove the file, and a third run make a new one."""
-    locked, fresh = [], tmp_path / run_dir.LOCK
-
-    def slow(descriptor, flags):
-        if not locked:
-            fresh.unlink()
-            fresh.write_text("")
-        locked.append(os.fstat(descriptor).st_ino)
-        right(descriptor, flags)
-
-    right = fcntl.lockf
-    monkeypatch.setattr(fcntl, "lockf", slow)
-    run_dir.acquire(tmp_path)
-    assert os.fstat(run_dir._held[fresh]).st_ino == fresh.stat().st_ino != locked[0]
-
-
 def test_a_file_system_without_locks_is_named_and_one_that_refuses_ends_the_run(tmp_path, monkeypatch, caplog):
     def fails(*_):
         raise OSError(number, os.strerror(number))

@@ -1,11 +1,9 @@
 """Sweeps: a directory per job, failures that stay in their job, counters that restart."""
 
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import environment, files, incidents, metrics, result, run_cli
+from helpers import files, incidents, metrics, result, run_cli
 from runs import TINY
 
 SWEEP = ("-m", *TINY, "train.max_steps=2", "checkpointing=off")
@@ -35,23 +33,6 @@ def test_every_combination_has_a_directory_of_its_own(tmp_path):
         assert result(folder)["steps"] == 2
         assert any("tfevents" in name for name in files(folder))
     assert seen == [("MLP", "fp32"), ("MLP", "bf16"), ("ResNet", "fp32"), ("ResNet", "bf16")]
-
-
-@pytest.mark.slow
-def test_sweeps_started_in_the_same_second_do_not_share(tmp_path):
-    command = [sys.executable, "-m", "trainapp", *SWEEP, "model=mlp", "train.seed=1,2"]
-    both = [
-        subprocess.Popen(
-            command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    for process in both:
-        assert process.wait(timeout=120) == 0, process.stderr.read()
-        process.stderr.close()
-    assert len(sweeps(tmp_path)) == 2
-    assert [len(jobs(sweep)) for sweep in sweeps(tmp_path)] == [2, 2]
-    assert all(result(job)["steps"] == 2 for sweep in sweeps(tmp_path) for job in jobs(sweep))
 
 
 @pytest.mark.slow

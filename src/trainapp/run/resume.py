@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pydantic
 from pydantic import TypeAdapter
@@ -19,29 +19,43 @@ from trainapp.training.session import Session
 log = logging.getLogger(__name__)
 
 
-def agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
-    """Rank 0 looks for the checkpoint. Collective; raises UserError on all ranks."""
-    return answered_by_rank_zero(ranks, lambda: _checkpoint_to_resume(config, has_restarted))
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with. weights_only: with nothing else of it (`checkpointing.load=weights`)."""
+
+    path: Path
+    weights_only: bool = False
 
 
-def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
-    """The requested checkpoint, else the newest one in the run directory."""
-    resume, load = config.checkpointing.resume, config.checkpointing.load
+def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Origin | None:
+    """Rank 0 looks for the checkpoint. None: the run begins with initial weights. Collective; raises UserError on all
+    ranks.
+    """
+    return answered_by_rank_zero(ranks, lambda: _origin(config, has_restarted))
+
+
+def _origin(config: Config, has_restarted: bool) -> Origin | None:
+    """The run's own checkpoint comes first where it continues, else what `checkpointing.resume` names."""
+    resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
-    if has_restarted and own.newest_name():
-        return own.newest()
-    if config.mode == "train" and load == "weights":
-        return own.newest()  # its own comes before the weights of another run to begin with
-    if resume not in ("auto", "none"):
-        path, run_dir = resolve(resume), Path(config.run_dir).resolve()
-        if config.mode == "train" and own.newest_name() and not path.resolve().is_relative_to(run_dir):
-            raise UserError(
-                f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
-                "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
-                "continue the run that is here"
-            )
-        return path
-    return own.newest() if resume == "auto" else None
+    begins_with_weights = trains and config.checkpointing.load == "weights"
+    newest = own.newest() if has_restarted or begins_with_weights or resume == "auto" else None
+    if newest is not None:
+        return Origin(newest)
+    if resume == "auto" and begins_with_weights:
+        raise UserError(
+            f"checkpointing.load=weights with checkpointing.resume=auto: {config.run_dir} has no checkpoint yet to "
+            "continue from; name the run whose weights to begin with, as checkpointing.resume=RUN"
+        )
+    if resume in ("auto", "none"):
+        return None
+    path, run_dir = resolve(resume), Path(config.run_dir).resolve()
+    if trains and own.newest_name() and not path.resolve().is_relative_to(run_dir):
+        raise UserError(
+            f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
+            "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
+            "continue the run that is here"
+        )
+    return Origin(path, begins_with_weights)
 
 
 def as_saved(config: Config, path: Path) -> Config:
@@ -93,12 +107,18 @@ def _with_parts_of(config: Config, path: Path) -> Config:
             own = taken[name]["arguments"] if name == "data" else taken[name]
             for setting in _settings_of_data(config)[name]:
                 _change(own, values, setting.split("."))
+    return saved_config(path, dataclasses.asdict(config) | taken)
+
+
+def saved_config(path: Path, values: dict[str, Any]) -> Config:
+    """The configuration with these values from the checkpoint at `path`. Raises UserError for another version's."""
     try:
-        return TypeAdapter(Config).validate_python(dataclasses.asdict(config) | taken)
+        return TypeAdapter(Config).validate_python(values)
     except pydantic.ValidationError as error:
+        first = error.errors()[0]
         raise UserError(
-            f"checkpoint {path}: its configuration is not one of this version's ({error.errors()[0]['loc']}: "
-            f"{error.errors()[0]['msg']}); name its model and data, as in model=... data=..."
+            f"checkpoint {path}: its setting {'.'.join(map(str, first['loc']))} is none of this version's: "
+            f"{first['msg']}"
         ) from None
 
 
@@ -224,15 +244,12 @@ def _require_steps_left(session: Session, path: Path) -> None:
     returned would be the result of another run. A finished run, started again, returns its own.
     """
     train, progress = session.config.train, session.state.progress
-    run_dir = Path(session.config.run_dir)
-    is_own = path.resolve().is_relative_to(run_dir.resolve())
+    is_own = path.resolve().is_relative_to(Path(session.config.run_dir).resolve())
     begun = session.batches.epochs(progress)
     for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
-        if end is None or reached < end or (is_own and reached == end):
-            continue
-        if is_own:
-            advice = f"set a later end, or another directory than hydra.run.dir={run_dir}"
-        else:
-            advice = "set a later end to continue it, or checkpointing.load=weights to begin a run with its weights"
-        trained = f"{path} has already trained {round(reached, 2):.10g} {name}"
-        raise UserError(f"train.max_{name}={end}: {trained}, so that none is left; {advice}")
+        if end is not None and (reached > end or (reached == end and not is_own)):
+            raise UserError(
+                f"train.max_{name}={end}: {path} has already trained {round(reached, 2):.10g} {name}, so that none is "
+                "left; set a later end to continue it, or begin a new run with its weights, in another directory, by "
+                "checkpointing.load=weights"
+            )

@@ -110,8 +110,8 @@ def _naming_the_step(session: Session) -> Iterator[None]:
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
-    path = resume.agreed_checkpoint(config, ranks, has_restarted)
-    weights = trained.agreed_source(config, ranks) if path is None else None
+    origin = resume.agreed_origin(config, ranks, has_restarted)
+    path = origin.path if origin is not None and not origin.weights_only else None
     if path is not None:
         config = resume.as_saved(config, path)
     config = config.with_own_batches()
@@ -124,8 +124,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
-    if weights is not None:
-        trained.load_weights(session, weights)
+    if origin is not None and origin.weights_only:
+        trained.load_weights(session, origin.path)
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
@@ -210,7 +210,8 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     session.checkpointer.finish()  # what is still being written in the background may be the newest
     path = session.checkpointer.newest()
     if path is None:  # it may have begun at another's
-        path = resume.agreed_checkpoint(config, session.ranks, False)
+        origin = resume.agreed_origin(config, session.ranks, False)
+        path = None if origin is None or origin.weights_only else origin.path
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = config.checkpointing
     if path is not None or checkpointing.load == "all":  # else the run begins again with another run's weights

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -25,8 +24,9 @@ from trainapp.files import strict_json
 from trainapp.models import adapters
 from trainapp.models.inspect import as_published, is_of_transformers
 from trainapp.models.weights import load_tensors
-from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
+from trainapp.parallel.ranks import SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
+from trainapp.run.resume import saved_config
 from trainapp.signals import StopRequest
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
@@ -74,13 +74,8 @@ def _settings_of(path: Path, user_packages: Sequence[str]) -> Config:
 
     user_packages: the caller's. Those in the checkpoint are not trusted: with them, a planted name would run.
     """
-    saved = {name: value for name, value in read_manifest(path)["config"].items() if name not in _LEFT_OUT}
-    try:
-        config: Config = TypeAdapter(Config).validate_python(saved)
-    except ValidationError as error:
-        first = error.errors()[0]
-        setting = ".".join(map(str, first["loc"]))
-        raise UserError(f"checkpoint {path}: its setting {setting} is none of this version's: {first['msg']}") from None
+    saved = read_manifest(path)["config"]
+    config = saved_config(path, {name: value for name, value in saved.items() if name not in _LEFT_OUT})
     mode = config.precision.mode
     on_cpu = {"device": "cpu", "compile": False, "deterministic": False, "detect_anomaly": False}
     changes: dict[str, Any] = {
@@ -97,25 +92,6 @@ def _settings_of(path: Path, user_packages: Sequence[str]) -> Config:
         "optimizer": dataclasses.replace(config.optimizer, fused="auto", in_backward=False, offload=False),
     }
     return dataclasses.replace(config, **changes)
-
-
-def agreed_source(config: Config, ranks: Ranks) -> Path | None:
-    """The checkpoint whose weights a run without one of its own begins with (`checkpointing.load=weights`); None for
-    `load=all`.
-
-    Rank 0 looks for it. Collective; raises UserError on all ranks.
-    """
-
-    def source() -> Path:
-        if config.checkpointing.resume == "auto":
-            raise UserError(
-                f"checkpointing.load=weights with checkpointing.resume=auto: {config.run_dir} has no checkpoint yet to "
-                "continue from; name the run whose weights to begin with, as checkpointing.resume=RUN"
-            )
-        return resolve(config.checkpointing.resume)
-
-    begins_with_weights = config.mode == "train" and config.checkpointing.load == "weights"
-    return answered_by_rank_zero(ranks, source) if begins_with_weights else None
 
 
 def load_weights(session: Session, path: Path) -> None:
