@@ -107,16 +107,9 @@ def test_several_mistakes_are_reported_together(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_that_takes_no_plain_step(tmp_path, name):
-    arguments = (
-        "optimizer=sgd",
-        f"optimizer._target_=torch.optim.{name}",
-        "~optimizer.momentum",
-        "~optimizer.nesterov",
-    )
-    done = run_cli(*arguments, "model=mlp", cwd=tmp_path)
-    assert_refused(done, tmp_path, f"optimizer._target_=torch.optim.{name}: it cannot take a plain step")
+def test_an_optimizer_that_takes_no_plain_step(tmp_path):
+    done = run_cli("optimizer._target_=torch.optim.LBFGS", "model=mlp", cwd=tmp_path)
+    assert_refused(done, tmp_path, "optimizer._target_=torch.optim.LBFGS: it cannot take a plain step")
 
 
 @pytest.mark.slow
@@ -133,14 +126,6 @@ def test_model_that_cannot_read_the_data(tmp_path):
     assert_refused(done, tmp_path, *parts, written={"a.txt"})
     with pytest.raises(UserError, match=r"GPT cannot read data=.*Digits.*vocab_size"):
         runs.run(tmp_path / "run", "model=gpt", "data=digits")
-
-
-@pytest.mark.parametrize("target", ["os._exit", "torch.load", "torch.hub.load", "builtins.eval", "subprocess.run"])
-def test_target_outside_the_allow_list(tmp_path, target):
-    message = rf"model\._target_={target}: not among the packages.*user_packages=\[{target.partition('.')[0]}\]"
-    with pytest.raises(UserError, match=message):
-        runs.run(tmp_path / "run", f"model._target_={target}")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -170,29 +155,6 @@ TEXT = ("model=gpt", "data=text")
 def test_data_path_that_is_missing(tmp_path):
     done = run_cli(*TEXT, "data.files=nope.txt", cwd=tmp_path)
     assert_refused(done, tmp_path, "data.files=nope.txt: there is no such file", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("empty.txt", r"data\.files=.*empty\.txt: 0 bytes.*needs 129"),
-        ("folder", r"data\.files=.*folder: is a directory"),
-        ("*.nothing", r"data\.files=.*\*\.nothing: there is no such file"),
-    ],
-)
-def test_data_path_without_text(tmp_path, name, message):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match=message):
-        runs.run(tmp_path / "run", *TEXT, f"data.files='{tmp_path / name}'")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that even root cannot read")
-def test_data_path_that_cannot_be_read(tmp_path):
-    good = tmp_path / "good.txt"
-    good.write_text("words " * 1000)
-    with pytest.raises(UserError, match=r"data\.files=/proc/self/mem: cannot be read \(Input/output error\)"):
-        runs.run(tmp_path / "run", *TEXT, f"data.files=[{good},/proc/self/mem]")
 
 
 @pytest.mark.slow

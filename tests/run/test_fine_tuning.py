@@ -64,14 +64,6 @@ def test_interrupted_it_continues_with_its_own_checkpoint(first, tmp_path):
     assert runs.differences(final(tmp_path / "parts"), final(tmp_path / "whole")) == []
 
 
-@pytest.mark.slow
-def test_the_command_that_continues_it_still_names_the_weights(first, tmp_path):
-    """A run that was interrupted before its first checkpoint needs them."""
-    done = helpers.train(tmp_path / "b", *runs.TINY, *from_weights(first))
-    assert "begins at step 0 with the averaged weights of" in done.stderr
-    assert helpers.result(tmp_path / "b")["steps"] == 3
-
-
 def test_another_head(first, tmp_path):
     data = ("data=synthetic_images", "data.image_shape=[1,8,8]", "data.num_classes=3", "data.size=64")
     with pytest.raises(UserError) as refused:

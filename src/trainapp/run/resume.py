@@ -78,8 +78,8 @@ def as_saved(config: Config, path: Path) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-# What a run is made of. Not `user_packages`: a checkpoint from elsewhere would otherwise decide which code is imported.
-_MADE_OF = (
+# What a run's model is built from. Not `user_packages`: a checkpoint from elsewhere would choose what is imported.
+BUILT_FROM = (
     "model",
     "data",
     "loader",
@@ -89,10 +89,8 @@ _MADE_OF = (
     "optimizer",
     "updates",
     "precision",
-    "eval",
-    "metrics",
-    "objective",
 )
+_MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:

@@ -26,17 +26,11 @@ from trainapp.models.inspect import as_published, is_of_transformers
 from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
-from trainapp.run.resume import saved_config
+from trainapp.run.resume import BUILT_FROM, saved_config
 from trainapp.signals import StopRequest
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
 
-# Settings of a run that a model on the CPU does without; each starts from its default.
-_LEFT_OUT = (
-    "eval", "metrics", "callbacks", "tracker", "stopping", "batch", "every", "accumulation", "activation_checkpointing",
-    "memory", "oom", "plan", "parallel", "export", "predict", "generate", "lr_find", "schedule",
-    "checkpointing", "objective",
-)  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -75,14 +69,12 @@ def _settings_of(path: Path, user_packages: Sequence[str]) -> Config:
     user_packages: the caller's. Those in the checkpoint are not trusted: with them, a planted name would run.
     """
     saved = read_manifest(path)["config"]
-    config = saved_config(path, {name: value for name, value in saved.items() if name not in _LEFT_OUT})
+    config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
     mode = config.precision.mode
     on_cpu = {"device": "cpu", "compile": False, "deterministic": False, "detect_anomaly": False}
     changes: dict[str, Any] = {
         "mode": "export",
         "user_packages": list(user_packages),
-        "given": [],
-        "run_dir": "",
         "train": dataclasses.replace(config.train, **on_cpu),  # type: ignore[arg-type]
         "loader": dataclasses.replace(config.loader, num_workers=0),
         # The weights come from the checkpoint; with adapters, it has those alone.
