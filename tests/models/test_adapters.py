@@ -7,7 +7,6 @@ import pytest
 import runs
 import torch
 from helpers import evaluations
-from oom.inject import Injector, Recorded
 from own_models import Normed
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,7 +15,6 @@ import trainapp
 from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
 from trainapp.models.adapters import add_lora, base_of, exported, merge
-from trainapp.run.result import result_of
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -127,18 +125,6 @@ def test_a_weight_average_is_exported(tmp_path, base):
     own = f"base_model.model.{name.replace('.default', '')}"
     assert torch.equal(exported[own], average[name])
     assert not torch.equal(exported[own], dict(run.state.model.named_parameters())[name])
-
-
-@pytest.mark.slow
-def test_memory_runs_out_and_nothing_is_lost(tmp_path):
-    overrides = (*LORA, *runs.STEPS_ONLY, "adapter.dropout=0.1", "batch.micro_size=8", "train.max_steps=3")
-    injector = Injector("backward", 2, 40)
-    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), injector)
-    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("backward", 8, 4)]
-    replay = Recorded(runs.configure(tmp_path / "b", *overrides, "batch.micro_schedule={2: 4}"))
-    assert runs.differences(recorded.state(), replay.state()) == []
-    late = Recorded(runs.configure(tmp_path / "c", *overrides, "batch.micro_schedule={3: 4}"))
-    assert runs.differences(recorded.state()["tensors"], late.state()["tensors"]) != []
 
 
 def test_a_base_in_bf16_has_adapters_in_fp32(tmp_path):
@@ -365,11 +351,10 @@ CODEBOOK = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), ("checkpointing.asynchronous=true",)])
-def test_what_forwards_write_of_the_base_is_saved(tmp_path, settings):
-    runs.run(tmp_path / "whole", *CODEBOOK, *settings)
-    runs.run_until(tmp_path / "parts", 2, *CODEBOOK, *settings)
-    runs.run(tmp_path / "parts", *CODEBOOK, *settings)
+def test_what_forwards_write_of_the_base_is_saved(tmp_path):
+    runs.run(tmp_path / "whole", *CODEBOOK)
+    runs.run_until(tmp_path / "parts", 2, *CODEBOOK)
+    runs.run(tmp_path / "parts", *CODEBOOK)
     whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
     for part in ("model", "optimizer", "base", "model_values"):
         assert runs.differences(whole[part], parts[part]) == []
@@ -403,15 +388,3 @@ def test_a_merged_export_has_what_forwards_wrote(tmp_path):
         runs.run(tmp_path / "small", *export)
     runs.run(tmp_path / "merged", *export, "export.merge=true")
     assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)
-
-
-@pytest.mark.slow
-def test_memory_runs_out_while_the_optimizer_steps(tmp_path):
-    """The run is rebuilt from its checkpoint, with what the forwards had written by then."""
-    overrides = (*CODEBOOK, "every.save=2", "oom.grow=false", "every.eval=null")
-    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), Injector("commit", 4, 0))
-    assert [failure.phase for failure in recorded.failures] == ["commit"]
-    schedule = json.dumps(result_of(recorded.run, 1.0).micro_schedule)
-    replay = Recorded(runs.configure(tmp_path / "b", *overrides, f"batch.micro_schedule='{schedule}'"))
-    assert runs.differences(recorded.state()["tensors"], replay.state()["tensors"]) == []
-    assert replay.state()["tensors"]["model"]["code"].abs().max() > 0

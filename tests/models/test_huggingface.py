@@ -4,8 +4,7 @@ import hf_files
 import pytest
 import runs
 import torch
-from helpers import evaluations, metrics
-from oom.inject import Injector, Recorded
+from helpers import metrics
 from torch import nn
 
 from trainapp.config import targets
@@ -108,6 +107,28 @@ def test_classes_in_another_order_are_refused(tmp_path):
     assert torch.equal(kept.classifier.weight, model.classifier.weight)
     with pytest.raises(UserError, match=r"in another order \(yes, no\); set data\.classes=\[no, yes\]"):
         build("sequence_classification", **path, classes=["yes", "no"])
+
+
+XLNET = {"model_type": "xlnet", "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "vocab_size": 64}
+CAUSAL = {
+    "mistral": {**hf_files.SIZES, "num_key_value_heads": 1, "sliding_window": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "bert": {**hf_files.SIZES, "is_decoder": True},
+}
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_models_that_read_from_left_to_right_are_built(kind):
+    assert build("causal_lm", {"model_type": kind, **CAUSAL[kind], "vocab_size": 64}).training
+
+
+@pytest.mark.parametrize("config", [{**CONFIG, "model_type": "bert"}, XLNET])
+def test_a_language_model_that_reads_what_it_is_to_predict_is_refused(config):
+    for seed in range(4):  # whatever the weights
+        torch.manual_seed(seed)
+        with pytest.raises(UserError, match=r"model\.task=causal_lm: .* attends to later tokens, so it would see"):
+            build("causal_lm", config, context_length=16)
+    build("sequence_classification", config, num_classes=3, context_length=16)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -235,18 +256,6 @@ def test_other_names_of_transformers_are_refused(name):
 
 
 @pytest.mark.slow
-def test_memory_runs_out_and_nothing_is_lost(tmp_path):
-    overrides = (*hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, "batch.micro_size=8", "train.max_steps=3")
-    injector = Injector("backward", 2, 40)
-    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), injector)
-    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("backward", 8, 4)]
-    replay = Recorded(runs.configure(tmp_path / "b", *overrides, "batch.micro_schedule={2: 4}"))
-    assert runs.differences(recorded.state(), replay.state()) == []
-    control = Recorded(runs.configure(tmp_path / "c", *overrides, "train.seed=1"))
-    assert runs.differences(recorded.state()["tensors"], control.state()["tensors"]) != []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "precision"), [("none", "fp32"), ("lora", "bf16")])
 def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, adapter, precision):
     if adapter == "lora":
@@ -264,36 +273,6 @@ def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, ad
     for part in ("model", "optimizer"):
         assert runs.differences(saved["limited"][part], saved["replay"][part]) == []
     assert runs.differences(saved["limited"]["model"], saved["free"]["model"]) != []  # other dropout, other sums
-
-
-@pytest.mark.slow
-def test_stateful_metrics_get_the_logits_and_a_mean_is_refused(tmp_path):
-    metric = "+metrics.own={_target_: own_hooks.Correct}"
-    files = f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}"
-    data = ("data=hf", files, "data.label=label", "data.vocab_size=300", "user_packages=[own_hooks,test_huggingface]")
-    bert = ("model=hf", "model.task=sequence_classification", hf_files.BERT, *data, metric)
-    runs.run(tmp_path / "run", *bert, "every.eval=2", "train.max_steps=2", "batch.eval_micro_size=4")
-    (line,) = evaluations(tmp_path / "run")
-    assert line["own/share"] == line["accuracy"]
-    assert line["own/total"] == 6
-    with pytest.raises(UserError, match="mean"):
-        runs.run(tmp_path / "mean", *bert, "task=test_huggingface.mean_of_outputs")
-
-
-def mean_of_outputs(model, batch):
-    """What Transformers itself would return: the mean over the batch."""
-    output = model(batch["inputs"], attention_mask=batch["attention_mask"], labels=batch["targets"])
-    return output.loss, len(batch["targets"]), {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_rehearsed_step_is_the_same(tmp_path, adapter):
-    if adapter == "lora":
-        pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-    dropout = "+model.config.attention_dropout=0.1"
-    runs.run(tmp_path, *hf_files.CAUSAL, dropout, *TOKENS, f"adapter={adapter}", "debug=exactness", "train.max_steps=3")
-    assert len(metrics(tmp_path)) == 3
 
 
 def test_batches_with_a_mask_need_a_model_that_takes_it():

@@ -61,19 +61,6 @@ def test_names_and_shapes_are_torchvisions():
     ]
 
 
-def test_shallow_first_stage_has_no_downsample():
-    names = ResNet((1, 8, 8), 10, depth=18, width=8).state_dict()
-    assert "layer1.0.downsample.0.weight" not in names
-    assert "layer2.0.downsample.0.weight" in names
-
-
-def test_bottleneck_strides_in_the_3x3():
-    with torch.device("meta"):
-        block = ResNet((3, 224, 224), 10, depth=50).layer2[0]
-    assert [conv.stride for conv in (block.conv1, block.conv2, block.conv3)] == [(1, 1), (2, 2), (1, 1)]
-    assert block.downsample[0].stride == (2, 2)
-
-
 @pytest.mark.parametrize(
     ("shape", "stem", "sizes"),
     [

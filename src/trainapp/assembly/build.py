@@ -26,7 +26,7 @@ from trainapp.losses import losses
 from trainapp.memory import device as device_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
-from trainapp.models.weights import load_initial_weights
+from trainapp.models.weights import load_weights
 from trainapp.optim import precision
 from trainapp.optim.on_host import copies_of
 from trainapp.optim.precision import NonFiniteCheck
@@ -37,7 +37,6 @@ from trainapp.sizes.record import initial_sizes
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.techniques.catalogue import Situation
-from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
@@ -83,10 +82,12 @@ def build(
     parts = load_parts(config, ranks, memory=memory)
     parts.resumes = resumes
     try:
-        return run_of(config, parts, stop, ranks)
+        session = run_of(config, parts, stop, ranks)
     except BaseException:
         parts.batches.close()  # a stream's first samples may have been read by processes
         raise
+    _warn_of_host_copies(session.state)
+    return session
 
 
 def load_parts(
@@ -119,7 +120,6 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     callbacks = hook_parts.callbacks_of(config, components.hooks, components.train_data, sets)
     state.stateful = owners_of_state(components, batches, eval_sets, state.model, device, callbacks)
     _begin_at_weights(config, state)
-    _warn_of_host_copies(state)
     if device.type == "cuda":
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
@@ -192,13 +192,13 @@ class CachedInBackward(InBackward, CachedGradients):
 def _begin_at_weights(config: Config, state: TrainState) -> None:
     """Those of `model.init_from`, if any. A model with adapters has them already: they are of its base."""
     if config.model.init_from and base_of(state.model) is None:
-        load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
+        load_weights(state.model, config.model.init_from, config.model.init_strict)
         state.average.start_at_weights()
 
 
 def _warn_of_host_copies(state: TrainState) -> None:
     copies = sum(t.nbytes for optimizer in state.optimizers for t in copies_of(optimizer))
-    if copies and state.device.type == "cpu" and not is_tracing():
+    if copies and state.device.type == "cpu":
         log.warning(
             "optimizer.offload=true: saves nothing on the CPU, where the optimizer's state is in host memory anyway, "
             "and costs %s for copies of parameters and gradients; leave it out",

@@ -35,7 +35,7 @@ from trainapp.rng import preserved_rng, seed_everything
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
 from trainapp.techniques.offload import Offload
-from trainapp.torch_private import is_tracing
+from trainapp.torch_private import has_values
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def _require_same_forward(
     config: Config, model: nn.Module, example: Callable[[int], Any], device: torch.device, precision: Precision
 ) -> None:
     """Compares the loss in chunks with the model's forward on two samples. A trace has no values to compare."""
-    if is_tracing():
+    if not all(map(has_values, model.parameters())):
         return
     with preserved_rng(device), precision.autocast:
         batch = map_tensors(lambda tensor: tensor.to(device), example(2))

@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
-from trainapp.optim.schedules import ByFactor, Schedule
+from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import Stateful
 from trainapp.units import listed
@@ -36,7 +36,7 @@ class Update:
     precision: Precision
     name: str = ""
     parameters: list[nn.Parameter] = field(default_factory=list)
-    schedule: Schedule = field(default_factory=lambda: ByFactor(lambda step: 1.0))
+    schedule: Schedule = field(default_factory=Schedule)
     number: int = 0
     every: int = 1
     # Options of the groups as they were built: what differs from them later is state, and not configuration.

@@ -20,7 +20,7 @@ from trainapp.torch_private import (
     LIFT,
     DispatchMode,
     ForwardModuleTracker,
-    is_tracing,
+    is_fake,
     may_view,
     storage_id,
 )
@@ -211,9 +211,7 @@ class LiveTensors(DispatchMode):
             result = result[0] if result else source
         if not isinstance(source, Tensor) or not isinstance(result, Tensor):
             return False
-        if (
-            type(source) is not type(result) and is_tracing()
-        ):  # of a real tensor, such as a teacher's weight, a fake one
+        if is_fake(result) and not is_fake(source):  # of a real tensor, such as a teacher's weight, in a trace
             return True
         storages = self._storage_of(source), self._storage_of(result)
         return None not in storages and storage_id(storages[0]) == storage_id(storages[1])

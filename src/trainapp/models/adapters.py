@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trainapp.config.schema import Adapter, Config
 from trainapp.errors import UserError
 from trainapp.models.huggingface import drawn
 from trainapp.models.inspect import blocks_of, heads
-from trainapp.models.weights import load_initial_weights
+from trainapp.models.weights import load_weights
 from trainapp.snapshot import checksum
 from trainapp.torch_private import has_values
 from trainapp.units import listed
@@ -60,7 +59,7 @@ def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.
         model = kind(*args, **kwargs)
         # Of the base: afterwards its layers have other names. A trace has none to load.
         if config.model.init_from and has_values(next(model.parameters())):
-            load_initial_weights(model, Path(config.model.init_from), config.model.init_strict)
+            load_weights(model, config.model.init_from, config.model.init_strict)
         add_lora(model, config.adapter)
         return model
 

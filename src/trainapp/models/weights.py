@@ -27,14 +27,14 @@ WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # put before every name by DDP 
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
-    """Copies the tensors of a file into the model's parameters and buffers of the same names.
+    """Copies the tensors of a file into the model's parameters and buffers of the same names: `model.init_from`.
 
     path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or what
     `torch.save(state_dict)` wrote. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its
     names by DDP or torch.compile. No code in the file is executed.
     strict: whether every name and shape must match. False leaves parameters that the file lacks, or has in
     another shape, as they are, and passes over what the model lacks.
-    Returns the model's names that were not loaded: empty when strict.
+    Returns the model's names that were not loaded, with a warning: empty when strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
     setting = f"model.init_from={path}"
@@ -64,13 +64,6 @@ def _naming(setting: str) -> Iterator[None]:
         raise UserError(f"{setting}: {error}") from error.__cause__
 
 
-def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
-    """`model.init_from`: see `load_weights`. Warns about what was left as initialised."""
-    skipped = load_weights(model, path, strict=strict)
-    if skipped:
-        log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
-
-
 def _load(
     model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str, apart: Collection[str] = ()
 ) -> list[str]:
@@ -88,14 +81,14 @@ def _load(
     if not fitting and not misshaped:
         raise UserError(f"no name fits the model: it has {listed(own)}; the file has {listed(found)}")
     if not fitting or (strict and (missing or unexpected or misshaped)):
-        head_only = fitting and not missing and not unexpected
-        problem = _other_head(model, own, found, misshaped) if head_only else None
-        raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
+        raise UserError(_misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
         log.warning("%s: not in the model, passed over: %s", setting, listed(unexpected))
     for name, tensor in fitting.items():
         copy_into(own[name], tensor)
-    return missing + misshaped
+    if skipped := missing + misshaped:
+        log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
+    return skipped
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -184,21 +177,6 @@ def _refuse_untied(own: Mapping[str, Tensor], found: Mapping[str, Tensor], alias
                 f"{name} and {other} are one tensor in this model but differ in the file; "
                 "untie them (in gpt: model.tie_embeddings=false)"
             )
-
-
-def _other_head(model: nn.Module, own: dict[str, Tensor], found: dict[str, Tensor], misshaped: list[str]) -> str | None:
-    """The message for a file that differs in the classes of its last layer only; None for another."""
-    layers = {name.rpartition(".")[0] for name in misshaped}
-    pairs = [(found[name], own[name]) for name in misshaped]
-    rows_only = all(a.ndim == b.ndim and a.shape[1:] == b.shape[1:] for a, b in pairs)
-    layer = layers.pop()
-    if layers or not rows_only or not isinstance(model.get_submodule(layer), nn.Linear):
-        return None
-    theirs, ours = map(len, pairs[0])
-    return (
-        f"only the head differs: {layer} has {theirs} classes in the file and {ours} in the model; set "
-        "model.init_strict=false to load all the rest and train a new head"
-    )
 
 
 def _misfit(

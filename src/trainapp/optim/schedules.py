@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,20 +23,32 @@ Groups = list[dict[str, Any]]
 _NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
 
 
-class Schedule(Protocol):
-    """Sets the options of an optimizer's groups, whose `initial_lr` is the configured rate."""
+class Schedule:
+    """Sets the options of an optimizer's groups, whose `initial_lr` is the configured rate.
 
-    follows_evaluations: bool
+    Here the rates, by a factor that is a function of the step. Calling it gives the factor.
+    """
+
+    follows_evaluations = False
+
+    def __init__(self, factor: Factor = lambda step: 1.0):
+        self._factor = factor
+
+    def __call__(self, step: int) -> float:
+        return self._factor(step)
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """For the update that follows `step` applied steps."""
+        factor = self._factor(step)
+        for group in groups:
+            group["lr"] = group["initial_lr"] * factor
 
     def evaluated(self, objective: float) -> None:
         """An evaluation has this objective, the same on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; empty for a function of the step."""
-        ...
+        """Plain values; none of a function of the step."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
@@ -55,12 +67,12 @@ def for_optimizer(
     `_target_` names: not allowed, wrong arguments, neither a function of the step nor one of torch's schedulers.
     """
     if settings.target is None:
-        return ByFactor(build(settings, run))
+        return Schedule(build(settings, run))
     warmup, name = warmup_steps(settings, run), settings.target
     target = targets.locate(name, "schedule._target_", user_packages)
     provided: dict[str, Any] = {} if run.total_steps is None else {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
-        return ByFactor(_checked(_function(target, settings, user_packages, provided), warmup, name))
+        return Schedule(_checked(_function(target, settings, user_packages, provided), warmup, name))
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         provided["mode"] = direction
 
@@ -80,34 +92,6 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 # --- functions of the step
-
-
-class ByFactor:
-    """Multiplies each group's configured rate by a function of the step. Calling it gives the factor."""
-
-    follows_evaluations = False
-
-    def __init__(self, factor: Factor):
-        self._factor = factor
-
-    def __call__(self, step: int) -> float:
-        return self._factor(step)
-
-    def set_rates(self, groups: Groups, step: int) -> None:
-        """See `Schedule`."""
-        factor = self._factor(step)
-        for group in groups:
-            group["lr"] = group["initial_lr"] * factor
-
-    def evaluated(self, objective: float) -> None:
-        """It follows no evaluation."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """None."""
 
 
 def build(settings: schema.Schedule, run: RunLength) -> Factor:
@@ -223,7 +207,7 @@ class _StandIn(torch.optim.Optimizer):
         """Does nothing: schedulers warn where none comes before their own."""
 
 
-class TorchSchedule:
+class TorchSchedule(Schedule):
     """The schedule of what `make` builds for an optimizer. warmup: steps of a linear warm-up before it.
 
     A scheduler changes an optimizer whenever it is stepped. This one has a stand-in with the same groups, whose rates,
@@ -236,6 +220,7 @@ class TorchSchedule:
     def __init__(
         self, make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer, warmup: int, name: str
     ):
+        super().__init__()
         self._warmup, self._steps = warmup, 0
         self._initial = [group["initial_lr"] for group in optimizer.param_groups]
         self._stand_in = _StandIn(optimizer)
@@ -250,7 +235,7 @@ class TorchSchedule:
         self.follows_evaluations = isinstance(self._scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
-        """See `Schedule`. Steps the scheduler for the steps that were applied since the last call."""
+        """Steps the scheduler for the steps that were applied since the last call."""
         while not self.follows_evaluations and self._steps < step - self._warmup:
             with self._stepping():
                 self._scheduler.step()
@@ -261,7 +246,6 @@ class TorchSchedule:
             group["lr"] = own["lr"] * factor
 
     def evaluated(self, objective: float) -> None:
-        """See `Schedule`."""
         if self.follows_evaluations:
             with self._stepping():
                 self._scheduler.step(objective)

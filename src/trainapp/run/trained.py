@@ -102,9 +102,7 @@ def load_weights(session: Session, path: Path) -> None:
     setting = f"checkpointing.resume={config.checkpointing.resume}"
     base = adapters.base_of(session.state.model)
     apart = frozenset() if base is None else base.names.difference(names)
-    skipped = load_tensors(session.state.model, weights, config.model.init_strict, setting, apart)
-    if skipped:
-        log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
+    load_tensors(session.state.model, weights, config.model.init_strict, setting, apart)
     session.state.average.start_at_weights()
     log.info(
         "begins at step 0 with the %sweights of %s (step %d), and with nothing else of that run",

@@ -28,7 +28,7 @@ from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, re
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
-from trainapp.torch_private import is_tracing
+from trainapp.torch_private import has_values
 from trainapp.training.allocations import require_all_allocated
 from trainapp.training.engine import Engine
 from trainapp.training.gradient_check import parameters_behind
@@ -160,7 +160,7 @@ class CachedGradients(Engine):
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
         found = tensors_in(embeddings.embed(self.task, model, batch))
-        if self._first_pass and start is not None and not is_tracing():
+        if self._first_pass and start is not None and has_values(found[0]):
             self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
         pairs = zip(found, gradients, strict=True)
         products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
