@@ -146,7 +146,7 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
 
     def once(step: int, samples: int, scalars: dict[str, float], metric: str) -> None:
         found.append(scalars["loss"])
-        run.cadences.log = 0  # the first round tells whether all do the same work
+        run.limits.log = 0  # the first round tells whether all do the same work
         log(step, samples, scalars, metric)
 
     run.tracker.log = once

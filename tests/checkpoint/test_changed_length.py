@@ -28,8 +28,8 @@ def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     total = SAVED_AT + 2 * (size // 16)  # epochs 2 and 3
     session = runs.prepare(tmp_path, *DATA, f"data.size={size}", "every.save=50 percent")
     session.tracker.close()
-    assert (session.length.total_steps, session.tracker.progress.total) == (total, total)
-    assert session.cadences.save == total // 2
+    assert (session.limits.length.total_steps, session.tracker.progress.total) == (total, total)
+    assert session.limits.save == total // 2
     assert session.state.update.schedule(total) == 0.0
     assert session.state.update.schedule(total - 1) == pytest.approx(1 / total)
     result = runs.run(tmp_path, *DATA, f"data.size={size}")
@@ -49,7 +49,7 @@ def test_a_second_resume_keeps_the_length(tmp_path):
     runs.run_until(tmp_path, SAVED_AT + 1, *DATA, "data.size=32")
     session = runs.prepare(tmp_path, *DATA, "data.size=32")
     session.tracker.close()
-    assert session.length.total_steps == SAVED_AT + 4
+    assert session.limits.length.total_steps == SAVED_AT + 4
 
 
 def test_another_global_batch_at_a_resume_is_measured_as_well(tmp_path):
@@ -62,11 +62,11 @@ def test_another_global_batch_at_a_resume_is_measured_as_well(tmp_path):
 def test_skipped_steps_do_not_change_the_length_of_a_resumed_run(tmp_path):
     session = runs.prepare(tmp_path, *DATA, "data.size=96")
     session.tracker.close()
-    before = session.length
+    before = session.limits.length
     progress = session.state.progress
     progress.step, progress.skipped, progress.epoch, progress.consumed = 5, 3, 1, 32
     session.measure_length()
-    assert session.length == before
+    assert session.limits.length == before
     assert before.total_steps == 24
 
 

@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.assembly import build
+from trainapp.assembly.parts import load_parts
 from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
 from trainapp.parallel.strategy import local, whole
-from trainapp.planning.batches import drop_values
+from trainapp.planning.batches import without_values
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
 from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.training import loop
-from trainapp.training.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
@@ -127,7 +127,8 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
     """A run of the configuration on fake tensors of the device, and what it asks of it."""
     sizes = (f"batch.global_size={2 * SAMPLES}", f"batch.micro_size={SAMPLES}")
     config = runs.configure(Path(tempfile.mkdtemp()), *overrides, *sizes, "checkpointing=off")
-    parts = build.load_parts(config, SingleRank())
+    parts = load_parts(config, SingleRank())
+    parts.initial_device = str(device)
     if task:
         parts.components = dataclasses.replace(parts.components, task=globals()[task](parts.components.task))
     parts.device, parts.memory = device, Recorder(device, 1)
@@ -141,9 +142,10 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
 
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        drop_values(parts.batches, moved, None, parts.memory)
-        run = build.run_of(config, parts, StopRequest(), SingleRank(), initial_device=str(device))
-        run.cadences = Cadences(log=0, evaluate=0, save=0)
+        fetched = parts.batches.micro_batches
+        parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None, parts.memory)
+        run = build.session_of(config, parts, StopRequest(), SingleRank())
+        run.limits = dataclasses.replace(run.limits, log=0, evaluate=0, save=0)
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()
         yield run, requests

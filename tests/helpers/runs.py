@@ -16,9 +16,9 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
-from trainapp.training import exactness, loop
+from trainapp.training import loop, transaction
+from trainapp.training.engine import Totals
 from trainapp.training.session import Session
-from trainapp.training.totals import Totals
 
 # A tiny run on the CPU: the defaults for every test.
 TINY = (
@@ -77,7 +77,7 @@ def prepare(run_dir: Path, *overrides: str) -> Session:
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.next_step()._replace(is_logged=is_logged))
-    return exactness.accumulated(session)
+    return transaction.accumulated(session)
 
 
 def clip(session: Session) -> torch.Tensor:

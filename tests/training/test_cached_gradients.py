@@ -227,7 +227,7 @@ def test_the_evaluation_does_not_depend_on_its_micro_batch(tmp_path):
     for size in (7, 32, 360):
         run = runs.prepare(tmp_path / str(size), *OWN, *STEADY, MIRRORED, f"batch.eval_micro_size={size}")
         loop.evaluate(run)
-        found[size] = run.last_evaluation
+        found[size] = run.evaluation.last
         model, data = run.state.model.eval(), run.eval_sets[""].dataset
         run.close()
     with torch.no_grad():

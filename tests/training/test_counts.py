@@ -11,7 +11,7 @@ import weighted
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.training import engine, evaluate, loop
-from trainapp.training.totals import Totals
+from trainapp.training.engine import Totals
 
 OVERRIDES = (
     *weighted.OVERRIDES,

@@ -27,9 +27,9 @@ def test_cadences_and_schedule(tmp_path):
     )  # fmt: skip
     run.close()
     left = -(-(DIGITS - 3 * 16) // 8) + -(-DIGITS // 8)
-    assert run.cadences.log == 7
-    assert run.cadences.evaluate == -(-DIGITS // 8) == 180
-    assert run.cadences.save == (3 + left + 1) // 2  # rounded up from a half
+    assert run.limits.log == 7
+    assert run.limits.evaluate == -(-DIGITS // 8) == 180
+    assert run.limits.save == (3 + left + 1) // 2  # rounded up from a half
     assert run.state.update.schedule(3 + left) == pytest.approx(0.0)
     assert run.state.update.schedule(2 + left) > 0
 
@@ -45,7 +45,7 @@ def test_the_end_is_where_the_schedule_ends(tmp_path):
     progress = run.state.progress
     assert (progress.epoch, progress.samples) == (3, 150)
     assert progress.step == 4 + 7 + 7  # 48 of 50 samples at 16, then 2; then 50 at 8, twice
-    assert run.cadences.save == progress.step
+    assert run.limits.save == progress.step
 
 
 @pytest.mark.parametrize(("steps", "size"), [(0, 7), (1, 15), (3, 1)])

@@ -6,7 +6,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.training import exactness
-from trainapp.training.totals import Totals
+from trainapp.training.engine import Totals
 
 from . import catalogue
 from .catalogue import ALL

@@ -79,9 +79,7 @@ def require_sum(
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
-    if config.mode != "train" or not config.train.check_loss or first is None:
-        return
-    if compares_samples(task) or is_known:
+    if first is None or compares_samples(task) or is_known:
         return
     verdict = None
     if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are none yet

@@ -18,10 +18,9 @@ from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
 from trainapp.parallel.strategy import local
 from trainapp.stateful import held_tensors
-from trainapp.torch_private import is_tracing, storage_id
+from trainapp.torch_private import storage_id
 from trainapp.tracking.meter import Utilisation, peak_of
-from trainapp.training.phase import Phase
-from trainapp.training.session import Objective, Session
+from trainapp.training.session import Objective, Phase, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 
@@ -72,7 +71,7 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
     data: the training data set. sets: the names of those that are evaluated.
     """
     stopping = config.stopping
-    chosen_by_name = {name: hooks.callbacks[name] for name in config.callbacks}  # a plan's configuration has none
+    chosen_by_name = dict(hooks.callbacks)
     if stopping.patience is None or config.mode != "train":
         return chosen_by_name
     if not sets:
@@ -93,7 +92,6 @@ def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Se
     session.metrics = _metrics_of(session, hooks)
     session.engine.stateful_metrics = session.metrics.names
     session.callbacks = Callbacks(callbacks)
-    session.loggers = hooks.loggers
     session.meter.utilisation = _utilisation_of(session)
     last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
     session.meter.counts_tokens = losses.counts_tokens(last)
@@ -114,8 +112,8 @@ def _tensors_of(metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: n
 
 
 def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
-    """On the device, where their states count as memory. A plan has none."""
-    metrics = StatefulMetrics({} if is_tracing() else hooks.metrics, hooks.metrics)
+    """On the device, where their states count as memory."""
+    metrics = StatefulMetrics(hooks.metrics, hooks.metrics)
     loss_chunk = session.config.memory.loss_chunk
     if metrics.names and loss_chunk is not None and losses.is_built_in(session.task):
         raise UserError(
@@ -132,7 +130,7 @@ def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
 def _utilisation_of(session: Session) -> Utilisation | None:
     """What counts the model's FLOPs, where the device's peak is known, and the compiler does not hide operations."""
     config = session.config
-    if is_tracing() or config.train.compile:
+    if config.train.compile:
         return None
     peak = peak_of(session.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None:

@@ -1,13 +1,12 @@
-"""Model, optimizer, strategy and loss from a configuration. Opens no files, sets no memory limit, probes no device.
+"""The engine of a configuration: model, losses, strategy and optimizers, put together once. Opens no files.
 
-Used for training on real tensors and for memory traces on fake ones.
+Used for training on real tensors and for plans on fake ones.
 """
 
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from trainapp.assembly import checks, updates
 from trainapp.assembly.components import Components
+from trainapp.assembly.parts import Parts
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
@@ -32,48 +32,29 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
+from trainapp.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
-from trainapp.techniques.offload import Offload
-from trainapp.torch_private import has_values
+from trainapp.training.cached_gradients import CachedGradients
+from trainapp.training.engine import Engine
+from trainapp.training.in_backward import InBackward
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Assembled:
-    """Everything a step needs except the data."""
-
-    state: TrainState
-    strategy: SingleDevice
-    task: losses.Task
-    tasks: dict[str, losses.Task]  # of the updates, where there are several
-    offload: Offload | None  # of all activations
-
-
-def assemble(
-    config: Config,
-    components: Components,
-    ranks: Ranks,
-    device: torch.device,
-    precision: Precision,
-    initial_device: str | None = None,
-    example: Callable[[int], Any] | None = None,
-    first: Callable[[int], Any] | None = None,
-) -> Assembled:
-    """The model on its device, spread over the ranks, with its optimizer and loss.
+def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
+    """The model on its device, spread over the ranks, with its optimizers and losses.
 
     In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, products in 8 bits,
-    activation checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
-    initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
-    the meta device, then shard by shard).
-    example: a batch of so many samples, for lazy modules. first: see `checks`. Raises UserError for parts that do not
-    fit together.
+    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
+    callbacks: those whose state belongs to the run's. Raises UserError for parts that do not fit together.
     """
-    is_meta = initial_device is None and _starts_on_meta(config, ranks)
-    model = _on_device(config, components, device, "meta" if is_meta else initial_device)
+    components, device, precision = parts.components, parts.device, parts.numerics
+    is_meta = parts.initial_device is None and _starts_on_meta(config, ranks)
+    model = _on_device(config, components, device, "meta" if is_meta else parts.initial_device)
     if lazy := lazy_modules(model):
-        materialise(model, lazy, None if is_meta else example, components.training_tasks, device, precision)
+        example = None if is_meta else parts.batches.example
+        materialise(model, lazy, example, components.training_tasks, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
     groups.freeze_matching(model, config.model.freeze)
@@ -82,21 +63,26 @@ def assemble(
     for own in updates.with_one_optimizer(config):
         require_suited(Situation(own, model, components.knows_loss))
     precision.cast_parameters(model)
-    for setting, own, parts in updates.with_one_loss(config, components):
-        checks.require_sum(setting, own, parts, model, device, precision, ranks, first)
+    losses_to_check = updates.with_one_loss(config, components)
+    if config.mode == "train" and config.train.check_loss:
+        for setting, loss_config, loss_parts in losses_to_check:
+            checks.require_sum(setting, loss_config, loss_parts, model, device, precision, ranks, parts.first)
+        if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
+            _require_same_forward(config, model, parts)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
-    if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
-        _require_same_forward(config, model, example, device, precision)
     checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config)
     if config.train.compile:
         _compile(config, model)
     strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
+    strategy.note_buffer = parts.memory.note_buffer
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
+    for evaluated in parts.eval_sets.values():
+        evaluated.equal = strategy.forward_is_collective
     state = TrainState(
         model=model,
         updates=updates.build(config, model, names, precision, device),
@@ -105,8 +91,24 @@ def assemble(
         seed=config.train.seed,
         global_size=config.batch.global_size,
         keeps_gradients=not config.optimizer.in_backward,
+        stateful=Stateful(model=model, **parts.owners, callbacks=callbacks or None),
     )
-    return Assembled(state, strategy, *_checked_tasks(config, components), offloading)
+    for module in state.stateful.modules.values():
+        module.to(device)
+    evaluated_task, tasks = _checked_tasks(config, components)
+    around = None if offloading is None else offloading.around
+    return _kind_of_engine(config, components)(state, strategy, evaluated_task, tasks, config.train, around)
+
+
+def _kind_of_engine(config: Config, components: Components) -> type[Engine]:
+    embeds = any(map(losses.has_embeddings, components.training_tasks))
+    if config.optimizer.in_backward:
+        return CachedInBackward if embeds else InBackward
+    return CachedGradients if embeds else Engine
+
+
+class CachedInBackward(InBackward, CachedGradients):
+    """Both: the third pass updates."""
 
 
 def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task, dict[str, losses.Task]]:
@@ -175,17 +177,12 @@ def materialise(
         raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; state them")
 
 
-def _require_same_forward(
-    config: Config, model: nn.Module, example: Callable[[int], Any], device: torch.device, precision: Precision
-) -> None:
-    """Compares the loss in chunks with the model's forward on two samples. A trace has no values to compare."""
-    if not all(map(has_values, model.parameters())):
-        return
-    with preserved_rng(device), precision.autocast:
-        batch = map_tensors(lambda tensor: tensor.to(device), example(2))
+def _require_same_forward(config: Config, model: nn.Module, parts: Parts) -> None:
+    """Compares the loss in chunks with the model's forward on two samples."""
+    with preserved_rng(parts.device), parts.numerics.autocast:
+        batch = map_tensors(lambda tensor: tensor.to(parts.device), parts.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
-        others = beside_inputs(model, batch)
-        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, others)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
 
 
 def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:

@@ -35,7 +35,7 @@ def try_metrics(session: Session) -> None:
     if session.config.mode != "train":
         return
     named = _named(session.config)
-    if not (session.eval_sets and session.cadences.evaluates):
+    if not (session.eval_sets and session.limits.evaluates):
         reason = "every.eval=null" if session.eval_sets else "the data has no validation split"
         for setting, wanted in list(named.items())[:1]:
             log.warning("%s=%s %s: the run is never evaluated (%s), so that it has none", setting, *wanted[:2], reason)

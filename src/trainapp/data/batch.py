@@ -124,6 +124,7 @@ class MicroBatch(NamedTuple):
     real: bool
     samples: int
     piece: Callable[[int, int], Any]
+    bucket: int | None = None  # of its shape, see `bucket_of`
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:

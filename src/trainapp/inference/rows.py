@@ -32,10 +32,9 @@ from trainapp.hooks.predictions import ClassDim
 from trainapp.losses.inputs import beside_inputs
 from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
-from trainapp.training.allocations import note_refused
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session
+from trainapp.training.session import Phase, Session
+from trainapp.training.transaction import note_refused
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +99,9 @@ def write_rows(
             with torch.inference_mode(), session.state.precision.autocast:
                 return rows_of(micro)
 
-        session.autotuner.follow(session.sizes.evaluation)
+        session.sizes.tunes(session.sizes.evaluation)
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
-        with as_evaluated(session, mode):
+        with as_evaluated(session.engine, mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
         session.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
         (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)

@@ -17,9 +17,8 @@ from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import storage_id
-from trainapp.training.allocations import SwallowedOutOfMemory
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session
+from trainapp.training.session import Phase, Session
+from trainapp.training.transaction import SwallowedOutOfMemory
 from trainapp.units import bytes_text, listed
 
 
@@ -218,7 +217,7 @@ def final_message(session: Session, report: OomReport) -> str:
         f"{'limit':<18}{bytes_text(report.limit):>12}",
         *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
     ]
-    techniques = available(Situation(session.config, session.state.model, session.knows_loss))
+    techniques = available(Situation(session.config, session.state.model, session.engine.knows_loss))
     if techniques:
         lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
         for own in techniques:

@@ -196,7 +196,9 @@ class NonFiniteCheck:
     before anything is logged or saved, so no bad step reaches a checkpoint.
     """
 
-    def __init__(self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None]):
+    def __init__(
+        self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None] = lambda: None
+    ):
         self.policy, self.scaled, self.last_checkpoint = policy, scaled, last_checkpoint
         self._names = ("count", "loss", *(() if scaled else ("gradient norm",)))
         self._reads_every_step = device.type == "cpu" or policy == "skip"

@@ -26,7 +26,7 @@ from trainapp.planning import pretend
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.torch_private import ASKS_DEVICE, DispatchMode
-from trainapp.training.session import Session
+from trainapp.training.engine import Engine
 from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20
@@ -126,25 +126,25 @@ class AbsentGpu:
         """On the device."""
         return lambda tensor: from_tensor(tensor).to(self.device)
 
-    def prepare(self, session: Session) -> None:
+    def prepare(self, engine: Engine) -> None:
         """Raises NotImplementedError for a model whose kernels are known only on a GPU."""
-        if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in session.state.model.modules()):
+        if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
             raise NotImplementedError("what cuDNN keeps of a recurrent layer is known only on a GPU")
-        session.engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
+        engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
-    def completed(self, found: Breakdown, session: Session) -> Breakdown:
+    def completed(self, found: Breakdown, engine: Engine, config: Config) -> Breakdown:
         """With cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and with the whole model that each rank of
         FSDP has in fp32 before it is sharded.
         """
-        model, parallel, notes = session.state.model, session.config.parallel, list(found.notes)
-        of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or session.config.train.deterministic else 8320 * 2**10
+        model, parallel, notes = engine.state.model, config.parallel, list(found.notes)
+        of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or config.train.deterministic else 8320 * 2**10
         libraries = THREADS * of_one
         phases = {name: size + libraries for name, size in found.phases.items()}
         found = dataclasses.replace(found, total=found.total + libraries, phases=phases)
         found = dataclasses.replace(found, categories=found.categories | {"libraries": libraries})
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
-        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and session.ranks.world > 1:
+        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and engine.ranks.world > 1:
             whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor's are all ranks'
             if whole > found.total:
                 notes.append(

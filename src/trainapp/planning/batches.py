@@ -1,7 +1,6 @@
 """What a plan takes from the data: the sizes of a step, and batches without values, the longest standing for all."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +10,8 @@ from torch import Tensor
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
 from trainapp.data.progress import Progress
-from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import local
 from trainapp.planning.recorder import Recorder
 from trainapp.torch_private import outside_dispatch_modes, strided_parts
@@ -42,17 +40,10 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
             micro_schedule=None,
         ),
         "accumulation": dataclasses.replace(config.accumulation, steps=parts if as_given else "auto"),
-        # A logged step computes the metrics, too, and sooner or later every run logs one.
-        "every": dataclasses.replace(config.every, log=None if config.every.log is None else 1),
         "loader": dataclasses.replace(config.loader, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
-        "train": dataclasses.replace(config.train, check_exactness=False, check_loss=False),
+        "train": dataclasses.replace(config.train, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
-        "checkpointing": dataclasses.replace(config.checkpointing, save=False),
-        "objective": "auto",  # others may be computed from values
-        "callbacks": {},  # what they allocate between steps is theirs
-        "stopping": dataclasses.replace(config.stopping, patience=None),
-        "tracker": {},
         "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # each is in some step
     }
     return dataclasses.replace(config, mode="train", **changes)
@@ -109,52 +100,7 @@ def _extent(micro: MicroBatch) -> tuple[Any, ...]:
 # --- batches without values
 
 
-def drop_values(
-    batches: TrainBatches, fake: Fake, instead: MicroBatch | None, recorder: Recorder, ahead: bool = False
-) -> None:
-    """From now on these are fetched as usual, and then lose their values.
-
-    instead: a batch that takes the place of every full one; None leaves each as it is. recorder: is told what fetching
-    a batch has needed. ahead: the next batch is copied to the device while one is in use, as on CUDA.
-    """
-    fetched, example = batches.micro_batches, batches.example
-    held: list[MicroBatch | None] = [None]  # the next one, also between two steps
-
-    def micro_batches(progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        fakes = _without_values(fetched(progress, size, parts), fake, instead, recorder)
-        current = next(fakes, None)
-        while current is not None:
-            following = next(fakes, None) if ahead else None
-            held[0] = following or (_like(current) if ahead else None)
-            yield current
-            current = following if ahead else next(fakes, None)
-
-    def example_without_values(samples: int) -> Any:
-        with outside_dispatch_modes():
-            batch = example(samples)
-        return map_tensors(fake, batch)
-
-    vars(batches).update(micro_batches=micro_batches, example=example_without_values)
-
-
-def _like(micro: MicroBatch) -> MicroBatch:
-    return micro._replace(data=map_tensors(torch.empty_like, micro.data))
-
-
-def drop_eval_values(evaluated: EvalBatches, fake: Fake, instead: MicroBatch | None, every: bool = False) -> None:
-    """As `drop_values`, but only the first batch of an evaluation: no other has more samples. every: all of them, where
-    each leaves something for the next.
-    """
-    fetched = evaluated.from_sample
-
-    def from_sample(done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
-        fakes = _without_values(fetched(done, size, ranks), fake, instead)
-        yield from fakes if every else (micro._replace(last=True) for micro in itertools.islice(fakes, 1))
-
-    vars(evaluated).update(from_sample=from_sample)
-
-
-def _without_values(
+def without_values(
     real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None, recorder: Recorder | None = None
 ) -> Iterator[MicroBatch]:
     """The micro-batches, fetched outside of all modes, with shapes alone."""
@@ -173,3 +119,15 @@ def _without_values(
             return map_tensors(fake, batch)
 
         yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)
+
+
+def copied_ahead(micro_batches: Iterator[MicroBatch], held: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """The same ones; the next is copied to the device while one is in use, as on CUDA, and `held` there: after the last
+    one the next step's.
+    """
+    current = next(micro_batches, None)
+    while current is not None:
+        following = next(micro_batches, None)
+        held[:] = [following or current._replace(data=map_tensors(torch.empty_like, current.data))]
+        yield current
+        current = following

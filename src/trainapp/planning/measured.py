@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly import build
 from trainapp.assembly.components import Components
+from trainapp.assembly.model import assemble
+from trainapp.assembly.parts import load_parts
 from trainapp.config.schema import Config, Memory
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
@@ -18,14 +19,9 @@ from trainapp.memory import device as device_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.batches import planned_config
-from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
+from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
-from trainapp.planning.traced import of_model, stepped
-from trainapp.signals import StopRequest
-from trainapp.techniques.catalogue import Situation
-from trainapp.training.evaluate import evaluate
-from trainapp.training.loop import train_step, update_weight_average
-from trainapp.training.session import Session
+from trainapp.planning.work import Work
 
 SIZES = (2, 8)  # two give a line
 STEPS = 2  # at each of them
@@ -91,15 +87,14 @@ class Measured:
         """accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
         most = int(MEMORY_SHARE * available_bytes())
         left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
-        with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as session:
+        with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as work:
             started = time.monotonic()
-            if isinstance(session.memory, Recorder):
-                found = stepped(session, session.memory, size * trains, size * (not trains), steps=STEPS)
+            if isinstance(work.memory, Recorder):
+                found = work.peak(work.memory, training=trains, evaluation=not trains, steps=STEPS)
             else:
-                found = _by_counters(session, trains)
+                found = _by_counters(work, trains)
             seconds = (time.monotonic() - started) / (STEPS if trains else 1)
-            situation = Situation(config, session.state.model, session.knows_loss)
-            return of_model(dataclasses.replace(found, seconds=seconds), situation)
+            return dataclasses.replace(found, seconds=seconds)
 
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
@@ -108,22 +103,22 @@ class Measured:
         """
         share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
-        with self._running(config, size, parts, all_of_them=True) as session:
+        with self._running(config, size, parts, all_of_them=True) as work:
             taken = []
             for _ in range(1 + TIMED):
-                session.memory.synchronize()
+                work.memory.synchronize()
                 started = time.monotonic()
-                train_step(session)
-                session.memory.synchronize()
+                work.train_step()
+                work.memory.synchronize()
                 taken.append(time.monotonic() - started)
         return statistics.median(taken[1:]) * share / (parts * size)
 
     @contextlib.contextmanager
     def _running(
         self, config: Config, size: int, micro_batches: int, most: int | None = None, all_of_them: bool = False
-    ) -> Iterator[Session]:
-        """The run of the configuration, built for real, with so many samples per micro-batch and so many micro-batches
-        per step. most: bytes; with it, storages on the CPU are counted.
+    ) -> Iterator[Work]:
+        """The engine of the configuration, built for real, with so many samples per micro-batch and micro-batches per
+        step. most: bytes; with it, storages on the CPU are counted.
         """
         samples = micro_batches * size * self.world
         batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
@@ -131,32 +126,27 @@ class Measured:
         cut = dataclasses.replace(config, batch=batch, accumulation=accumulation)
         planned = planned_config(cut, size, size, self.world, all_of_them)
         with simulated(0, self.world, self.device) as ranks:
-            parts = build.load_parts(planned, ranks, self.components)
+            parts = load_parts(planned, ranks, self.components)
             if most is not None and parts.device.type == "cpu":
                 parts.memory = Recorder(parts.device, total_bytes(), most)
-            session = build.run_of(planned, parts, StopRequest(), ranks)
-            if isinstance(parts.memory, Recorder):
-                session.attempt = session.engine.attempt = PhaseLog(parts.memory)
-                parts.memory.resident = session.meter.resident
-            with contextlib.closing(parts.batches):
-                yield session
+            with contextlib.closing(parts):
+                yield Work(planned, assemble(planned, parts, ranks), parts, size, size)
 
 
-def _by_counters(session: Session, trains: bool) -> Breakdown:
+def _by_counters(work: Work, trains: bool) -> Breakdown:
     """By the device's own counters, which have no phases: what is reserved, where that is known."""
-    session.memory.window()
-    for _ in range(STEPS if trains else 1):
-        if trains:
-            train_step(session)
-            update_weight_average(session)
-        else:
-            evaluate(session)
-    session.memory.synchronize()
-    peaks = session.memory.window()
-    allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
-    total, name = max(allocated, reserved), "training" if trains else "evaluation"
-    categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
-    return Breakdown(total, name, phases={name: total}, categories=categories)
+    found = Breakdown()
+    if trains or work.evaluates:
+        work.memory.window()
+        for _ in range(STEPS if trains else 1):
+            work.train_step() if trains else work.evaluate()
+        work.memory.synchronize()
+        peaks = work.memory.window()
+        allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
+        total, name = max(allocated, reserved), "training" if trains else "evaluation"
+        categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
+        found = Breakdown(total, name, phases={name: total}, categories=categories)
+    return work.described(found)
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:

@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly import build
+from trainapp.assembly.build import smallest_micro_batch
 from trainapp.assembly.components import Components
-from trainapp.assembly.model import materialise
+from trainapp.assembly.model import assemble, materialise
+from trainapp.assembly.parts import Parts, load_parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
-from trainapp.errors import UserError
-from trainapp.memory.device import static_bytes
 from trainapp.memory.host import total_bytes
-from trainapp.models.inspect import blocks_of, is_of_transformers, lazy_modules
+from trainapp.models.inspect import is_of_transformers, lazy_modules
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.batches import drop_eval_values, drop_values, longest, longest_in_training, planned_config
-from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
+from trainapp.planning.batches import copied_ahead, longest, longest_in_training, planned_config, without_values
+from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
-from trainapp.signals import StopRequest
-from trainapp.techniques.catalogue import Situation, available
+from trainapp.planning.work import Work
 from trainapp.torch_private import (
     buffers_of,
     fake_tensor_mode,
@@ -37,9 +35,6 @@ from trainapp.torch_private import (
     parameters_of,
     tree_leaves,
 )
-from trainapp.training.evaluate import evaluate
-from trainapp.training.loop import train_step, update_weight_average
-from trainapp.training.session import Session
 from trainapp.units import parse_memory_size
 
 if TYPE_CHECKING:
@@ -94,65 +89,24 @@ class Traced:
             raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
         with (
             simulated(rank, self.world, torch.device("cpu")) as ranks,
-            _on_fakes(self, config, size, eval_size, ranks) as (session, recorder, values, varies),
+            _on_fakes(self, config, size, eval_size, ranks) as (work, recorder, values, varies),
         ):
-            self._is_of_transformers = is_of_transformers(session.state.model)
-            found = stepped(session, recorder, size, eval_size)
+            self._is_of_transformers = is_of_transformers(work.engine.state.model)
+            found = work.peak(recorder, training=size > 0, evaluation=eval_size > 0)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            situation = Situation(config, session.state.model, session.knows_loss)
-            found = of_model(dataclasses.replace(found, notes=(*found.notes, *notes)), situation)
-            return found if self.gpu is None else self.gpu.completed(found, session)
-
-
-def stepped(session: Session, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
-    """What training and an evaluation of the run need; a size of 0 leaves one out.
-
-    steps: of training, at least. One more follows if the last has left something, such as optimizer state or a tensor
-    in a list.
-    """
-    found = Breakdown()
-    if size:
-        found = found.joined(_training(session, recorder, steps))
-    if eval_size and session.eval_sets and session.cadences.evaluates:
-        if not size and not all(optimizer.state for optimizer in session.state.optimizers):
-            train_step(session)  # creates the state, which evaluations find in memory
-        recorder.reset()
-        evaluate(session)
-        found = found.joined(recorder.highest)
-    return found
-
-
-def of_model(found: Breakdown, situation: Situation) -> Breakdown:
-    """With what the plan has to know of the model."""
-    model, blocks = situation.model, 0
-    with contextlib.suppress(UserError):
-        blocks = len(blocks_of(model, "blocks()"))
-    smallest, techniques = build.smallest_micro_batch(model), tuple(available(situation))
-    return dataclasses.replace(found, smallest=smallest, blocks=blocks, techniques=techniques)
-
-
-def _training(session: Session, recorder: Recorder, steps: int) -> Breakdown:
-    recorder.reset()
-    for number in range(1, steps + 2):
-        kept = recorder.kept_bytes()
-        train_step(session)
-        update_weight_average(session)
-        state = session.state
-        static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-        if number >= steps and static == session.meter.static and recorder.kept_bytes() == kept:
-            break
-    return recorder.highest
+            found = dataclasses.replace(found, notes=(*found.notes, *notes))
+            return found if self.gpu is None else self.gpu.completed(found, work.engine, config)
 
 
 @contextlib.contextmanager
 def _on_fakes(
     traced: Traced, config: Config, size: int, eval_size: int, ranks: Ranks
-) -> Iterator[tuple[Session, Recorder, MadeUpValues, bool]]:
-    """The run on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
+) -> Iterator[tuple[Work, Recorder, MadeUpValues, bool]]:
+    """An engine on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
     components, gpu = traced.components, traced.gpu
     planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world, components.has_embeddings)
-    shape, eval_shapes = _longest_batches(planned, components, size, eval_size, ranks)
-    parts = build.load_parts(planned, ranks, components)
+    longest_batch, longest_evaluated = _longest_batches(planned, components, size, eval_size, ranks)
+    parts = load_parts(planned, ranks, components)
     host = parts.device
     if gpu is not None:
         parts.device = gpu.device
@@ -171,27 +125,35 @@ def _on_fakes(
         parts.components = dataclasses.replace(parts.components, model=model)
         numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
         parts.numerics = NoOverflow(**numerics, values=values)
-        drop_values(parts.batches, fake, shape, recorder, ahead=gpu is not None)
-        for name, evaluated in parts.eval_sets.items():
-            drop_eval_values(evaluated, fake, eval_shapes.get(name), every=components.has_embeddings)
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
-        session = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
+        parts.initial_device = str(parts.device)
+        engine = assemble(planned, parts, ranks)
         stack.enter_context(document_borders(bool(components.spec.get("packed"))))
+        engine.is_first = False  # what it looks at more closely in the first step are values
+
+        ahead: list[MicroBatch] = []
+
+        def of_training(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+            fakes = without_values(fetched, fake, longest_batch, recorder)
+            return fakes if gpu is None else copied_ahead(fakes, ahead)
+
+        def of_evaluation(name: str, fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+            return without_values(fetched, fake, longest_evaluated.get(name))
+
+        work = Work(planned, engine, parts, size or UNTRAINED, eval_size or 1, of_training, of_evaluation)
         if gpu is not None:
-            gpu.prepare(session)
-        session.attempt = session.engine.attempt = PhaseLog(recorder)
-        recorder.resident = session.meter.resident
-        _settle_shards(session)
-        varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
-        yield session, recorder, values, varies
+            gpu.prepare(engine)
+        _settle_shards(work, fake)
+        varies = any(one is not None for one in (longest_batch, *longest_evaluated.values()))
+        yield work, recorder, values, varies
 
 
 def _longest_batches(
     planned: Config, components: Components, size: int, eval_size: int, ranks: Ranks
 ) -> tuple[MicroBatch | None, dict[str, MicroBatch | None]]:
     """The micro-batches of training and of each evaluation set that stand for all."""
-    real = build.load_parts(planned, ranks, components)
+    real = load_parts(planned, ranks, components)
     shape = longest_in_training(real.batches, size) if size else None
     if not eval_size:
         return shape, {}
@@ -212,18 +174,20 @@ def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
     return made
 
 
-def _settle_shards(session: Session) -> None:
+def _settle_shards(work: Work, fake: Callable[[Tensor], Tensor]) -> None:
     """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
     fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
     """
-    shards = [local(p) for p in session.state.model.parameters() if is_shard(p)]
+    engine = work.engine
+    shards = [local(p) for p in engine.state.model.parameters() if is_shard(p)]
     if not any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards):
         return
-    batch = session.batches.example(build.smallest_micro_batch(session.state.model))
-    batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
-    with torch.no_grad(), session.state.precision.autocast:
-        session.strategy.evaluate(session.task, batch)
-    session.strategy.finish_accumulation()
+    with outside_dispatch_modes():
+        batch = work.parts.batches.example(smallest_micro_batch(engine.state.model))
+    batch = map_tensors(lambda tensor: fake(tensor).to(engine.state.device), batch)
+    with torch.no_grad(), engine.state.precision.autocast:
+        engine.strategy.evaluate(engine.evaluated_task, batch)
+    engine.strategy.finish_accumulation()
 
 
 # --- models without data
@@ -234,7 +198,7 @@ def _model_without_data(
     fake: Callable[[Tensor], Tensor],
     example: Callable[[int], Any],
     device: torch.device,
-    parts: build.Parts,
+    parts: Parts,
 ) -> Callable[..., nn.Module]:
     """The model's class as `assemble` calls it under a fake mode: without data if possible; else on the meta device, as
     models that convert themselves need (`self.half()`, peft's adapters: Module._apply swaps tensors, torch 2.13); else

@@ -73,7 +73,7 @@ def result_of(session: Session, seconds: float) -> RunResult:
         best_objective=progress.best,
         best_step=progress.best_step,
         sweeper_receives="objective",
-        evaluation=session.last_evaluation,
+        evaluation=session.evaluation.last,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,

@@ -29,11 +29,10 @@ from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes, take_restart
-from trainapp.training import callbacks, loop
-from trainapp.training.allocations import refused_in_attempt
+from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session
+from trainapp.training.session import Phase, Session
+from trainapp.training.transaction import refused_in_attempt
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
@@ -169,7 +168,7 @@ def work(session: Session) -> None:
     config = session.config
     if config.mode == "eval":
         evaluate(session)
-        callbacks.end(session)
+        events.end(session)
     elif config.mode == "predict":
         rows.predict(session)
     elif config.mode == "generate":
@@ -179,7 +178,7 @@ def work(session: Session) -> None:
         trained.export(session, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(session)
-        callbacks.end(session)
+        events.end(session)
 
 
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:

@@ -139,6 +139,7 @@ class MicroBatchSizes:
         """
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
+        micro = micro._replace(bucket=bucket)
         size = self.search(bucket).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1 and not self._all_alike():

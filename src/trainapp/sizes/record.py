@@ -12,6 +12,7 @@ from trainapp.config.schema import Config
 from trainapp.data.source import TrainBatches
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
+from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
 
 RESTART = "restart.json"  # in the run directory: what a worker that ran out of memory leaves for the restarted ones
@@ -36,6 +37,11 @@ class Sizes:
     def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, parts: int | None = None):
         self.by_update, self.evaluation, self.parts = by_update, evaluation, parts
         self.train, self.oom_restarts = next(iter(by_update.values())), 0
+        self.autotuner: Autotuner | None = None
+
+    def tunes(self, sizes: MicroBatchSizes) -> bool:
+        """See `Autotuner.follow`."""
+        return self.autotuner is not None and self.autotuner.follow(sizes)
 
     def turn_to(self, update: str) -> None:
         """Select the update whose sizes `train` are."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainapp.files import atomic_write, strict_json
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.tracking.loggers import Guarded, Start, TensorBoard
+from trainapp.tracking.loggers import Guarded, Logger, Start, TensorBoard
 from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
 
@@ -109,6 +109,7 @@ class Tracker:
             JsonLines(run_dir / name if has_numbers else None, self.unwritable) for name in (METRICS, EVALUATIONS)
         )
         chosen = {"tensorboard": TensorBoard()} if loggers is None else loggers
+        self.loggers = chosen
         self._loggers = [Guarded(name, logger) for name, logger in chosen.items()]
         self._tell("start", Start(run_dir, step, config, continues))
         self._warned: set[str] = set()
@@ -205,8 +206,8 @@ class Tracker:
 class SilentTracker:
     """For ranks other than 0: writes nothing but pictures, which go next to the reports of errors."""
 
-    def __init__(self, run_dir: Path, *_: Any):
-        self.run_dir, self.unwritable = run_dir, Unwritable()
+    def __init__(self, run_dir: Path, loggers: Mapping[str, Logger] | None = None):
+        self.run_dir, self.loggers, self.unwritable = run_dir, loggers or {}, Unwritable()
         self.progress = Progress(None, 0, is_silent=True)
         self._pictures: list[Picture] = []
 

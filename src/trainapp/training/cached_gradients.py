@@ -28,21 +28,15 @@ from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, re
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
-from trainapp.torch_private import has_values
-from trainapp.training.allocations import require_all_allocated
-from trainapp.training.engine import Engine
+from trainapp.training.engine import Engine, Number, Totals, Watched
 from trainapp.training.gradient_check import parameters_behind
-from trainapp.training.micro_batches import watch_micro_batch
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session
-from trainapp.training.totals import Number, Totals
+from trainapp.training.session import Phase
 
 
 class _Embedded(NamedTuple):
-    """A micro-batch of the first pass, whose `bucket` an error in the third names; and its embeddings."""
+    """A micro-batch of the first pass, and its embeddings."""
 
     micro: MicroBatch
-    bucket: int | None
     tensors: list[Tensor]
 
 
@@ -63,33 +57,28 @@ class CachedGradients(Engine):
         """Whether the update at work has such a loss."""
         return has_embeddings(self.task)
 
-    def micro_batches(self, session: Session, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
         """Those of the first pass, with the same tensors."""
         if not self._caches:
             return cut
-        self._compiles = session.config.train.compile
-        self._tolerance = 1e-3 if session.config.precision.mode == "fp32" else 2e-2
-        embedded, structure = self._embed(session, cut)
-        self._step_totals, gradients = self._backward_to_embeddings(session, embedded, structure)
+        embedded, structure = self._embed(cut, watched)
+        self._step_totals, gradients = self._backward_to_embeddings(embedded, structure, watched)
         self.weight = self.weight_of(1)  # the gradients are weighed already
-        session.snapshot.restore_generators()
+        self.snapshot.restore_generators()
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
-        return self._third_pass(session, embedded, gradients)
+        return self._third_pass(embedded, gradients)
 
-    def _embed(self, session: Session, cut: Iterator[MicroBatch]) -> tuple[deque[_Embedded], Any]:
+    def _embed(self, cut: Iterator[MicroBatch], watched: Watched) -> tuple[deque[_Embedded], Any]:
         """The first pass, of which no trace is left; and the embeddings of one micro-batch as they were returned."""
-        found, sizes = deque[_Embedded](), session.sizes.train
+        found = deque[_Embedded]()
         structure: Any = None
         for micro in cut:
-            bucket = sizes.current_bucket
             self.attempt.phase = Phase.FORWARD
-            with watch_micro_batch(session, sizes, micro.data):
+            with watched(micro.data):
                 structure = self._without_gradients(micro)
             # Not `piece`, which holds all of a larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
-            found.append(_Embedded(micro, bucket, tensors_in(structure)))
-            if sizes.is_unvalidated:
-                require_all_allocated(session, sizes, session.ranks)
+            found.append(_Embedded(micro, tensors_in(structure)))
             self.attempt.phase = Phase.DATA
         self.snapshot.restore(but=MOVED_ON)
         if self.snapshot.lost:
@@ -107,20 +96,20 @@ class CachedGradients(Engine):
             found = embeddings.embed(self.task, model, batch, micro.samples)
             return tensors_in(found)[0], found
 
-        with torch.set_grad_enabled(self._compiles), self.state.precision.autocast:
+        with torch.set_grad_enabled(self.settings.compile), self.state.precision.autocast:
             _, found = self.strategy.evaluate(call, micro.data)
         # Copies: a view would keep all that it is a part of, such as the features of all tokens.
         return embeddings.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
-        self, session: Session, embedded: deque[_Embedded], structure: Any
+        self, embedded: deque[_Embedded], structure: Any, watched: Watched
     ) -> tuple[Totals, deque[list[Tensor | None]]]:
         """The second pass. Returns the step's totals, on the first rank only since all have the same, and for each
         micro-batch the gradients of its embeddings: None for one that needs none.
         """
         task, precision, step = self._own, self.state.precision, self.step
         self.attempt.phase = Phase.FORWARD
-        with watch_micro_batch(session, session.sizes.train, [own.micro.data for own in embedded]):
+        with watched([own.micro.data for own in embedded]):
             whole, start, end = gather_rows(self.ranks, _joined(embedded, task.setting), task.setting)
             if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
@@ -142,12 +131,10 @@ class CachedGradients(Engine):
         self.attempt.phase = Phase.DATA
         return totals, _cut(embedded, [None if gradient is None else gradient[start:end] for gradient in own])
 
-    def _third_pass(
-        self, session: Session, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]
-    ) -> Iterator[MicroBatch]:
+    def _third_pass(self, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]) -> Iterator[MicroBatch]:
         done = 0
         while embedded:
-            micro, session.sizes.train.current_bucket, _ = embedded.popleft()
+            micro, _ = embedded.popleft()
             self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro
@@ -155,12 +142,12 @@ class CachedGradients(Engine):
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
         """A loss whose gradient for the embeddings is the cached one."""
-        return self.strategy.compute(self._product_with_gradients, batch) if self._caches else super().compute(batch)
+        return self._compute(self._product_with_gradients, batch) if self._caches else super().compute(batch)
 
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
         found = tensors_in(embeddings.embed(self.task, model, batch))
-        if self._first_pass and start is not None and has_values(found[0]):
+        if self._first_pass and start is not None:
             self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
         pairs = zip(found, gradients, strict=True)
         products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
@@ -181,7 +168,7 @@ class CachedGradients(Engine):
         """Raises UserError where the third pass does not repeat the first: the gradients would be of other embeddings.
         Reads values, which waits for the device: in the first step of a process.
         """
-        tolerance = self._tolerance
+        tolerance = 1e-3 if self.state.precision.mode == "fp32" else 2e-2
         for a, b in zip(before, now, strict=True):
             if a.shape != b.shape or float((a.float() - b.detach().float()).norm()) > tolerance * float(
                 a.float().norm()
@@ -190,7 +177,7 @@ class CachedGradients(Engine):
                     f"{self._own.setting}: its embed returns something else when it is repeated on the same "
                     "batch, so that gradients cannot be cached; draw from the global generators, and keep state in "
                     "buffers (docs/oom.md), not in plain attributes"
-                    + (", or use train.compile=false" if self._compiles else "")
+                    + (", or use train.compile=false" if self.settings.compile else "")
                 )
 
 
@@ -207,7 +194,7 @@ def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
 def _cut(embedded: deque[_Embedded], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
     """By micro-batch; of zeros for a dummy."""
     cut, done = deque[list[Tensor | None]](), 0
-    for micro, _, tensors in embedded:
+    for micro, tensors in embedded:
         if micro.real:
             cut.append([None if g is None else g[done : done + micro.samples] for g in gradients])
             done += micro.samples

@@ -6,33 +6,106 @@ losses that compare samples.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.train_state import TrainState
+from trainapp.checkpoint.train_state import TrainState, Update
+from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
-from trainapp.errors import TrainingStopped
-from trainapp.losses.losses import Metrics, Task, evaluate_metrics
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in, problem_of_count
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
-from trainapp.parallel.strategy import SingleDevice, locals_of
+from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
 from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
-from trainapp.training.phase import Phase
-from trainapp.training.session import Attempt, Session, Step
-from trainapp.training.totals import Number, Totals
+from trainapp.training.session import Attempt, Phase, Step
+
+Number = Tensor | float
+Compute = Callable[[Task, Any], tuple[Any, ...]]
+Watched = Callable[[Any], contextlib.AbstractContextManager[None]]  # of a batch: around what is computed from it
+
+
+class Metric(NamedTuple):
+    """The sum of a metric, and of the counts of the micro-batches that have it."""
+
+    total: Number
+    denominator: Number
+
+
+@dataclass
+class Totals:
+    """Sums of losses, of what they are averaged over, and of metrics. They stay on the device until `means`.
+
+    A count is a number of samples or tokens, or a sum of their weights, however small.
+    """
+
+    loss: Number = 0.0
+    count: Number = 0
+    metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds those of the others
+    samples: int = 0
+
+    def plus(
+        self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
+    ) -> "Totals":
+        """These and a micro-batch's; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a
+        number.
+        """
+        if not real:
+            return self
+        new_loss = _summand(loss)
+        if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
+            new_loss = self.loss + new_loss
+        if type(count) is int:  # the usual case, without calls
+            new_count = self.count + count
+        else:
+            count = _summand(count)
+            new_count = _sum_of_counts(self.count, count)
+        added = {}
+        for name, value in metrics.items():
+            total, denominator = self.metrics.get(name, (0, 0))
+            # Where all micro-batches so far have the metric, it is the loss's count: that saves an operation each.
+            denominator = new_count if denominator is self.count else denominator + count
+            added[name] = Metric(total + _summand(value), denominator)
+        return Totals(new_loss, new_count, self.metrics | added, self.samples + samples)
+
+    def over(self, ranks: Ranks) -> "Totals":
+        """Loss and count summed over all ranks. One collective, whatever metrics each rank has."""
+        if ranks.world == 1:
+            return self
+        loss, count = ranks.all_reduce_sum(torch.stack([_on(ranks.device, v) for v in (self.loss, self.count)]))
+        return Totals(loss, count, self.metrics, self.samples)
+
+    def means(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """`{"loss": ..., metric: ...}`; a metric is averaged over the micro-batches and ranks that have it. NaN where
+        the count is 0. Waits for the device.
+
+        ranks: collective, the metrics of all of them; None: this rank's alone. Raises UserError for a negative count.
+        """
+        own = {name: (float(total), float(count)) for name, (total, count) in self.metrics.items()}
+        sums: dict[str, tuple[float, float]] = {}
+        for metrics in (ranks or SingleRank()).all_gather_object(own):
+            for name, (total, count) in metrics.items():
+                others_total, others_count = sums.get(name, (0.0, 0.0))
+                sums[name] = (others_total + total, others_count + count)
+        means = {"loss": _mean("loss", float(self.loss), float(self.count))}
+        return means | {name: _mean(name, *sums_of) for name, sums_of in sums.items()}
 
 
 class Engine:
     """Gradients summed over micro-batches, then one update. Call `begin` first.
 
-    evaluated_task: the loss; in `tasks`, that of each update by name, where there are several.
-    stateful_metrics: names of metrics that are not numbers. is_first: until the first commit of this process, losses
-    and gradients are looked at more closely. rehearses: whether gradients are computed only to be compared
-    (`debug=exactness`).
+    evaluated_task: the loss; in `tasks`, that of each update by name, where there are several. around: what a forward
+    is computed within, such as offload; called with `strategy.compute`.
+    Attributes: stateful_metrics, names of metrics that are not numbers; is_first, until the first commit of this
+    process losses and gradients are looked at more closely; rehearses, whether gradients are computed only to be
+    compared (`train.check_exactness`).
     """
 
     def __init__(
@@ -41,17 +114,17 @@ class Engine:
         strategy: SingleDevice,
         evaluated_task: Task,
         tasks: Mapping[str, Task],
-        nonfinite: NonFiniteCheck,
-        snapshot: Snapshot,
-        attempt: Attempt,
-        grad_clip: float | None,
+        settings: Train,
+        around: Callable[[Compute], Compute] | None = None,
     ):
         self.state, self.strategy, self.ranks = state, strategy, strategy.ranks
-        self.nonfinite, self.snapshot, self.attempt = nonfinite, snapshot, attempt
-        self.grad_clip = grad_clip
+        self.evaluated_task, self.tasks = evaluated_task, tasks
+        self.settings, self.attempt = settings, Attempt()
+        self.snapshot = Snapshot.of(state.stateful, verified=2 * len(state.updates))
+        self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.stateful_metrics: frozenset[str] = frozenset()
-        self.evaluated_task, self.tasks = evaluated_task, tasks
+        self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
         self.is_first = True
 
@@ -66,13 +139,25 @@ class Engine:
         """The loss of the update at work."""
         return self.tasks.get(self.state.update.name, self.evaluated_task)
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(is_built_in, (self.evaluated_task, *self.tasks.values())))
+
+    def alone(self, update: Update) -> contextlib.AbstractContextManager[None]:
+        """Where a step has several updates: inside, only the parameters of this one require gradients."""
+        if len(self.state.updates) == 1:
+            return contextlib.nullcontext()
+        self.strategy.turn_to(update.number)
+        return trained_alone(update.parameters, self.parameters)
+
     def weight_of(self, samples: int) -> Tensor:
         """1 / samples, a scalar on the device: created once per step size, and filled there, since a copy waits."""
         if samples not in self._weights:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def micro_batches(self, session: Session, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
         """Those to compute gradients of, from those that were fetched and cut."""
         return cut
 
@@ -94,7 +179,13 @@ class Engine:
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
         """The loss of a batch as a sum over its samples, its count, and metrics."""
-        return self.strategy.compute(self.task, batch)
+        return self._compute(self.task, batch)
+
+    def evaluate(self, task: Task, micro: MicroBatch) -> tuple[Tensor, Number, Metrics]:
+        """The loss of a micro-batch without training, its count, and metrics."""
+        with self.state.precision.autocast:
+            loss, count, metrics = self.strategy.evaluate(task, micro.data)
+        return loss, count, metrics
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Gradients add up in `p.grad`."""
@@ -128,7 +219,7 @@ class Engine:
         factor = count_factor(totals.count, self.step.samples, norm.device)
         if factor is not None:
             norm = norm * factor
-        clipping = clip_factor(norm, self.grad_clip)
+        clipping = clip_factor(norm, self.settings.grad_clip)
         if clipping is not None:
             factor = clipping if factor is None else clipping * factor
         if factor is not None and gradients:  # both in one pass over the gradients
@@ -215,3 +306,41 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
     if norm.device.type == "cpu" and norm.item() <= limit:
         return None
     return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+# --- numbers and tensors
+
+
+def _on(device: torch.device, value: Number) -> Tensor:
+    """fp64 on `device`. A number becomes a fill: `as_tensor` would copy it from the host and wait for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _sum_of_counts(total: Number, count: Number) -> Number:
+    try:
+        total = total + count
+        fits = not isinstance(total, Tensor) or total.ndim == 0
+    except TypeError:
+        fits = False
+    if not fits:
+        raise UserError(f"task: {problem_of_count(count)}")
+    return total
+
+
+def _summand(value: Number) -> Number:
+    """Without its graph, and in fp32 at least: bf16 counts no further than 256."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach() if value.requires_grad else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _mean(name: str, total: float, count: float) -> float:
+    if count < 0:
+        raise UserError(
+            f"task: the count that {name} is divided by is negative ({count:g}); return the number of samples or "
+            "tokens, or the sum of their weights"
+        )
+    return total / count if count else math.nan

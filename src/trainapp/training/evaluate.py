@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from trainapp.data.batch import MicroBatch
+from trainapp.data.batch import MicroBatch, ranges, tensors_in
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
-from trainapp.losses.losses import evaluate_metrics
+from trainapp.losses import embeddings
+from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
-from trainapp.rng import seed_evaluation
-from trainapp.training import callbacks
-from trainapp.training.allocations import note_refused, require_all_allocated
-from trainapp.training.eval_collectors import collector_for
-from trainapp.training.micro_batches import watch_micro_batch
-from trainapp.training.phase import Phase
-from trainapp.training.session import Evaluated, Objective, Session
-from trainapp.training.totals import Totals
+from trainapp.parallel.ranks import Ranks
+from trainapp.rng import seed_evaluation, seed_from
+from trainapp.training import events
+from trainapp.training.engine import Engine, Totals
+from trainapp.training.session import Evaluated, Objective, Phase, Session
+from trainapp.training.transaction import note_refused, watched
 from trainapp.units import suggest
 
 T = TypeVar("T")
@@ -40,17 +40,17 @@ def evaluate(session: Session) -> None:
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(session)
     for name, batches in session.eval_sets.items():
-        if name not in attempt.evaluated:
-            attempt.evaluated[name] = evaluate_set(session, name, batches)
-    evaluated, attempt.evaluated = attempt.evaluated, {}
+        if name not in session.evaluation.finished:
+            session.evaluation.finished[name] = evaluate_set(session, name, batches)
+    evaluated, session.evaluation.finished = session.evaluation.finished, {}
     means = _by_logged_name({name: own.means for name, own in evaluated.items()})
     results = _by_logged_name({name: own.results for name, own in evaluated.items()})
-    session.last_evaluation = means
+    session.evaluation.last = means
     progress.evaluated_at = progress.step
     session.meter.pause(time.monotonic() - started)
     session.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(session, means)
-    callbacks.after_evaluation(session, results | means)
+    events.after_evaluation(session, results | means)
 
 
 def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -60,27 +60,27 @@ def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated:
     """One set, all its samples. Collective."""
-    state, sizes, attempt = session.state, session.sizes.evaluation, session.attempt
-    tunes = session.autotuner.follow(sizes)
-    if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
+    state, sizes, present = session.state, session.sizes.evaluation, session.evaluation
+    tunes = session.sizes.tunes(sizes)
+    if present.totals is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank validates its size on its own batches, whose number differs: agree once.
         all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1
         session.ranks.enable_votes(not all_validated)
         session.strategy.broadcast_buffers()
-    if attempt.evaluation is None or batches.is_stream:  # which can only be read from its beginning
-        attempt.evaluation, attempt.collector = Totals(), collector_for(session.task)
+    if present.totals is None or batches.is_stream:  # which can only be read from its beginning
+        present.totals, present.collector = Totals(), collector_for(session.task)
         session.metrics.reset()
-    fetched = batches.from_sample(attempt.evaluation.samples, sizes.size, session.ranks)
-    with as_evaluated(session, name):
+    fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
+    with as_evaluated(session.engine, name):
         each_micro_batch(session, fetched, functools.partial(_totals_with, session), functools.partial(_keep, session))
-        totals = attempt.collector.totals(session, attempt.evaluation, batches.is_stream)
+        totals = _of_whole_set(session, batches.is_stream)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks)
     evaluated = Evaluated(totals.means(session.ranks) | as_scalars(results), results)
-    attempt.evaluation = attempt.collector = None
+    present.totals = present.collector = None
     session.metrics.reset()
     if totals.count == 0:
         session.tracker.warn_once(
@@ -92,15 +92,15 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated
 
 
 @contextlib.contextmanager
-def as_evaluated(session: Session, name: str) -> Iterator[None]:
+def as_evaluated(engine: Engine, name: str) -> Iterator[None]:
     """Evaluation mode, with the average's weights; the model's generators and modes are restored. name: of the data."""
-    state = session.state
+    state, snapshot = engine.state, engine.snapshot
     seed_evaluation(state.device, state.seed, name)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(session.snapshot.preserved_generators())
+        stack.enter_context(snapshot.preserved_generators())
         stack.enter_context(state.average.in_place_of_weights())
         stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
-        stack.enter_context(session.snapshot.undone_on_error())
+        stack.enter_context(snapshot.undone_on_error())
         yield
 
 
@@ -119,10 +119,8 @@ def each_micro_batch(
     for batch in fetched:
         for micro in sizes.cut(batch, session.eval_ranks):
             with session.metrics.undone_on_error():
-                with watch_micro_batch(session, sizes, micro.data, micro.samples):
+                with watched(session, sizes, session.eval_ranks, micro.data, micro.samples):
                     result = compute(micro)
-                if sizes.is_unvalidated:
-                    require_all_allocated(session, sizes, session.eval_ranks)
                 session.snapshot.note_written()
                 session.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
             keep(micro, result)
@@ -133,20 +131,39 @@ def each_micro_batch(
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     """The evaluation's totals, with this micro-batch."""
-    totals = session.attempt.evaluation
-    assert totals is not None, "outside an evaluation"
-    with session.state.precision.autocast:
-        loss, count, metrics = session.strategy.evaluate(session.attempt.collector.task, micro.data)
+    present = session.evaluation
+    assert present.totals is not None, "outside an evaluation"
+    loss, count, metrics = session.engine.evaluate(present.collector.task, micro)
     finished = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
     # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
-    return totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
+    return present.totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
 
 
 def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
-    session.attempt.collector.keep(micro.real)
-    session.attempt.evaluation = totals
+    session.evaluation.collector.keep(micro.real)
+    session.evaluation.totals = totals
+
+
+def _of_whole_set(session: Session, interleaved: bool) -> Totals:
+    """This rank's totals of the set, once its batches are evaluated. Collective."""
+    totals, collector = session.evaluation.totals, session.evaluation.collector
+    assert totals is not None, "outside an evaluation"
+    if not isinstance(collector, LossOfEmbeddings):
+        return totals
+    parts = collector.gathered(session.ranks, interleaved, session.config.batch.global_size)
+    session.metrics.reset()  # of an attempt that ran out of memory
+    of_all = Totals(samples=totals.samples)
+    for start, chosen in parts:
+        watching = watched(session, session.sizes.evaluation, session.eval_ranks, chosen, always=True)
+        with watching, session.state.precision.autocast:
+            seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
+            loss, count, metrics = collector.loss_of(chosen, session.state.device)
+            finished = evaluate_metrics(metrics, session.metrics.names)
+            session.metrics.update(metrics)
+        of_all = of_all.plus(loss.clone(), count, finished)
+    return of_all
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
@@ -177,3 +194,81 @@ def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "o
         f"{setting}={objective.direction} {objective.metric}: there is no such metric; there are {', '.join(names)}"
         f"{suggest(objective.metric, names)}"
     )
+
+
+# --- collectors
+
+
+class SumsOfBatches:
+    """The task itself: each batch adds to the totals."""
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def keep(self, real: bool) -> None:
+        """A batch is finished."""
+
+
+class LossOfEmbeddings(SumsOfBatches):
+    """Collects the embeddings of all batches; the loss is of `batch.global_size` of them at a time, in the order of the
+    data, as in training. So it depends neither on the evaluation's micro-batch nor on the ranks.
+
+    They are kept on the host: copying them waits for the device once per batch.
+    """
+
+    def __init__(self, task: Any):
+        self._own = task
+        self._embedded: Any = None  # of the batch at work
+        self._structure: Any = None
+        self._kept: list[list[Tensor]] = []
+        self._whole: list[Tensor] | None = None  # of all ranks; empty on those that do not compute the loss
+
+    def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
+        """Embeds a batch; there is no loss yet."""
+        self._embedded = embeddings.embed(self._own, model, batch)
+        first = tensors_in(self._embedded)[0]
+        return torch.zeros((), device=first.device), 0, {}
+
+    def keep(self, real: bool) -> None:
+        """The batch is finished on all ranks that evaluate together."""
+        if real:
+            self._structure = self._embedded
+            self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._embedded)])
+        self._embedded = None
+
+    def gathered(self, ranks: Ranks, interleaved: bool, size: int) -> Iterator[tuple[int, list[Tensor]]]:
+        """All ranks' embeddings, `size` samples at a time, with the number of the first: on the first rank that has
+        some, none on the others. Collective, but not again where memory runs out after that.
+        """
+        if self._whole is None:
+            ranks.check_peers()
+            parts = ranks.all_gather_object(embeddings.join(self._kept, self._own.setting) if self._kept else [])
+            owners = [rank for rank, part in enumerate(parts) if part]  # none of a stream without samples
+            is_owner = bool(owners) and ranks.rank == owners[0]
+            self._whole = (
+                _in_order([parts[rank] for rank in owners], interleaved, self._own.setting) if is_owner else []
+            )
+            self._kept = []
+        samples = len(self._whole[0]) if self._whole else 0
+        return ((start, [own[start:end] for own in self._whole]) for start, end in ranges(0, samples, size))
+
+    def loss_of(self, chosen: list[Tensor], device: torch.device) -> tuple[Tensor, Any, Metrics]:
+        """The loss of these samples' embeddings."""
+        own = [tensor.to(device) for tensor in chosen]
+        loss: tuple[Tensor, Any, Metrics] = self._own.loss_of_embeddings(embeddings.like(self._structure, own))
+        return loss
+
+
+def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> list[Tensor]:
+    """The rows of all ranks in the order of the data."""
+    joined = embeddings.join(parts, setting)
+    if not interleaved or len(parts) == 1:
+        return joined
+    numbers = [torch.arange(len(part[0])) * len(parts) + rank for rank, part in enumerate(parts)]
+    order = torch.cat(numbers).argsort()
+    return [tensor[order] for tensor in joined]
+
+
+def collector_for(task: Task) -> SumsOfBatches:
+    """What collects the task's batches, in one evaluation."""
+    return LossOfEmbeddings(task) if has_embeddings(task) else SumsOfBatches(task)

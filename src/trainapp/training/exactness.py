@@ -4,7 +4,6 @@ It finds what a retry would change in silence: state that no snapshot holds, suc
 task, a global variable or a file, and kernels that add in any order.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from trainapp.checkpoint.state_dicts import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
 from trainapp.snapshot import checksum
-from trainapp.training.micro_batches import around, micro_batches
+from trainapp.training.engine import Totals
 from trainapp.training.session import Session, Step
-from trainapp.training.totals import Totals
 
 STEPS = 3
 MOST_FINDINGS = 5
@@ -26,30 +24,12 @@ PROTOCOL = (
 )
 
 
-def rehearse(session: Session, step: Step, undo: Callable[[], None]) -> None:
-    """Accumulate the step's gradients twice, undo both, and compare. Collective. Raises TrainingStopped for a
-    difference.
-    """
-    first = outcome(session, accumulated(session))
-    undo()
-    second = outcome(session, accumulated(session))
-    undo()
+def require_same(session: Session, step: Step, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Raises TrainingStopped where two outcomes of the step differ on any rank. Collective."""
     changed = [name for name in first | second if first.get(name) != second.get(name)]
     by_rank = [names for names in session.ranks.all_gather_object(changed) if names]
     if by_rank:
         raise TrainingStopped(_message(by_rank[0], step, session.config.train.deterministic, session.state.device))
-
-
-def accumulated(session: Session) -> Totals:
-    """The gradients of the step that the engine is at, as `loop.train_step` computes them, and its totals."""
-    engine, totals = session.engine, Totals()
-    engine.rehearses, session.attempt.micro_batches = True, 0
-    for micro in micro_batches(session):
-        with around(session, micro):
-            loss, totals = engine.forward(micro, totals)
-            engine.backward(loss, micro)
-    engine.rehearses, session.attempt.micro_batches = False, 0
-    return engine.reduce(totals)
 
 
 def outcome(session: Session, totals: Totals) -> dict[str, Any]:

@@ -16,10 +16,8 @@ from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.optimizers import step_alone
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
-from trainapp.training.engine import Engine, count_factor
-from trainapp.training.phase import Phase
-from trainapp.training.session import Step
-from trainapp.training.totals import Totals
+from trainapp.training.engine import Engine, Totals, count_factor
+from trainapp.training.session import Phase, Step
 
 log = logging.getLogger(__name__)
 

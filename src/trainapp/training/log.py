@@ -7,9 +7,8 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session, Step
-from trainapp.training.totals import Totals
+from trainapp.training.engine import Totals
+from trainapp.training.session import Phase, Session, Step
 
 
 def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
@@ -19,10 +18,12 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
     if applied:
         session.engine.nonfinite.check()
         own = totals.means(session.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
-        session.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
-    if progress.update or not session.logged:
+        session.attempt.logged |= {step.update.named(name): value for name, value in own.items()} | {
+            "loss": own["loss"]
+        }
+    if progress.update or not session.attempt.logged:
         return
-    scalars = session.logged | {"epoch": batches.epochs(progress)}
+    scalars = session.attempt.logged | {"epoch": batches.epochs(progress)}
     scalars |= session.sizes.scalars(batches) | session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.sizes.record import shape_of, shown
-from trainapp.training import callbacks
+from trainapp.training import events
+from trainapp.training.engine import Totals
 from trainapp.training.evaluate import evaluate
 from trainapp.training.log import draw_timeline, log
-from trainapp.training.micro_batches import around, micro_batches
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session, Step
-from trainapp.training.totals import Totals
-from trainapp.training.transaction import transaction
+from trainapp.training.session import Phase, Session, Step
+from trainapp.training.transaction import around, micro_batches, transaction
 
 
 def train(session: Session) -> None:
@@ -28,7 +26,7 @@ def train(session: Session) -> None:
     """
     while True:
         update_weight_average(session)
-        callbacks.after_step(session)
+        events.after_step(session)
         if session.evaluation_is_due:
             evaluate(session)
         if session.save_is_due:

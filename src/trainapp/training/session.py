@@ -1,19 +1,19 @@
-"""The `Session`: everything that the loop works with, in named parts."""
+"""The `Session`: the live objects of one process, and where its step is."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
-from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
 from trainapp.data.progress import due_updates
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
-from trainapp.losses.losses import Task, is_built_in
+from trainapp.losses.losses import Task
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
@@ -21,18 +21,82 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
-from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.training.autotuner import Autotuner
-from trainapp.training.cadences import Cadences, run_length
-from trainapp.training.phase import Phase
-from trainapp.training.totals import Totals
+from trainapp.training.limits import Limits
 
 if TYPE_CHECKING:
-    from trainapp.training.engine import Engine
+    from trainapp.training.engine import Engine, Totals
 
 EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
+
+
+class Phase(str, Enum):
+    """The phases of a run, in the order of a step. Incidents name them by their values."""
+
+    WEIGHT_AVERAGE = "weight average"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    READ = "read"  # a stream's samples of the coming step
+    START = "start"
+    DATA = "data"
+    FORWARD = "forward"
+    LOSS = "loss"
+    METRIC = "metric"
+    BACKWARD = "backward"
+    GRADIENTS = "gradients"
+    UNSCALE = "unscale"
+    CLIP = "clip"
+    UPDATE_IN_BACKWARD = "update in backward"
+    BACKWARD_AFTER_UPDATES = "backward after updates"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    SEARCH = "search"
+    LOG = "log"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether the step has not changed anything yet: rolling back leaves no trace."""
+        return self in _BEFORE_COMMIT
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
+        return self is Phase.COMMIT or self.updates_in_backward
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a backward that updates parameters has begun to do so."""
+        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
+
+    @property
+    def is_voted_on(self) -> bool:
+        """Whether a vote, where votes are held, makes all ranks leave it: torch unscales shards with a reduction of its
+        own that no vote can stop.
+        """
+        return (self.can_be_undone and self is not Phase.UNSCALE) or self in (Phase.READ, Phase.EVALUATE)
+
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether a smaller micro-batch needs less memory here."""
+        return self in _BEFORE_COMMIT or self.is_torn or self is Phase.EVALUATE
+
+
+_BEFORE_COMMIT = frozenset(
+    {
+        Phase.DATA,
+        Phase.FORWARD,
+        Phase.LOSS,
+        Phase.METRIC,
+        Phase.BACKWARD,
+        Phase.GRADIENTS,
+        Phase.UNSCALE,
+        Phase.CLIP,
+    }
+)
 
 
 class Step(NamedTuple):
@@ -76,65 +140,85 @@ class Evaluated(NamedTuple):
 
 
 @dataclass
+class Evaluation:
+    """What evaluations have found: the present one, which continues after it ran out of memory, and the last."""
+
+    totals: "Totals | None" = None  # so far, of the data set that is being evaluated
+    collector: Any = None  # of its batches, see `training.evaluate`
+    finished: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
+    last: dict[str, float] = field(default_factory=dict)  # as logged; of this process
+
+
+@dataclass
 class Attempt:
     """The step or evaluation in progress: what recovery needs to know when it fails."""
 
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
-    evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
-    collector: Any = None  # of its batches, see `train.eval_collectors`
-    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
     micro_batches: int = 0  # begun in it
+    logged: dict[str, float] = field(default_factory=dict)  # metrics of its finished updates
+    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
 
 
 @dataclass
 class Session:
-    """Everything that the loop works with."""
+    """Everything that the loop works with: each field is one room's object."""
 
     config: Config
-    state: TrainState  # model, optimizer, precision, weight average, progress
     engine: "Engine"  # computes gradients and commits them
-    strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     batches: TrainBatches
     eval_sets: EvalSets  # empty: nothing to evaluate
-    length: RunLength
+    limits: Limits  # the run's length and cadences
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
     tracker: Tracker | SilentTracker
     checkpointer: Checkpointer | NullCheckpointer
-    snapshot: Snapshot
     stop: StopRequest
-    cadences: Cadences
     objective: Objective
     metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    loggers: Mapping[str, Logger] = field(default_factory=dict)  # of the tracker
-    logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
-    last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
-    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
-    attempt: Attempt = field(default_factory=Attempt)
-    autotuner: Autotuner = field(default_factory=Autotuner)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+
+    @property
+    def state(self) -> TrainState:
+        """Model, optimizer, precision, weight average, progress."""
+        return self.engine.state
+
+    @property
+    def strategy(self) -> SingleDevice:
+        """How the model is spread over the ranks."""
+        return self.engine.strategy
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What a forward may change, to return to."""
+        return self.engine.snapshot
+
+    @property
+    def attempt(self) -> Attempt:
+        """Where the step is."""
+        return self.engine.attempt
 
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the cadence asks for an evaluation that has not been done at this step."""
         return bool(self.eval_sets) and self._is_due(
-            self.cadences.evaluate, self.cadences.evaluate_epochs, self.state.progress.evaluated_at
+            self.limits.evaluate, self.limits.evaluate_epochs, self.state.progress.evaluated_at
         )
 
     @property
     def save_is_due(self) -> bool:
         """Whether the cadence, the best evaluation so far, or the end of the run asks for a checkpoint of this step."""
-        cadences, saved_at, progress = self.cadences, self.checkpointer.saved_at, self.state.progress
+        limits, saved_at, progress = self.limits, self.checkpointer.saved_at, self.state.progress
         if saved_at == progress.step:
             return False
-        is_best = cadences.saves and progress.best_step == progress.step
-        return is_best or self.is_ending or self._is_due(cadences.save, cadences.save_epochs, saved_at)
+        is_best = limits.saves and progress.best_step == progress.step
+        return is_best or self.is_ending or self._is_due(limits.save, limits.save_epochs, saved_at)
 
     @property
     def is_ending(self) -> bool:
@@ -157,11 +241,6 @@ class Session:
     def task(self, task: Task) -> None:
         self.engine.evaluated_task = task
 
-    @property
-    def knows_loss(self) -> bool:
-        """Whether every loss is one of the application's own."""
-        return all(map(is_built_in, (self.task, *self.engine.tasks.values())))
-
     def coming_updates(self) -> Iterator[Step]:
         """The coming step, once for each of its updates that is due and not finished."""
         due = due_updates(self.state.progress.step, self.state.every)
@@ -170,11 +249,11 @@ class Session:
 
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
-        progress, every, self.attempt.phase = self.state.progress, self.cadences.log, Phase.READ
+        progress, every, self.attempt.phase = self.state.progress, self.limits.log, Phase.READ
         self.sizes.turn_to(self.state.update.name)
         self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
         if not progress.update:
-            self.logged = {}
+            self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)
         is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # else the step may not be typical
@@ -205,10 +284,9 @@ class Session:
 
         Raises UserError where the schedule's warm-up and decay no longer fit.
         """
-        self.length = run_length(self.config, self.batches, self.state.progress)
+        self.limits = Limits.of(self.config, self.batches, self.state.progress)
         self.schedule_rates()
-        self.cadences = Cadences.of(self.config, self.length)
-        self.tracker.progress.set_total(self.length.total_steps)
+        self.tracker.progress.set_total(self.limits.length.total_steps)
 
     def schedule_rates(self) -> None:
         """Give each update the schedule of a run of this length. One that follows evaluations continues.
@@ -219,7 +297,7 @@ class Session:
         for update in self.state.updates:
             state = update.schedule.state_dict()
             update.schedule = schedules.for_optimizer(
-                config.schedule, self.length, update.optimizer, config.user_packages, self.objective.direction
+                config.schedule, self.limits.length, update.optimizer, config.user_packages, self.objective.direction
             )
             if state:
                 update.schedule.load_state_dict(state)
@@ -228,7 +306,7 @@ class Session:
 
     def _require_evaluations(self) -> None:
         """Raises UserError where there are none, which a schedule follows."""
-        if self.config.mode == "train" and not (self.eval_sets and self.cadences.evaluates):
+        if self.config.mode == "train" and not (self.eval_sets and self.limits.evaluates):
             why = "every.eval=null" if self.eval_sets else "the data has no validation split"
             raise UserError(
                 f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "

@@ -1,17 +1,31 @@
-"""A step is a transaction: until its commit, `rollback` leaves no trace of it."""
+"""A step is a transaction: until its commit, `rollback` leaves no trace of it. And what is around each of its
+micro-batches: ranks, and memory that is watched.
+
+Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unvalidated, to
+enforce the limit and to learn what the size needs; when it is logged, at most once in a while; and when it is drawn. In
+others, and in evaluation, single micro-batches are: those whose size is unvalidated, or longer than any before.
+"""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from trainapp.checkpoint.train_state import Update
-from trainapp.parallel.strategy import trained_alone
+import torch
+
+from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.memory.live_tensors import Category
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_from
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import exactness
-from trainapp.training.allocations import note_refused
-from trainapp.training.micro_batches import watch_step
-from trainapp.training.phase import Phase
-from trainapp.training.session import Session, Step
+from trainapp.training.engine import Totals
+from trainapp.training.session import Phase, Session, Step
+
+
+class SwallowedOutOfMemory(torch.OutOfMemoryError):
+    """An allocation failed in the step, and what asked for it caught the error."""
 
 
 @contextlib.contextmanager
@@ -20,24 +34,25 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
 
     Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unvalidated,
     enables votes before each collective on whether any rank ran out of memory; also in the one in which cuDNN tunes
-    itself. Watches memory, see `micro_batches`.
+    itself.
     """
-    attempt, sizes = session.attempt, session.sizes
+    attempt, sizes, engine = session.attempt, session.sizes, session.engine
     attempt.phase, attempt.started, attempt.step = Phase.START, time.monotonic(), step  # no restore point yet
     attempt.micro_batches = 0
     sizes.train.follow_schedule(step.attempt)
-    with alone(session, step.update):
-        session.engine.begin(step)
-        session.snapshot.take("all" if session.rehearsals else "written")
+    with engine.alone(step.update):
+        engine.begin(step)
+        session.snapshot.take("all" if attempt.rehearsals else "written")
         seed(session, step)
         if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
         attempt.phase = Phase.DATA
         session.ranks.start_flag_exchange(session.flags)  # in the background: the step hides it
-        tunes = session.autotuner.follow(sizes.train)
+        tunes = sizes.tunes(sizes.train)
         session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
-            check_exactness(session, step)
+            if attempt.rehearsals:
+                _rehearse(session, step)
             yield
 
 
@@ -46,29 +61,30 @@ def seed(session: Session, step: Step) -> None:
     seed_from(session.state.device, session.state.seed, step.attempt, step.update.number, session.ranks.rank)
 
 
-def alone(session: Session, update: Update) -> contextlib.AbstractContextManager[None]:
-    """Where a step has several updates: inside, only the parameters of this one require gradients."""
-    if len(session.state.updates) == 1:
-        return contextlib.nullcontext()
-    session.strategy.turn_to(update.number)
-    return trained_alone(update.parameters, session.engine.parameters)
+def _rehearse(session: Session, step: Step) -> None:
+    """`train.check_exactness`: accumulate the gradients of one of the first steps twice, undo both, and compare."""
+    outcomes = []
+    for _ in range(2):
+        outcomes.append(exactness.outcome(session, accumulated(session)))
+        rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
+        seed(session, step)
+    exactness.require_same(session, step, *outcomes)
+    session.attempt.phase = Phase.DATA
+    session.attempt.rehearsals -= 1
+    if not session.attempt.rehearsals:
+        session.tracker.note(f"check_exactness: the first {exactness.STEPS} steps are the same when they are retried")
 
 
-def check_exactness(session: Session, step: Step) -> None:
-    """Rehearse the first steps, if `train.check_exactness` asks for it."""
-    if session.rehearsals:
-
-        def undo() -> None:
-            rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
-            seed(session, step)
-
-        exactness.rehearse(session, step, undo)
-        session.attempt.phase = Phase.DATA
-        session.rehearsals -= 1
-        if not session.rehearsals:
-            session.tracker.note(
-                f"check_exactness: the first {exactness.STEPS} steps are the same when they are retried"
-            )
+def accumulated(session: Session) -> Totals:
+    """The gradients of the step that the engine is at, as `loop.train_step` computes them, and its totals."""
+    engine, totals = session.engine, Totals()
+    engine.rehearses, session.attempt.micro_batches = True, 0
+    for micro in micro_batches(session):
+        with around(session, micro):
+            loss, totals = engine.forward(micro, totals)
+            engine.backward(loss, micro)
+    engine.rehearses, session.attempt.micro_batches = False, 0
+    return engine.reduce(totals)
 
 
 def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
@@ -91,3 +107,127 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     session.memory.release()
     if phase.can_be_undone:
         session.snapshot.restore()
+
+
+# --- the step's micro-batches
+
+
+def micro_batches(session: Session) -> Iterator[MicroBatch]:
+    """The coming step's samples, fetched and cut to the size that fits: the same number of pieces on every rank."""
+    batches, sizes = session.batches, session.sizes
+    fetched = session.meter.timed(batches.micro_batches(session.state.progress, sizes.train.size, sizes.parts))
+    cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
+    return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train, session.ranks))
+
+
+@contextlib.contextmanager
+def around(session: Session, micro: MicroBatch) -> Iterator[None]:
+    """Around the forward and backward of a micro-batch. Only the last one of a step sums gradients over ranks."""
+    attempt, sizes, step = session.attempt, session.sizes.train, session.engine.step
+    sizes.current_bucket = micro.bucket
+    is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
+    watching = watched(session, sizes, session.ranks, micro.data, None if is_first else micro.samples)
+    with session.strategy.micro_batch(micro.last), watching:
+        if step.is_logged and micro.real:
+            # That are trained for each of the update's own.
+            with session.meter.counting_flops(step.update.name, micro.samples * step.update.every):
+                yield
+        else:
+            yield
+    if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
+        attempt.phase = Phase.DATA
+
+
+# --- watched memory
+
+
+def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManager[None]:
+    """Use around a whole step."""
+    # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
+    is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
+    is_watched = session.sizes.train.is_unvalidated or step.is_drawn or is_due
+    return _watched_step(session, step) if is_watched else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _watched_step(session: Session, step: Step) -> Iterator[None]:
+    # Both live on. Created before the block, they are not what a first step leaves behind.
+    session.engine.scaled(session.engine.weight_of(step.samples))
+    with session.memory.watch(session.meter.resident()):
+        yield
+    session.memory.note_step()
+
+
+def watched(
+    session: Session,
+    sizes: MicroBatchSizes,
+    ranks: Ranks,
+    batch: Any,
+    samples: int | None = None,
+    always: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
+    batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
+
+    sizes: those that it was cut by. ranks: those that go forward together. samples: tells the search for larger sizes
+    how many have had this peak; None where it says little of others, as in the first micro-batch of a step, which no
+    gradients precede. always: whatever the sizes say.
+    """
+    if always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated:
+        return _watched(session, sizes, ranks, batch, samples)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _watched(session: Session, sizes: MicroBatchSizes, ranks: Ranks, batch: Any, samples: int | None) -> Iterator[None]:
+    with session.memory.watch(session.meter.resident()):
+        before = session.memory.lap()
+        with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # last, so that an error names it
+            yield
+        after = session.memory.lap()
+    if samples and before and after:
+        sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
+    if sizes.is_unvalidated:
+        _require_all_allocated(session, sizes, ranks)
+
+
+# --- allocations that fail without an error, because a library catches it and takes another way
+
+
+def note_refused(session: Session) -> None:
+    """Note how many allocations have been refused so far. In unvalidated and logged steps alone: reading takes time."""
+    session.attempt.refused = session.memory.refused_allocations()
+
+
+def refused_in_attempt(session: Session) -> int:
+    """How many allocations the device's allocator has refused since `note_refused`."""
+    return session.memory.refused_allocations() - session.attempt.refused
+
+
+def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Ranks) -> None:
+    """Raises SwallowedOutOfMemory if an allocation has failed in a micro-batch of an unvalidated size, a smaller size
+    is left to try, and the other ranks can be informed.
+
+    The search for a convolution's plan catches such errors (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp): it
+    skips a plan whose workspace does not fit, runs the next, and keeps that one for the rest of the process. Its result
+    may differ in the last bits from that of a process with more memory, and it may be slow. So such a size does not
+    fit, error or not. Two exceptions: the smallest size, since a slow step is better than none, and several ranks that
+    hold no votes, since all of them would have to restart. The allocator counts on the host, when an operation is
+    launched, so that reading its count waits for no kernel.
+    """
+    count = refused_in_attempt(session)
+    if count <= 0 or not session.config.oom.enabled:
+        return
+    note_refused(session)
+    if sizes.can_shrink and (ranks.world == 1 or ranks.votes_enabled):
+        raise SwallowedOutOfMemory(
+            f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
+            "cuDNN, which then takes another algorithm"
+        )
+    why = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
+    session.tracker.warn_once(
+        f"step {session.state.progress.step + 1}: allocations fail and something catches the errors, probably cuDNN, "
+        f"which then takes other algorithms; the step is not retried, since {why}. It may be slow, and its result may "
+        "differ in the last bits",
+        topic="swallowed errors",
+    )

@@ -16,21 +16,18 @@ from trainapp.sizes.micro_batches import MicroBatchSizes
 
 
 class Autotuner:
-    """Switches cuDNN's autotuner on while the sizes at work are settled. Does nothing without a CUDA `device`, or with
+    """Switches cuDNN's autotuner on while the sizes at work are settled. For runs on CUDA without
     `train.deterministic`, since the fastest algorithm may differ from run to run.
     """
 
-    def __init__(self, device: torch.device | None = None, deterministic: bool = False):
-        self._is_used = device is not None and device.type == "cuda" and not deterministic
+    def __init__(self) -> None:
         self._is_on: bool | None = None  # None: not set yet
         self._settled: set[int] = set()  # ids of sizes
 
     def follow(self, sizes: MicroBatchSizes) -> bool:
         """Call before work that is cut by these sizes. Returns whether it is the first since they are settled, in which
-        algorithms are timed: that may need more memory than was validated. Equal on all ranks that share the sizes.
+        algorithms are timed: that may need memory which was not validated. Equal on all ranks that share the sizes.
         """
-        if not self._is_used:
-            return False
         is_settled = sizes.search_has_ended and not sizes.is_unvalidated
         if is_settled is not self._is_on:
             torch.backends.cudnn.benchmark = self._is_on = is_settled

@@ -1,22 +1,86 @@
-"""The batches of a configuration's data sets, for training and for evaluation."""
+"""What a configuration opens before anything is assembled: its data, as batches; device, memory and numerics."""
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainapp.assembly.components import Components
+from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.data.stream_reader import is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
+from trainapp.memory import device as device_memory
+from trainapp.memory.device import DeviceMemory
+from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
+from trainapp.rng import seed_everything
 from trainapp.stateful import Owner, Stateful
 from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What needs values or the device: data, memory, numerics. A trace replaces them before an engine is assembled.
+
+    initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
+    the meta device, then shard by shard).
+    """
+
+    components: Components
+    device: torch.device
+    memory: DeviceMemory
+    numerics: precision.Precision
+    batches: TrainBatches
+    eval_sets: EvalSets
+    initial_device: str | None = None
+    resumes: bool = False
+
+    @property
+    def first(self) -> Callable[[int], Any] | None:
+        """As `Source.first`. None for the stream of a run that resumes: it is not read from its beginning, and the
+        loss of its first samples was checked when the run began.
+        """
+        return None if self.resumes and is_stream(self.components.train_data) else self.batches.source.first
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        """What owns state other than the model's tensors, by the name that it has in checkpoints."""
+        components = self.components
+        tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
+        evaluated = eval_roots({name: own.state_owner for name, own in self.eval_sets.items()})
+        return {**tasks, "data": self.batches.source.state_owner, **evaluated}
+
+    def close(self) -> None:
+        """End the processes that read."""
+        self.batches.close()
+        for evaluated in self.eval_sets.values():
+            evaluated.close()
+
+
+def load_parts(
+    config: Config, ranks: Ranks, components: Components | None = None, memory: DeviceMemory | None = None
+) -> Parts:
+    """Opens the data, limits the memory and seeds the generators, from which `assemble` draws the parameters.
+
+    components: as an earlier call has opened them. memory: see `build`. Raises UserError for mistakes in names and
+    arguments.
+    """
+    seed_everything(config.train.seed)  # for what a data set or a task draws
+    components = components or load_components(config)
+    device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
+    set_global_switches(config, device)
+    memory = memory or device_memory.build(config.memory, device)  # before anything is allocated on the device
+    memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
+    seed_everything(config.train.seed)
+    numerics = precision.build(config.precision, device)
+    return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
 
 
 def data_batches(

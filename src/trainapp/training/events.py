@@ -104,5 +104,5 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         waited=session.meter.waited,
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
-        logged=dict(session.logged),
+        logged=dict(session.attempt.logged),
     )

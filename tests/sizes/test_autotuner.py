@@ -6,9 +6,9 @@ import torch
 
 from trainapp.data.batch import MicroBatch
 from trainapp.parallel.ranks import SingleRank
+from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import loop
-from trainapp.training.autotuner import Autotuner
 
 CUDA = torch.device("cuda", 0)
 
@@ -35,7 +35,7 @@ def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None
 
 
 def test_from_the_first_proven_step_to_the_next_search():
-    sizes, tuner, found = MicroBatchSizes(32), Autotuner(CUDA), []
+    sizes, tuner, found = MicroBatchSizes(32), Autotuner(), []
     for fails in (False, False, False, False, False, True, False, False, False, False):
         found.append((tuner.follow(sizes), switches()[0]))
         work(sizes, fails=fails)
@@ -54,7 +54,7 @@ def test_from_the_first_proven_step_to_the_next_search():
 
 def test_an_evaluation_between_does_not_tune_the_training_anew():
     """The ranks' evaluations differ, but they must agree on the step in which they vote."""
-    training, evaluation, tuner = MicroBatchSizes(32), MicroBatchSizes(64), Autotuner(CUDA)
+    training, evaluation, tuner = MicroBatchSizes(32), MicroBatchSizes(64), Autotuner()
     for _ in range(3):
         work(training)
     assert tuner.follow(training)
@@ -64,19 +64,10 @@ def test_an_evaluation_between_does_not_tune_the_training_anew():
     assert switches()[0] is True
 
 
-@pytest.mark.parametrize("tuner", [Autotuner(), Autotuner(torch.device("cpu")), Autotuner(CUDA, deterministic=True)])
-def test_elsewhere_it_is_left_alone(tuner):
-    sizes, before = MicroBatchSizes(32), switches()
-    for _ in range(5):
-        assert not tuner.follow(sizes)
-        work(sizes)
-    assert switches() == before
-
-
 def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path):
     """It may need memory that has not been validated."""
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=6")
-    run.autotuner, votes = Autotuner(CUDA), []
+    run.sizes.autotuner, votes = Autotuner(), []
     run.ranks.enable_votes = votes.append
     loop.train(run)
     run.close()

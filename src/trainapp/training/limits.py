@@ -10,12 +10,13 @@ from trainapp.errors import UserError
 
 
 @dataclass
-class Cadences:
-    """How often, in optimizer steps; 0 is never.
+class Limits:
+    """The run's length, and how often it logs, evaluates and saves, in optimizer steps; 0 is never.
 
     evaluate_epochs, save_epochs: the same in epochs, at whose ends it is done, where their lengths are not known.
     """
 
+    length: RunLength
     log: int
     evaluate: int
     save: int
@@ -33,16 +34,16 @@ class Cadences:
         return self.save > 0 or self.save_epochs > 0
 
     @classmethod
-    def of(cls, config: Config, length: RunLength) -> "Cadences":
-        """From `every.*`. Raises UserError for a duration that cannot be measured against this length."""
-        every, steps = config.every, {}
+    def of(cls, config: Config, batches: TrainBatches, progress: Progress) -> "Limits":
+        """Of a run at this position. Raises UserError for a duration that cannot be measured against its length."""
+        every, steps, length = config.every, {}, run_length(config, batches, progress)
         epochs = {"eval": _epochs(every.eval, length), "save": _epochs(every.save, length)}
         for name, value in {"log": every.log, "eval": every.eval, "save": every.save}.items():
             try:
                 steps[name] = 0 if epochs.get(name) else to_steps(value, length)
             except ValueError as error:
                 raise UserError(f"every.{name}: {error}") from None
-        return cls(steps["log"], steps["eval"], steps["save"], epochs["eval"], epochs["save"])
+        return cls(length, steps["log"], steps["eval"], steps["save"], epochs["eval"], epochs["save"])
 
 
 def _epochs(value: int | str | None, length: RunLength) -> int:
