@@ -93,6 +93,11 @@ def test_there_are_enough_of_them():
     assert len(MESSAGES) + len(PROVOKED) >= 17
 
 
+def accelerator_error(text: str) -> Exception:
+    """torch's own type for driver errors, where this version has it."""
+    return getattr(torch, "AcceleratorError", RuntimeError)(text)
+
+
 # EvilBT/ComfyUI_SLK_joy_caption_two#28: the asynchronous allocator mentions memory only at the end of its message
 ASYNC_ALLOCATOR = (
     "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 15.16 GiB\n"
@@ -105,8 +110,8 @@ ASYNC_ALLOCATOR = (
     [
         torch.OutOfMemoryError(ASYNC_ALLOCATOR),
         torch.OutOfMemoryError(""),
-        torch.cuda.OutOfMemoryError("any words"),
         torch.distributed.DistBackendError(MESSAGES["NCCL"]),
+        accelerator_error(MESSAGES["CUDA driver"]),
         RuntimeError(MESSAGES["CUDA caching allocator"], {"step": 3}),  # its str() is that of a tuple
         RuntimeError(MESSAGES["MPS"], "while training"),
         MemoryError(),
@@ -116,15 +121,6 @@ ASYNC_ALLOCATOR = (
 )
 def test_types(error):
     assert is_out_of_memory(error)
-
-
-def accelerator_error(text: str) -> Exception:
-    """torch's own type for driver errors, where this version has it."""
-    return getattr(torch, "AcceleratorError", RuntimeError)(text)
-
-
-def test_the_drivers_own_type():
-    assert is_out_of_memory(accelerator_error(MESSAGES["CUDA driver"]))
 
 
 def huge_tensor():
@@ -159,7 +155,10 @@ def raised_by(function) -> BaseException:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems promise more than they have")
 @pytest.mark.parametrize("name", PROVOKED)
 def test_provoked_here(name):
-    assert is_out_of_memory(raised_by(PROVOKED[name]))
+    error = raised_by(PROVOKED[name])
+    assert is_out_of_memory(error)
+    if name in ("huge_tensor", "huge_array"):
+        assert requested_bytes(str(error)) == 2**50
 
 
 class Failing(Dataset):
@@ -307,31 +306,16 @@ def test_what_is_not_a_dead_context():
     assert not is_device_lost(RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"))
 
 
-def nccl_error(text: str) -> Exception:
-    return torch.distributed.DistBackendError(text)
-
-
 def test_what_an_error_breaks_for_good():
-    for name in MESSAGES:
-        part = broken_part(RuntimeError(MESSAGES[name]))
-        if name.startswith("NCCL"):
-            assert part == broken_part(nccl_error(MESSAGES[name])) == "the NCCL communicator"
-        elif name == "CUDA driver API":
-            assert part == "the allocator of expandable segments"
-        else:
-            assert part is None, name
-    assert broken_part(torch.OutOfMemoryError(MESSAGES["CUDA caching allocator"])) is None
+    for name, message in MESSAGES.items():
+        expected = {"CUDA driver API": "the allocator of expandable segments"}.get(name)
+        expected = "the NCCL communicator" if name.startswith("NCCL") else expected
+        assert broken_part(RuntimeError(message)) == expected, name
+    assert broken_part(torch.distributed.DistBackendError(MESSAGES["NCCL"])) == "the NCCL communicator"
     assert broken_part(ValueError(MESSAGES["CUDA driver API"])) is None
-
-
-def test_what_a_cause_breaks_counts():
-    def wrapped():
-        try:
-            raise RuntimeError(MESSAGES["CUDA driver API"])
-        except RuntimeError as error:
-            raise RuntimeError("the step failed") from error
-
-    assert broken_part(raised_by(wrapped)) == "the allocator of expandable segments"
+    cause = RuntimeError("the step failed")
+    cause.__cause__ = RuntimeError(MESSAGES["CUDA driver API"])
+    assert broken_part(cause) == "the allocator of expandable segments"
 
 
 def from_cause():
@@ -382,14 +366,9 @@ def test_what_the_allocator_has_refused_decides_first(message):
     """Under a limit the device has memory left."""
     error = RuntimeError(message)
     assert [is_out_of_memory(error, refused) for refused in (0, 1, 7)] == [False, True, True]
-    assert not is_out_of_memory(ValueError(message), 1)
     assert not is_device_lost(error)
-    assert broken_part(error) is None
-
-
-def test_a_refused_allocation_makes_no_other_error_one():
-    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError(LOST[0]), KeyError("step")):
-        assert not is_out_of_memory(error, 1)
+    for other in (ValueError(message), RuntimeError("mat1 and mat2 shapes"), RuntimeError(LOST[0]), KeyError("step")):
+        assert not is_out_of_memory(other, 1)
 
 
 @pytest.mark.parametrize(
@@ -405,9 +384,3 @@ def test_a_refused_allocation_makes_no_other_error_one():
 )
 def test_requested_bytes(name, wanted):
     assert requested_bytes(MESSAGES[name]) == wanted
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems promise more than they have")
-def test_requested_bytes_of_real_errors():
-    assert requested_bytes(str(raised_by(huge_tensor))) == 2**50
-    assert requested_bytes(str(raised_by(huge_array))) == 2**50

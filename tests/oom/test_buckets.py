@@ -131,43 +131,31 @@ def several_sizes(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("several_sizes")
-def test_images_of_several_sizes(tmp_path):
-    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
-    small, large = 128, 2048  # 64 and 1024 pixels plus a target, rounded up to a power of two
-    assert set(recorded.run.sizes.train.searches) == {small, large}
-    assert recorded.run.sizes.train.searches[small].size == 16
-    assert recorded.run.sizes.train.searches[large].size < 16
-    assert recorded.run.sizes.train.searches[small].fails is None
-    assert recorded.run.memory.peak <= LIMIT
-    for epoch in range(4):
-        assert sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices) == list(range(64))
-
-
-@pytest.mark.usefixtures("several_sizes")
-def test_the_log_says_which_shape_a_size_is_for(tmp_path, caplog):
+def test_each_shape_has_its_size_and_a_schedule_replays_them(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     changes = {**AUTO, "memory.limit": LIMIT, "oom.grow": True, "train.max_steps": 40}
-    sizes = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes=changes)).run.sizes.train
-    size = sizes.searches[2048].size
+    recorded = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes=changes))
+    assert recorded.failures
+    assert recorded.run.memory.peak <= LIMIT
+    for epoch in range(10):
+        assert sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices) == list(range(64))
+    searches = recorded.run.sizes.train.searches
+    assert set(searches) == {128, 2048}  # 64 and 1024 pixels plus a target, rounded up to a power of two
+    assert (searches[128].size, searches[128].fails) == (16, None)
+    size = searches[2048].size
+    assert size < 16
     tried = [text for text in caplog.messages if "tries a larger" in text]
     assert tried
     assert all(text.endswith(" for up to 2048 elements per sample") for text in tried)
     ended = [text.partition(" with ")[2] for text in caplog.messages if "the search ended" in text]
-    both = f"micro-batch 16 for up to 128 elements per sample, {size} for up to 2048 elements per sample"
-    assert ended == [both]
+    assert ended == [f"micro-batch 16 for up to 128 elements per sample, {size} for up to 2048 elements per sample"]
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("several_sizes")
-def test_a_schedule_replays_the_sizes_of_each_shape(tmp_path):
-    recorded = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))
-    plan = recorded.run.sizes.micro_schedule()
-    assert recorded.failures
+    plan, steps = recorded.run.sizes.micro_schedule(), {**AUTO, "train.max_steps": 40}
     assert any(isinstance(sizes, dict) for sizes in plan.values())
-    again = Recorded(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=AUTO))
+    again = Recorded(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=steps))
     assert again.failures == []
     assert again.run.sizes.micro_schedule() == plan
     assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))
     one_size = {step: sizes if isinstance(sizes, int) else min(sizes.values()) for step, sizes in plan.items()}
-    other = Recorded(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=AUTO))
+    other = Recorded(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=steps))
     assert not torch.equal(weights(recorded.run.state.model), weights(other.run.state.model))

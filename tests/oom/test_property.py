@@ -12,22 +12,20 @@ from trainapp.errors import UserError
 from .conftest import tiny
 from .inject import Recorded
 
-REAL = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
-REAL_ARGUMENTS = {
-    "samples": st.integers(1, 90),
-    "global_size": st.integers(1, 64),
-    "kilobytes": st.integers(0, 60),
-    "drop_last": st.booleans(),
-    "eval_every": st.sampled_from([None, 1, 3]),
-}
-
-
-def real_run(samples, global_size, kilobytes, drop_last, eval_every):
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    samples=st.integers(1, 90),
+    global_size=st.integers(1, 64),
+    kilobytes=st.integers(0, 60),
+    drop_last=st.booleans(),
+    eval_every=st.sampled_from([None, 1, 3]),
+)
+@example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)
+def test_real_runs(samples, global_size, kilobytes, drop_last, eval_every):
     """A real run under a real limit, from almost nothing to plenty."""
     static = 3 * 4 * (64 * 8 + 8 + 8 * 10 + 10)  # parameters, gradients and momentum
     overrides = (
@@ -68,18 +66,3 @@ def real_run(samples, global_size, kilobytes, drop_last, eval_every):
         assert len(seen) == len(set(seen)) == epoch_samples
     assert recorded.run.state.progress.samples == 3 * epoch_samples
     assert recorded.run.state.progress.step == 3 * recorded.run.batches.steps_per_epoch
-
-
-@pytest.mark.slow
-@REAL
-@given(**REAL_ARGUMENTS)
-@example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)
-def test_real_runs(**drawn):
-    real_run(**drawn)
-
-
-@pytest.mark.slow
-@settings(REAL, max_examples=60)
-@given(**REAL_ARGUMENTS)
-def test_many_real_runs(**drawn):
-    real_run(**drawn)

@@ -128,15 +128,6 @@ def test_the_whole_report(tmp_path, network, hungry, module, caplog):
 
 
 @pytest.mark.slow
-def test_phases_outside_the_model(tmp_path):
-    # The optimizer's kernels and the clipping belong to no module.
-    for phase in ("clip", "commit"):
-        recorded = Recorded(tiny(tmp_path / phase, *cell("mlp", "fp32")), Injector(phase, 2, 0))
-        (failure,) = recorded.failures
-        assert (failure.phase, failure.module) == (phase, "")
-
-
-@pytest.mark.slow
 def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
     # The first error is traced to its module; at the second, tracking is off.
     class Two(Injector):
@@ -157,15 +148,10 @@ def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_reports_are_numbered(tmp_path):
-    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1, above=1))
-    names = sorted(path.name for path in (tmp_path / "oom").glob("*.md"))
-    assert names == ["001_step_2.md", "002_step_2.md", "003_step_2.md"]
-
-
-@pytest.mark.slow
-def test_a_restart_from_the_beginning_keeps_the_reports(tmp_path):
-    injector = Injector("commit", 2, 0, times=2)
+@pytest.mark.parametrize("error", [{"phase": "forward", "above": 2}, {"phase": "commit", "times": 2}])
+def test_reports_are_numbered(tmp_path, error):
+    """Also where an error in the commit leads back to the start."""
+    injector = Injector(step=2, **error)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == 2
     assert [path.name for path in sorted((tmp_path / "oom").glob("*.md"))] == ["001_step_2.md", "002_step_2.md"]

@@ -38,7 +38,8 @@ def each_sample_once(recorded: Recorded, epochs: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("global_size", [128, 256])
 @pytest.mark.parametrize(("grow", "wanted"), [(True, range(95, 101)), (False, range(64, 65))])
-def test_where_100_fits(tmp_path, global_size, grow, wanted):
+def test_where_100_fits(tmp_path, global_size, grow, wanted, caplog):
+    caplog.set_level(logging.INFO)
     limit = limit_for(tmp_path, 100, global_size)
     overrides = (f"batch.global_size={global_size}", f"memory.limit={limit}", f"oom.grow={str(grow).lower()}")
     recorded = Recorded(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
@@ -50,18 +51,7 @@ def test_where_100_fits(tmp_path, global_size, grow, wanted):
     each_sample_once(recorded, 4)
     if grow:
         assert micro.search_has_ended
-
-
-@pytest.mark.slow
-def test_the_log_says_where_the_search_ended(tmp_path, caplog):
-    limit = limit_for(tmp_path, 100)
-    overrides = ("batch.global_size=128", f"memory.limit={limit}", "oom.grow=true", "train.max_steps=40")
-    with caplog.at_level(logging.INFO):
-        recorded = Recorded(tiny(tmp_path / "run", *LINEAR, *overrides))
-    size = recorded.run.sizes.train.size
-    ended = [r.getMessage() for r in caplog.records if "search" in r.getMessage() and "ended" in r.getMessage()]
-    assert len(ended) == 1
-    assert str(size) in ended[0]
+        assert sum(text.endswith(f"with micro-batch {micro.size}") for text in caplog.messages) == 1
 
 
 def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):

@@ -43,12 +43,6 @@ class Reassigned(Block):
 
     def scale(self, x):
         self.stat = self.stat * 0.9 + x.mean()
-        return 1.0
-
-
-class ReassignedAndUsed(Reassigned):
-    def scale(self, x):
-        super().scale(x)
         return 1 + self.stat
 
 
@@ -156,43 +150,9 @@ class SharedNorm(Block):
         return torch.tanh(self.linear(self.shared(x)))
 
 
-class Alternating(Block):
-    """Net calls its first block twice, so that this is 0 again before the backward."""
-
-    def setup(self):
-        self.round = 0
-
-    def scale(self, x):
-        self.round = (self.round + 1) % 2
-        return 1 + self.round
-
-
-class DeletedAtTheEnd(Block):
-    """Torch ends the recomputation before it is deleted."""
-
-    def forward(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-        y = super().forward(x)
-        del self.calls
-        return y
-
-    def scale(self, x):
-        return self.calls
-
-
 class FlipsItsMode(Block):
     def scale(self, x):
         self.training, was = not self.training, self.training
-        return 1.5 if was else 0.5
-
-
-class FlipsAChild(Block):
-    def setup(self):
-        self.child = nn.Identity()
-
-    def scale(self, x):
-        was = self.child.training
-        self.child.train(not was)
         return 1.5 if was else 0.5
 
 
