@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.losses.inputs import beside_inputs, inputs_and_targets, predictions
-from trainapp.techniques.chunked_loss import features_only, head_of, linear_cross_entropy
+from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
@@ -84,9 +84,8 @@ class InChunks:
                 f"memory.loss_chunk={self.rows}: the targets are shares of classes (mixup or cutmix, say), and the "
                 "loss in chunks needs one class for each sample; use memory.loss_chunk=null"
             )
-        with features_only(model):
+        with features_only(model) as head:
             features = model(inputs, **others)
-        head: Any = head_of(model)
         loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
         count = len(targets) if self.task is classification else (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}

@@ -95,14 +95,11 @@ def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
     """The next size. Raises ValueError for one that is not smaller, with which the search would never end."""
     if reduce is None:
         return size // 2
-    needed = [
-        p for p in inspect.signature(reduce).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    smaller = int(reduce(size) if needed else reduce())
+    parameters = inspect.signature(reduce).parameters.values()
+    takes_size = any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
+    smaller = int(reduce(size) if takes_size else reduce())
     if smaller >= size:
-        raise ValueError(
-            f"reduce_batch_size_fn returned {smaller} after batch size {size}: it must return a smaller one"
-        )
+        raise ValueError(f"reduce_batch_size_fn returned {smaller} after batch size {size}; it must be smaller")
     return smaller
 
 

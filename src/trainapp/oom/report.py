@@ -228,12 +228,8 @@ def final_message(session: Session, report: OomReport) -> str:
 
 
 def _why_no_smaller(session: Session, report: OomReport) -> str:
+    setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
     if losses.needs_whole_batch(session.task):
-        setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
         return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
-    if losses.has_embeddings(session.task) and not report.evaluating:
-        return (
-            "nothing is left to halve, and its loss keeps the inputs and embeddings of all samples of a step in "
-            "memory: a smaller batch.global_size helps"
-        )
-    return "nothing is left to halve"
+    embeds = losses.has_embeddings(session.task) and not report.evaluating
+    return f"nothing is left to halve{f'; its loss keeps a whole batch, a smaller {setting} helps' if embeds else ''}"

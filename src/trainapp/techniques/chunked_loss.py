@@ -57,17 +57,10 @@ def auto_rows(count: int, head: nn.Linear) -> int:
     return max(LEAST_ROWS, 1 << (-(-max(count, 1) // chunks) - 1).bit_length())
 
 
-def head_of(model: nn.Module) -> nn.Module:
-    """The last layer of a model that `require_head` accepts."""
-    parts = last_layer(model)
-    assert parts is not None, "see require_head"
-    return parts.head
-
-
 @contextlib.contextmanager
-def features_only(model: nn.Module) -> Iterator[None]:
-    """Inside the block, calling the model returns what its `features()` returns, which `head` turns into logits. For
-    models of `last_layer`.
+def features_only(model: nn.Module) -> Iterator[Any]:
+    """Inside the block, calling the model returns what its `features()` returns, which the head, that is given, turns
+    into logits. For models that `require_head` accepts.
 
     By its forward rather than by a call of `features`, so that hooks and compilation see a call of the model.
     """
@@ -77,7 +70,7 @@ def features_only(model: nn.Module) -> Iterator[None]:
     own = attributes.pop("forward", None)
     attributes["forward"] = parts.features
     try:
-        yield
+        yield parts.head
     finally:
         attributes.pop("forward")
         if own is not None:
@@ -94,13 +87,12 @@ def require_head(config: Config, model: nn.Module) -> None:
             "nn.Linear `head` with forward(inputs) == head(features(inputs)), or leave the setting out"
         )
     head = parts.head
-    is_plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    if not is_plain or has_forward_hooks(head):
-        what = f"the head of {name} must be a plain nn.Linear, and is a {type(head).__name__}"
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_forward_hooks(head):
+        hooks = " with hooks" if has_forward_hooks(head) else ""
         raise UserError(
-            f"{setting}: {what}{' with hooks, which this loss would not run' if is_plain else ''}; make it one (with "
-            "torch.nn.utils.parametrizations in place of weight_norm and spectral_norm; without an adapter, if it has "
-            f"one), or set {SETTING}=null"
+            f"{setting}: the head of {name} must be a plain nn.Linear, and is a {type(head).__name__}{hooks}, which "
+            "this loss would not run; make it one (with torch.nn.utils.parametrizations in place of weight_norm and "
+            f"spectral_norm; without an adapter, if it has one), or set {SETTING}=null"
         )
     if config.parallel.strategy == "fsdp":
         inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
@@ -119,14 +111,11 @@ def require_same_forward(
 
     inputs: of some samples; others: what the model takes beside them. Buffers and generators stay as they are.
     """
-    parts = last_layer(model)
-    assert parts is not None, "see require_head"
-    head: Any = parts.head
     before = [buffer.clone() for buffer in model.buffers()]
     with preserved_rng(inputs.device):
         output = model(inputs, **others)
         logits = getattr(output, "logits", output)
-    with preserved_rng(inputs.device), features_only(model):
+    with preserved_rng(inputs.device), features_only(model) as head:
         expected = F.linear(model(inputs, **others), head.weight, head.bias)  # without hooks, as the loss does
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
