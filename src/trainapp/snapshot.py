@@ -451,11 +451,13 @@ def _can_be_held(tensor: Tensor) -> bool:
     """Not where there is nothing yet (lazy modules), nor where in-place writes are impossible: an inference tensor, or
     an expanded one, whose elements share memory.
     """
-    if is_lazy(tensor) or tensor.is_inference():
-        return False
-    if tensor.layout is not torch.strided:
-        return True
-    return all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (is_lazy(tensor) or tensor.is_inference() or is_expanded(tensor))
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory, so that it cannot be filled."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(stride == 0 and size > 1 for size, stride in pairs)
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,6 +33,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 _NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,7 @@ class CheckpointDirectory:
     def write(self, saving: Saving) -> None:
         """Write a checkpoint. Collective. Raises TrainingStopped when a disk refuses it."""
         folder = self.begin(saving.step)
-        files: dict[str, Any] = {}
-        self._on_all_ranks(saving.step, folder, lambda: files.update(saving.write(folder)))
-        self.commit(folder, files, saving)
+        self.commit(folder, self._on_all_ranks(saving.step, folder, lambda: saving.write(folder)), saving)
 
     def begin(self, step: int) -> Path:
         """The empty folder to write the checkpoint of `step` into. Collective."""
@@ -95,27 +94,25 @@ class CheckpointDirectory:
 
         self._on_all_ranks(saving.step, temporary, finish if self.ranks.is_rank_zero else lambda: None)
 
-    def _on_all_ranks(self, step: int, temporary: Path, work: Callable[[], None]) -> None:
-        """Run `work` on every rank. Collective.
+    def _on_all_ranks(self, step: int, temporary: Path, work: Callable[[], T]) -> T:
+        """What `work` returns here. Collective.
 
         Raises TrainingStopped on all ranks, and removes the `temporary` folder, when the disk refuses a write on any.
         """
-        refusal = None
+        result, refusal = None, None
         try:
-            work()
+            result = work()
         except (OSError, RuntimeError, CheckpointException) as error:
-            refusal = _refusal(error, self.ranks.rank)
-        refusals = [refusal for refusal in self.ranks.all_gather_object(refusal) if refusal]
-        if refusals:
+            refusal = _refusal(error, self.ranks)
+        if refusals := [text for text in self.ranks.all_gather_object(refusal) if text]:
             if self.ranks.is_rank_zero:
                 with contextlib.suppress(OSError):
                     _delete(temporary)
-            rank, text = refusals[0]
-            where = f"rank {rank}: " if self.ranks.world > 1 else ""
             raise TrainingStopped(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {where}{text}; "
+                f"the checkpoint of step {step} could not be written to {self.folder}: {refusals[0]}; "
                 f"the last good one is {self.newest_name() or 'none'}"
             )
+        return cast(T, result)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, or None. Logs a warning for each that does not.
@@ -167,8 +164,7 @@ def resolve(setting: str) -> Path:
 
     Raises UserError when there is none, and when the named checkpoint cannot be used.
     """
-    path = Path(setting)
-    name = f"checkpointing.resume={setting}"
+    name, path = f"checkpointing.resume={setting}", Path(setting)
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
     if path.is_file() and path.name == "best":
@@ -176,13 +172,11 @@ def resolve(setting: str) -> Path:
         if best is None:
             raise UserError(f"{name}: it names no checkpoint that is still here")
         path = best
-    if path.is_file():
-        path = path.parent
+    path = path.parent if path.is_file() else path
     if (path / MANIFEST).is_file():
-        problem = damage(path)
-        if problem is None:
-            return path
-        raise UserError(f"{name}: this checkpoint {problem}")
+        if problem := damage(path):
+            raise UserError(f"{name}: this checkpoint {problem}")
+        return path
     run_dir = path.parent if path.name == "checkpoints" else path
     newest = CheckpointDirectory(run_dir, 1, SingleRank()).newest()
     if newest is None:
@@ -261,15 +255,17 @@ def _is_checkpoint(path: Path) -> bool:
     return bool(_NAME.fullmatch(path.name)) and any((path / n).exists() for n in (MANIFEST, ".metadata", "values.pt"))
 
 
-def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
-    """The rank whose disk refused a write, and the reason. Raises `error` when it is another kind of error."""
+def _refusal(error: BaseException, ranks: Ranks) -> str:
+    """Why a disk refused a write, and on which rank. Raises `error` when it is another kind of error."""
+    rank = ranks.rank
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
         rank, (error, _) = next(iter(error.failures.items()))
+    where, text = f"rank {rank}: " if ranks.world > 1 else "", str(error).strip()
     if isinstance(error, OSError):
-        return rank, str(error)
-    if not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
+        return where + text
+    if not re.search(r"write|unexpected pos", text, re.IGNORECASE):
         raise error
-    return rank, f"a file could not be written to its end; is the disk full? (torch: {str(error).strip()})"
+    return f"{where}a file could not be written to its end; is the disk full? (torch: {text})"
 
 
 def _remove(path: Path) -> None:

@@ -90,11 +90,8 @@ def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
     Raises UserError for metadata that holds anything else.
     """
-    entries = SafeReader(str(folder)).read_metadata().state_dict_metadata.items()
-    return {
-        name: (entry.size, entry.properties.dtype)  # type: ignore[union-attr]  # the reader refuses other entries
-        for name, entry in entries
-    }
+    entries: dict[str, Any] = SafeReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
 def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -103,14 +100,11 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
     Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes, but
     for `buffers`, where it may hold more; other parts of it are not read. Raises UserError otherwise.
     """
-    own = dict(_flat(tensors))
-    saved = {name: size for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
+    own = {name: tuple(tensor.shape) for name, tensor in _flat(tensors)}
+    saved = {name: tuple(size) for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
     lacking = own.keys() - saved.keys() | {name for name in saved.keys() - own.keys() if name[:8] != "buffers."}
-    differences = sorted(lacking) + [
-        f"{name} {tuple(saved[name])} instead of {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & saved.keys())
-        if saved[name] != own[name].shape
-    ]
+    others = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
+    differences = sorted(lacking) + [f"{name} {saved[name]} instead of {own[name]}" for name in others]
     if differences:
         raise UserError(
             f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "

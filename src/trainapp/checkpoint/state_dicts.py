@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError, add_note
 from trainapp.models import adapters
 from trainapp.optim.optimizers import step_without_effect
+from trainapp.snapshot import is_expanded
 from trainapp.stateful import Stateful, has_extra_state
 from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, strided_parts, version_of
 
@@ -107,7 +108,7 @@ class ModelState:
         """
         now, built = {name: t.shape for name, t in self._own()}, {name: of[0] for name, of in self._built.items()}
         moved = {name for name in now.keys() | built.keys() if now.get(name) != built.get(name)}
-        return sorted(moved | {name for name, tensor in self._own() if _is_expanded(tensor)})
+        return sorted(moved | {name for name, tensor in self._own() if is_expanded(tensor)})
 
     def not_saved(self) -> list[str]:
         """What training has changed and a checkpoint does not hold: `left_out`, and plain values and tensors in
@@ -129,12 +130,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that it cannot be filled."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True) if _is_dense(tensor) else ()
-    return any(stride == 0 and size > 1 for size, stride in pairs)
 
 
 # --- optimizers
@@ -175,7 +170,7 @@ def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: 
     state = _by_name(model, optimizer)
     plain = {name: {key: v for key, v in own.items() if not isinstance(v, Tensor)} for name, own in state.items()}
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names(model)
     groups = [
         {name: value for name, value in now.items() if name not in before or not _same(value, before[name])}
         for now, before in zip(options(optimizer), built, strict=True)
@@ -216,14 +211,14 @@ def prepare_optimizer(
             optimizer.state[parameter] = decoded(saved["state"][name], parameter.device) | tensors
     optimizer.state.update(decoded(saved["shared"]))
     changed = {name: own for names, own in zip(saved["members"], saved["groups"], strict=True) for name in names}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names(model)
     for group in optimizer.param_groups:
         group.update(decoded(changed.get(names[id(group["params"][0])], {}), group["params"][0].device))
 
 
 def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Raises UserError for the state of a parameter that is not the model's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names(model)
     states = {key: state for key, state in optimizer.state.items() if isinstance(key, Tensor)}
     lost = [parameter for parameter in states if id(parameter) not in names]
     if lost:
@@ -232,6 +227,11 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
             f"{tuple(lost[0].shape)}: the model has replaced them; write into a parameter instead, with copy_"
         )
     return {names[id(parameter)]: state for parameter, state in states.items()}
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Of parameters, by id."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
