@@ -2,10 +2,14 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import runs
 from helpers import ROOT
+
+from trainapp.training import loop
 
 SOURCES = sorted((ROOT / "src" / "trainapp").rglob("*.py"))
 LOOP = ROOT / "src" / "trainapp" / "training" / "loop.py"
@@ -56,3 +60,43 @@ def test_the_architecture_page_names_every_room_and_only_real_files():
     for name in re.findall(r"`([a-z_/]+\.(?:py|yaml))`", page):
         places = (ROOT, ROOT / "src" / "trainapp")
         assert any((place / name).exists() for place in places), name
+
+
+def entered_by_a_settled_step(run_dir: Path) -> set[str]:
+    """Files under src/trainapp, from one `train_step` to the next."""
+    source, entered = ROOT / "src" / "trainapp", set()
+    quiet = ("every.log=null", "every.save=null", "data.num_workers=0", "train.max_steps=99")
+    session = runs.prepare(run_dir, *runs.MODELS["mlp"], *quiet)
+    is_last = iter([*[False] * 12, True, False])
+    steps = loop.train_step
+
+    def profiled(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(source):
+            entered.add(str(path.relative_to(source)))
+
+    def step(session):
+        if next(is_last):  # the thirteenth: until the next one begins
+            sys.setprofile(profiled)
+        elif sys.getprofile() is not None:
+            raise StopIteration
+        steps(session)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        try:
+            loop.train(session)
+        except StopIteration:
+            pass
+        finally:
+            sys.setprofile(None)
+            session.close()
+    return entered
+
+
+def test_the_architecture_page_lists_the_files_of_a_settled_step(tmp_path):
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.split("### The files that a step enters")[1].split("## Where to add")[0]
+    entered = entered_by_a_settled_step(tmp_path)
+    assert entered == set(re.findall(r"`([a-z_/]+\.py)`", table))
+    assert len(entered) <= 24

@@ -1,8 +1,7 @@
 """The losses that come with trainapp, for users' own code."""
 
 from trainapp.losses.contrastive import Contrastive, EmbeddingTask
-from trainapp.losses.inputs import inputs_and_targets
-from trainapp.losses.losses import IGNORED, Metrics, Task, classification, next_token
+from trainapp.losses.losses import IGNORED, Metrics, Task, classification, inputs_and_targets, next_token
 from trainapp.techniques.chunked_loss import linear_cross_entropy
 
 __all__ = [

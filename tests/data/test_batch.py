@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
-from trainapp.losses.inputs import inputs_and_targets
+from trainapp.losses.losses import inputs_and_targets
 
 CPU = torch.device("cpu")
 

@@ -276,8 +276,7 @@ def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, ad
 
 
 def test_batches_with_a_mask_need_a_model_that_takes_it():
-    from trainapp.losses.inputs import beside_inputs
-    from trainapp.losses.losses import classification
+    from trainapp.losses.losses import beside_inputs, classification
 
     class Plain(nn.Module):
         def forward(self, inputs):

@@ -6,7 +6,7 @@ import runs
 from helpers import metrics
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.losses.whole_batch import require_uncut
+from trainapp.losses.contrastive import require_uncut
 from trainapp.planning import process
 
 OWN = ("model=mlp", "user_packages=[own_tasks]", "model._target_=own_tasks.Encoder", "~model.depth", "model.width=16")

@@ -16,8 +16,7 @@ from trainapp.config.targets import check_arguments
 from trainapp.data.stream_reader import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.losses import losses
-from trainapp.losses.contrastive import Contrastive
-from trainapp.losses.whole_batch import require_complete, require_same_batch
+from trainapp.losses.contrastive import Contrastive, require_complete, require_same_batch
 from trainapp.models.adapters import adapted
 from trainapp.units import listed
 

@@ -21,7 +21,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.losses import losses
-from trainapp.losses.inputs import beside_inputs, inputs_and_targets
+from trainapp.losses.losses import beside_inputs, inputs_and_targets
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import groups, matmuls

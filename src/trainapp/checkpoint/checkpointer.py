@@ -39,7 +39,7 @@ class Checkpointer:
         self.newest, self.newest_name = directory.newest, directory.newest_name
         self.saved_at = 0  # the step of the last save or resume
         self._not_saved: list[str] = []  # what the log has named
-        self._pending: tuple[Saving, Path, Future[dict[str, Any]]] | None = None
+        self.pending: tuple[Saving, Path, Future[dict[str, Any]]] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
@@ -55,7 +55,7 @@ class Checkpointer:
             folder = self.directory.begin(step)
             copies = shards.copy_to_host(tensors, folder)
             saving = Saving(step, config, is_best, functools.partial(self._write, copies, values))
-            self._pending = saving, folder, self._background.submit(saving.write, folder)
+            self.pending = saving, folder, self._background.submit(saving.write, folder)
         else:  # in this thread: CUDA's current device is set per thread
             self.directory.write(Saving(step, config, is_best, functools.partial(self._write, tensors, values)))
         self.saved_at = step
@@ -75,16 +75,16 @@ class Checkpointer:
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing."""
-        return self._pending is not None and not self._pending[2].done()
+        return self.pending is not None and not self.pending[2].done()
 
     def finish(self) -> None:
         """Wait for the checkpoint in the background, if any, and commit it. Collective.
 
         One that failed on any rank is written again, from the copy and in the foreground, whose errors are `save`'s.
         """
-        if self._pending is None:
+        if self.pending is None:
             return
-        (saving, folder, future), self._pending = self._pending, None
+        (saving, folder, future), self.pending = self.pending, None
         error = future.exception()  # waits
         problems = [problem for problem in self.ranks.all_gather_object(error and _in_one_line(error)) if problem]
         if not problems:
@@ -119,7 +119,7 @@ def _in_one_line(error: BaseException) -> str:
 class NullCheckpointer:
     """A Checkpointer that writes nothing: `checkpointing.save=false`."""
 
-    busy = False
+    busy, pending = False, None
 
     def __init__(self) -> None:
         self.saved_at = 0

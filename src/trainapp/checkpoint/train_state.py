@@ -71,11 +71,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self._model = ModelState(self.model)
-
-    @property
-    def every(self) -> tuple[int, ...]:
-        """Of all updates: the steps in which they are made."""
-        return tuple(update.every for update in self.updates)
+        self.every = tuple(update.every for update in self.updates)  # the steps in which they are made
 
     @property
     def update(self) -> Update:

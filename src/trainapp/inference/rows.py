@@ -29,8 +29,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import ClassDim
-from trainapp.losses.inputs import beside_inputs
-from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
+from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, is_built_in, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
 from trainapp.training.session import Phase, Session

@@ -1,4 +1,10 @@
-"""`task=contrastive`: the views of a sample find each other among all samples of the batch."""
+"""Losses that compare the samples of their batch (`whole_batch = True`), and so are no sums over samples. Such a batch
+is never cut, unless the task offers embeddings, by `embed(model, batch)` and `loss_of_embeddings(embeddings)`: for them
+gradients are cached (`training.cached_gradients`).
+
+Embeddings are a tensor, or a tuple, list, dict or dataclass of tensors, whose first dimension is the samples. Those of
+several micro-batches are joined there, so that the loss sees the same structure with more rows.
+"""
 
 from typing import Any
 
@@ -6,13 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.errors import UserError
-from trainapp.losses.inputs import inputs_and_targets
-from trainapp.losses.losses import Metrics
+from trainapp.losses.losses import (
+    EMBEDDING_METHODS,
+    Metrics,
+    attribute,
+    compares_samples,
+    has_embeddings,
+    inputs_and_targets,
+)
 
 
 class EmbeddingTask:
-    """The base of tasks whose loss compares the embeddings of a whole batch; see `train.cached_gradients`.
+    """The base of tasks whose loss compares the embeddings of a whole batch; see `training.cached_gradients`.
 
     A derived class has `embed` and `loss_of_embeddings`. A task without this base needs the same three methods and
     `whole_batch = True`.
@@ -76,3 +90,109 @@ class Contrastive(EmbeddingTask):
         own = torch.arange(len(logits), device=logits.device)
         to_second, to_first = (F.cross_entropy(each.float(), own, reduction="sum") for each in (logits, logits.T))
         return (to_second + to_first) / 2, len(logits), {"accuracy": (logits.argmax(1) == own).sum()}
+
+
+# --- embeddings
+
+
+def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -> Any:
+    """What the task's `embed` returns for a batch. Raises UserError for what cannot be joined.
+
+    samples: in the batch, where that is known. The task gets containers of its own: it may take things out of them.
+    """
+    embeddings = task.embed(model, map_tensors(lambda tensor: tensor, batch))
+    found = tensors_in(embeddings)
+    if not found:
+        raise UserError(
+            f"{task.setting}: its embed must return a tensor, or a tuple or dict of tensors: the embeddings of the "
+            f"batch's samples, but returned a {type(embeddings).__name__}"
+        )
+    rows = len(found[0]) if samples is None and found[0].ndim else samples
+    for tensor in found:
+        if not tensor.ndim or len(tensor) != rows:
+            raise UserError(
+                f"{task.setting}: its embed returns a tensor of shape {list(tensor.shape)} for {rows or 1} samples; "
+                "the first dimension must be the samples, so that micro-batches can be joined (several views of a "
+                "sample go into a second dimension, or into tensors of their own)"
+            )
+    return embeddings
+
+
+def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
+    """The tensors of several micro-batches, next to each other. Raises UserError where they do not fit."""
+    try:
+        return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True)]
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError(
+            f"{setting}: the embeddings of two micro-batches cannot be joined ({error}); return the same structure "
+            "for each, with rows whose shape does not depend on the batch, such as on its padding"
+        ) from error
+
+
+def like(structure: Any, tensors: list[Tensor]) -> Any:
+    """A structure as `embed` has returned it, with these tensors."""
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), structure)
+
+
+# --- what suits such a task
+
+
+def require_complete(task: Any, setting: str) -> None:
+    """Raises UserError for a task that offers a part of what gradient caching needs. setting: with its value."""
+    if task is None:
+        return
+    own = [name for name in EMBEDDING_METHODS if callable(attribute(task, name))]
+    if len(own) == 1:
+        lacking = next(name for name in EMBEDDING_METHODS if name not in own)
+        raise UserError(
+            f"{setting}: the task has {own[0]} but no {lacking}; gradient caching needs `embed(model, batch)` and "
+            "`loss_of_embeddings(embeddings)` (trainapp.tasks.EmbeddingTask has them)"
+        )
+    if own and not compares_samples(task):
+        raise UserError(
+            f"{setting}: the task has embed and loss_of_embeddings, but not `whole_batch = True`, without which its "
+            "loss would be taken for a sum over samples; set it on the task"
+        )
+
+
+def require_same_batch(config: Config, *tasks: Any) -> None:
+    """Raises UserError for a loss of embeddings whose samples would become fewer: it would be another loss."""
+    if any(map(has_embeddings, tasks)) and not config.oom.keep_global_batch:
+        raise UserError(
+            f"oom.keep_global_batch=false: task={config.task} compares the samples of its batch (whole_batch=True), "
+            "which would become fewer; use oom.keep_global_batch=true: the micro-batch is free, since gradients are "
+            "cached"
+        )
+
+
+def require_uncut(config: Config, world: int, samples: int) -> None:
+    """For a run of such a task. Raises UserError for settings that would cut its batch.
+
+    world: ranks. samples: in the data set; 0 where that is unknown.
+    """
+    batch = config.batch
+    needed = min(batch.global_size, samples or batch.global_size)
+    why = f"task={config.task} has whole_batch=True: its batch is never cut"
+    if world > 1:
+        raise UserError(
+            f"{why}, but {world} ranks would each compute the loss of a part of it, which is another loss; use "
+            "parallel=single, or a loss that is a sum over samples"
+        )
+    if batch.micro_size == "plan" or (batch.micro_size != "auto" and batch.micro_size < needed):
+        raise UserError(
+            f"batch.micro_size={batch.micro_size}: {why}; use batch.micro_size=auto, and batch.global_size for the "
+            "samples that the loss compares"
+        )
+    if config.accumulation.steps not in ("auto", 1):
+        raise UserError(f"accumulation.steps={config.accumulation.steps}: {why}; use accumulation=auto")
+    plans = [plan for own in batch.schedules.values() for plan in own.values()]
+    if any(size < needed for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])):
+        raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; leave it out")
+    if not config.oom.keep_global_batch:
+        raise UserError(
+            f"oom.keep_global_batch=false: {why}, and so its samples stay, too; use oom.keep_global_batch=true, and "
+            "choose batch.global_size yourself"
+        )

@@ -14,8 +14,8 @@ from trainapp.assembly.components import choose_device, load_components
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most, is_stream
 from trainapp.errors import UserError
+from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
-from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture

@@ -16,7 +16,7 @@ from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, rows
 from trainapp.losses import losses
-from trainapp.losses.whole_batch import require_uncut
+from trainapp.losses.contrastive import require_uncut
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory

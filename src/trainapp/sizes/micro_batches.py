@@ -91,8 +91,10 @@ class MicroBatchSizes:
     def is_validated(self, bucket: int) -> bool:
         """Whether a bucket's size is validated, by its own steps or by at least as many samples of a larger bucket."""
         own = self.search(bucket)
+        if own.clean >= own.clean_steps:  # `own.is_validated`, without the call: asked for every micro-batch
+            return True
         larger = (search for other, search in self.searches.items() if other >= bucket)
-        return own.is_validated or any(search.is_validated and search.size >= own.size for search in larger)
+        return any(search.is_validated and search.size >= own.size for search in larger)
 
     def search(self, bucket: int) -> SizeSearch:
         """A bucket's search. A new one starts from other buckets' failures, scaled by their elements."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.losses import embeddings
+from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, refuse_without_gradient
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
@@ -93,13 +93,13 @@ class CachedGradients(Engine):
         """As in the third pass, bit for bit; a compiled forward without gradients would be other code."""
 
         def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-            found = embeddings.embed(self.task, model, batch, micro.samples)
+            found = contrastive.embed(self.task, model, batch, micro.samples)
             return tensors_in(found)[0], found
 
         with torch.set_grad_enabled(self.settings.compile), self.state.precision.autocast:
             _, found = self.strategy.evaluate(call, micro.data)
         # Copies: a view would keep all that it is a part of, such as the features of all tokens.
-        return embeddings.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
+        return contrastive.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
         self, embedded: deque[_Embedded], structure: Any, watched: Watched
@@ -116,7 +116,7 @@ class CachedGradients(Engine):
             leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
             seed_from(self.state.device, self.state.seed, step.attempt, step.update.number)  # the same on all ranks
             with precision.autocast:
-                loss, count, metrics = task.loss_of_embeddings(embeddings.like(structure, leaves))
+                loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
             if self.is_first:
                 _require_of_embeddings(loss, task.setting)
             self.attempt.phase = Phase.METRIC
@@ -146,7 +146,7 @@ class CachedGradients(Engine):
 
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
-        found = tensors_in(embeddings.embed(self.task, model, batch))
+        found = tensors_in(contrastive.embed(self.task, model, batch))
         if self._first_pass and start is not None:
             self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
         pairs = zip(found, gradients, strict=True)
@@ -184,7 +184,7 @@ class CachedGradients(Engine):
 def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
     """The embeddings of this rank's micro-batches, which are then kept no longer one by one."""
     real = [own.tensors for own in embedded if own.micro.real]
-    joined = embeddings.join(real or [[t[:0] for t in embedded[0].tensors]], setting)
+    joined = contrastive.join(real or [[t[:0] for t in embedded[0].tensors]], setting)
     for place, own in enumerate(embedded):
         if own.micro.real:
             embedded[place] = own._replace(tensors=[])

@@ -137,7 +137,7 @@ class Engine:
     @property
     def task(self) -> Task:
         """The loss of the update at work."""
-        return self.tasks.get(self.state.update.name, self.evaluated_task)
+        return self.tasks.get(self.step.update.name, self.evaluated_task)
 
     @property
     def knows_loss(self) -> bool:
@@ -168,7 +168,7 @@ class Engine:
         """
         self.attempt.phase = Phase.FORWARD
         before = gradients_of(self.parameters) if self.is_first else None
-        with self.state.precision.autocast:
+        with self.step.update.precision.autocast:
             loss, count, metrics = self.compute(micro.data)
         if before is not None:
             require_same_gradients(self.parameters, before)
@@ -200,7 +200,7 @@ class Engine:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by fp16's loss scale."""
-        return self.state.precision.scaler.scale(loss)
+        return self.step.update.precision.scaler.scale(loss)
 
     def reduce(self, totals: Totals) -> Totals:
         """Gradients and totals of all ranks. Collective."""
@@ -212,7 +212,8 @@ class Engine:
     def clip(self, totals: Totals) -> Tensor:
         """Unscale, divide by the true count, clip to `train.grad_clip`. Returns the gradient norm before clipping."""
         self.attempt.phase = Phase.UNSCALE
-        self.state.precision.unscale(self.state.optimizer, self.strategy.all_reduce_found_inf)
+        update = self.step.update
+        update.precision.unscale(update.optimizer, self.strategy.all_reduce_found_inf)
         self.attempt.phase = Phase.CLIP
         gradients = locals_of(self.gradients())
         norm = self.strategy.grad_norm(gradient_norm(gradients, self.norm_dtype(totals)))
@@ -230,21 +231,21 @@ class Engine:
         """In which the squares of gradients are added up; None: their own."""
         if may_be_extreme(totals.count, self.step.samples):
             return torch.float64
-        return self.state.precision.norm_dtype
+        return self.step.update.precision.norm_dtype
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
         """`optimizer.step()`. False if the step is left out: for a value that is not finite, or because nothing in it
         counts.
         """
-        state, progress, name = self.state, self.state.progress, self.step.update.name
+        update, progress = self.step.update, self.state.progress
         self.ranks.check_peers()  # the last moment at which a step can be aborted
         self.snapshot.note_step()
-        applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, name)
+        applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
         if applied:
             self.set_rates()
             self.attempt.phase = Phase.COMMIT
-            applied = state.precision.step(state.optimizer)
-            self.nonfinite.count(applied, progress.step, update=name)
+            applied = update.precision.step(update.optimizer)
+            self.nonfinite.count(applied, progress.step, update=update.name)
         else:
             self.leave_out()
         self.is_first = False
@@ -252,13 +253,14 @@ class Engine:
 
     def set_rates(self) -> None:
         """The learning rates of the coming update."""
-        self.state.update.schedule.set_rates(self.state.optimizer.param_groups, self.state.progress.step)
+        update = self.step.update
+        update.schedule.set_rates(update.optimizer.param_groups, self.state.progress.step)
 
     def leave_out(self) -> None:
         """Undo what the forward of a skipped step has written. Collective. Raises TrainingStopped where it has written
         parameters of which there was no copy.
         """
-        self.state.precision.reset_scaler()
+        self.step.update.precision.reset_scaler()
         self.snapshot.restore(but=MOVED_ON)  # BatchNorm's statistics have seen non-finite values
         lost = sorted({name for names in self.ranks.all_gather_object(self.snapshot.lost) for name in names})
         if lost:

@@ -14,7 +14,7 @@ from trainapp.data.batch import MicroBatch, ranges, tensors_in
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
-from trainapp.losses import embeddings
+from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.parallel.ranks import Ranks
@@ -225,7 +225,7 @@ class LossOfEmbeddings(SumsOfBatches):
 
     def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         """Embeds a batch; there is no loss yet."""
-        self._embedded = embeddings.embed(self._own, model, batch)
+        self._embedded = contrastive.embed(self._own, model, batch)
         first = tensors_in(self._embedded)[0]
         return torch.zeros((), device=first.device), 0, {}
 
@@ -242,7 +242,7 @@ class LossOfEmbeddings(SumsOfBatches):
         """
         if self._whole is None:
             ranks.check_peers()
-            parts = ranks.all_gather_object(embeddings.join(self._kept, self._own.setting) if self._kept else [])
+            parts = ranks.all_gather_object(contrastive.join(self._kept, self._own.setting) if self._kept else [])
             owners = [rank for rank, part in enumerate(parts) if part]  # none of a stream without samples
             is_owner = bool(owners) and ranks.rank == owners[0]
             self._whole = (
@@ -255,13 +255,13 @@ class LossOfEmbeddings(SumsOfBatches):
     def loss_of(self, chosen: list[Tensor], device: torch.device) -> tuple[Tensor, Any, Metrics]:
         """The loss of these samples' embeddings."""
         own = [tensor.to(device) for tensor in chosen]
-        loss: tuple[Tensor, Any, Metrics] = self._own.loss_of_embeddings(embeddings.like(self._structure, own))
+        loss: tuple[Tensor, Any, Metrics] = self._own.loss_of_embeddings(contrastive.like(self._structure, own))
         return loss
 
 
 def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> list[Tensor]:
     """The rows of all ranks in the order of the data."""
-    joined = embeddings.join(parts, setting)
+    joined = contrastive.join(parts, setting)
     if not interleaved or len(parts) == 1:
         return joined
     numbers = [torch.arange(len(part[0])) * len(parts) + rank for rank, part in enumerate(parts)]

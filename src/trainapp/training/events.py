@@ -29,7 +29,7 @@ def after_step(session: Session) -> None:
     """Once per committed step: neither for a retried nor for a skipped one, nor again after a resume."""
     callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
-    if before not in (None, step):
+    if callbacks.by_name and before not in (None, step):
         _call(session, "after_step")
 
 

@@ -81,7 +81,7 @@ def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, app
     flags = session.ranks.finish_flag_exchange()
     session.stop.agreed = flags.stop_signal
     grow_micro_batch(session, step, flags.search_news)
-    if not flags.still_saving:
+    if session.checkpointer.pending is not None and not flags.still_saving:
         finish_saving(session)
 
 
@@ -115,7 +115,8 @@ def note_batchnorm(session: Session, step: Step) -> None:
 def update_weight_average(session: Session) -> None:
     """Runs between steps, so that a retry resumes the update instead of repeating it."""
     session.attempt.phase = Phase.WEIGHT_AVERAGE
-    session.state.average.catch_up(session.state.progress.step)
+    if session.state.average.averages:
+        session.state.average.catch_up(session.state.progress.step)
 
 
 def save(session: Session) -> None:

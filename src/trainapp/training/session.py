@@ -217,7 +217,7 @@ class Session:
         limits, saved_at, progress = self.limits, self.checkpointer.saved_at, self.state.progress
         if saved_at == progress.step:
             return False
-        is_best = limits.saves and progress.best_step == progress.step
+        is_best = progress.best_step == progress.step and limits.saves
         return is_best or self.is_ending or self._is_due(limits.save, limits.save_epochs, saved_at)
 
     @property
@@ -250,14 +250,16 @@ class Session:
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
         progress, every, self.attempt.phase = self.state.progress, self.limits.log, Phase.READ
-        self.sizes.turn_to(self.state.update.name)
-        self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
+        update = self.state.updates[progress.update]
+        if update.name:  # one of several
+            self.sizes.turn_to(update.name)
+            self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
         if not progress.update:
             self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)
         is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # else the step may not be typical
-        return Step(self.state.update, number, number + progress.skipped, share.total, is_logged, is_drawn)
+        return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:
@@ -272,7 +274,8 @@ class Session:
 
     def flags(self) -> Flags:
         """What this rank sends to the others once per step."""
-        return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
+        is_saving = self.checkpointer.pending is not None and self.checkpointer.busy
+        return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news)
 
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
