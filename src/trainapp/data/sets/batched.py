@@ -1,9 +1,11 @@
 """The base of the built-in data sets: it fetches whole batches, and a single sample as a batch of one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 
 class BatchedDataset(torch.utils.data.Dataset):
@@ -35,19 +37,26 @@ class BatchedDataset(torch.utils.data.Dataset):
 
 
 class Windows(BatchedDataset):
-    """Windows of tokens: inputs int64 [B, T], targets the same shifted by one. Derived classes set `_windows`, integers
-    [N, T + 1].
+    """Windows of tokens: inputs int64 [B, context_length], targets the same shifted by one.
+
+    tokens: integers [N], of which nothing is copied: the last target of a window is the first input of the next. Those
+    that fill no window of `context_length` + 1 are left out.
     """
 
-    _windows: np.ndarray
+    task = "next_token"
+
+    def __init__(self, tokens: np.ndarray, context_length: int, vocab_size: int):
+        self.spec: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
+        needed = context_length + 1
+        if len(tokens) < needed:
+            self._windows = np.empty((0, needed), tokens.dtype)
+        else:
+            self._windows = sliding_window_view(tokens, needed)[::context_length]
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these windows, collated. Raises IndexError for an index outside the data."""
-        windows = self._windows[self._positions(indices)].astype(np.int64)
-        return {
-            "inputs": torch.from_numpy(windows[:, :-1].copy()),
-            "targets": torch.from_numpy(windows[:, 1:].copy()),
-        }
+        windows = torch.from_numpy(self._windows[self._positions(indices)].astype(np.int64))
+        return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}

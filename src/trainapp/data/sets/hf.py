@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.data.sets import tokenizer as tokenizers
 from trainapp.data.sets.batched import Windows
@@ -185,22 +184,16 @@ class Blocks(tokenizers.Tokenized, Windows):
     which see each other, as is usual where a model is trained from scratch.
     """
 
-    task = "next_token"
-
     def __init__(self, store: Store, tokenizer: str, context_length: int, split: str):
-        super().__init__(tokenizer)
-        self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
-        end, needed = self.tokenizer.eos_token_id, context_length + 1
+        tokenizers.Tokenized.__init__(self, tokenizer)
+        end = self.tokenizer.eos_token_id
         texts = store(self.tokenizer, False, [] if end is None else [end])
-        if split == "val" and not len(texts.lengths):
-            self._windows = np.empty((0, needed), np.int32)
-            return
-        if len(texts.tokens) < needed:
+        Windows.__init__(self, texts.tokens, context_length, len(self.tokenizer))
+        if not len(self) and (split == "train" or len(texts.lengths)):
             raise UserError(
                 f"data.context_length={context_length}: the {split} split has {len(texts.tokens)} tokens, and one "
-                f"block needs {needed}; give more text, a shorter context or another data.val_fraction"
+                f"block needs {context_length + 1}; give more text, a shorter context or another data.val_fraction"
             )
-        self._windows = sliding_window_view(texts.tokens, needed)[::context_length]
 
 
 class Labelled(tokenizers.Tokenized):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.data.sets.batched import Windows
 from trainapp.errors import UserError
@@ -34,8 +33,6 @@ class Text(Windows):
     text too short for one window of each split's `context_length` + 1 bytes.
     """
 
-    task = "next_token"
-
     def __init__(
         self,
         split: Literal["train", "val"],
@@ -44,22 +41,20 @@ class Text(Windows):
         val_fraction: Fraction = 0.1,
         cache_dir: Str | None = None,
     ):
-        self.spec: dict[str, Any] = {"vocab_size": 256, "context_length": context_length}
         if files is None:
             files = os.path.join(glob.escape(sysconfig.get_path("stdlib")), "*.py")
         paths = find_files(files)
         key = key_of("text", stamps(paths))
         text = token_store(cache_directory(cache_dir), key, lambda: _chunks(paths), np.uint8).tokens
         border = len(text) - int(len(text) * val_fraction)
-        part, needed = text[border:] if split == "val" else text[:border], context_length + 1
-        if len(part) < needed:
+        part = text[border:] if split == "val" else text[:border]
+        super().__init__(part, context_length, vocab_size=256)
+        if not len(self):
             raise UserError(
                 f"data.files={files}: {len(text)} bytes, of which data.val_fraction={val_fraction} leaves {len(part)} "
-                f"for the {split} split; one window of data.context_length={context_length} needs {needed}: give more "
-                "text, a shorter context or another fraction"
+                f"for the {split} split; one window of data.context_length={context_length} needs "
+                f"{context_length + 1}: give more text, a shorter context or another fraction"
             )
-        # [len(self), context_length + 1]: the last target of a window is the first input of the next.
-        self._windows = sliding_window_view(part, needed)[::context_length]
 
     def encode(self, text: str) -> list[int]:
         """Its bytes."""
