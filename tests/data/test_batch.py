@@ -151,14 +151,8 @@ def test_every_kind_is_read_mapped_and_cut(kind):
     if kind in ATTRIBUTES:
         name, value = ATTRIBUTES[kind]
         assert getattr(doubled, name) == getattr(piece, name) == value
-
-
-def test_items_that_are_attributes_change_with_the_items():
-    batch = KINDS["attribute dict"](tensors())
-    piece = rows(batch, 0, 2)
-    assert piece.inputs is piece["inputs"]
-    assert len(piece.inputs) == 2
-    assert len(rows(KINDS["encoding"](tensors()), 0, 2).inputs) == 2
+    if kind == "attribute dict":
+        assert piece.inputs is piece["inputs"]
 
 
 def test_nested_anyhow():
@@ -204,7 +198,7 @@ class InKind(Dataset):
         return KINDS[self.kind]({name: torch.stack([s[name] for s in samples]) for name in samples[0]})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_a_worker_hands_on_every_kind(kind):
     found = []
     for workers in (0, 1):
@@ -213,7 +207,6 @@ def test_a_worker_hands_on_every_kind(kind):
         batches.close()
         assert type(micro.data) is type(KINDS[kind](tensors()))
         found.append(tensors_in(micro.data))
-        if kind in ATTRIBUTES:
-            name, value = ATTRIBUTES[kind]
-            assert getattr(micro.data, name) == value
+        name, value = ATTRIBUTES[kind]
+        assert getattr(micro.data, name) == value
     assert runs.differences(found[0], found[1]) == []

@@ -57,19 +57,6 @@ def names(data):
     return [os.path.relpath(path, root) for path in paths]
 
 
-def test_classes_are_sorted_and_files_in_their_order(folder):
-    data = open_images(folder)
-    assert data.class_names == ["blue", "green", "red"]
-    assert data.spec == {"image_shape": (3, 8, 8), "num_classes": 3, "classes": data.class_names}
-    assert names(data)[:9] == [f"blue/{n}" for n in ("0.png", "1.png", "2.png", "3.png")] + [
-        f"blue/{n}" for n in ("4.jpg", "5.jpg", "6.jpg", "7.jpg")
-    ] + ["green/0.png"]
-    assert data.targets.tolist() == [0] * 8 + [1] * 8 + [2] * 8
-    held_out = open_images(folder, "val")
-    assert names(held_out)[0] == "blue/10.jpg"
-    assert len(held_out) == 12
-
-
 def test_nested_folders_links_hidden_and_other_files(tmp_path):
     root = fill(tmp_path / "root", 2)
     deep = root / "blue" / "a" / "b"
@@ -83,6 +70,8 @@ def test_nested_folders_links_hidden_and_other_files(tmp_path):
     shutil.move(root / "red", tmp_path / "elsewhere" / "red")
     (root / "red").symlink_to(tmp_path / "elsewhere" / "red")
     data = open_images(root, val_fraction=0.0)
+    assert data.class_names == ["blue", "green", "red"]
+    assert data.targets.tolist() == [0] * 3 + [1] * 3 + [2] * 2
     assert names(data) == [
         *("blue/0.png", "blue/1.png", "blue/a/b/deep.JPEG"),
         *("green/0.png", "green/1.png", "green/link.png", "red/0.png", "red/1.png"),
@@ -110,13 +99,9 @@ def test_a_seeded_split_is_of_each_class_and_stays_when_images_are_added(tmp_pat
         (
             lambda root: shutil.rmtree(root / "train") or (root / "train").mkdir(),
             {},
-            r"has no folders; each class needs",
+            "has no folders; each class needs",
         ),
-        (
-            lambda root: (root / "train" / "empty").mkdir(),
-            {},
-            r"no images in the class folders empty of .*train; remove them",
-        ),
+        (lambda root: (root / "train" / "empty").mkdir(), {}, r"no images in the class folders empty of .*train; rem"),
         (lambda root: (root / "val" / "violet").mkdir(), {}, r"violet of .*val is unknown to the training"),
         (lambda root: None, {"classes": ["red", "pink"]}, r"data\.classes=\['red', 'pink'\]: .* has no folder pink"),
         (lambda root: None, {"classes": ["red", "red"]}, r"data\.classes=.*a name must be there, and each once"),
@@ -202,12 +187,6 @@ def test_random_crops_keep_to_area_and_shape():
     assert module.random_box(rng, 1000, 2, (1.0, 1.0)) == (499, 0, 501, 2)  # no such crop: the centre
 
 
-def test_flip_mirrors(folder):
-    plain, mirrored = (drawn(open_images(folder, flip=flip), 3)["inputs"] for flip in (0.0, 1.0))
-    assert torch.equal(plain.flip(-1), mirrored)
-    assert not torch.equal(plain, mirrored)
-
-
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
 def test_shares_of_the_classes_are_those_of_the_pixels(folder, way):
     """Each class has one colour, without noise once averaged: red is where there is most red."""
@@ -245,20 +224,6 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
         assert not torch.equal(together["targets"], other["targets"])
 
 
-def weights_after(run_dir, folder, *overrides):
-    runs.run(run_dir, *TINY, f"data.path={folder}", "train.max_steps=5", "every.save=5", *overrides)
-    return runs.saved(run_dir, 5)["model"]
-
-
-@pytest.mark.slow
-def test_a_run_depends_on_neither_workers_nor_a_resume(tmp_path, folder):
-    reference = weights_after(tmp_path / "a", folder)
-    assert runs.differences(reference, weights_after(tmp_path / "b", folder, "data.num_workers=2")) == []
-    runs.run_until(tmp_path / "c", 3, *TINY, f"data.path={folder}", "train.max_steps=5", "every.save=5")
-    assert runs.differences(reference, weights_after(tmp_path / "c", folder)) == []
-    assert runs.differences(reference, weights_after(tmp_path / "d", folder, "data.flip=0.0"))
-
-
 # Files that cannot be read
 
 
@@ -289,25 +254,20 @@ def test_a_broken_file_is_named_and_the_next_one_takes_its_place(tmp_path, caplo
     assert "green/1.png cannot be read as an image (" in caplog.text
     assert "(3 left out so far)" in caplog.text
     assert caplog.text.count("green/1.png") == 1  # once, however often it is fetched
-    with pytest.raises(
-        UserError, match=r"data\.on_error=stop: .*red/9\.png cannot be read as an image \(cannot identify"
-    ):
+    stops = r"data\.on_error=stop: .*red/9\.png cannot be read as an image \(cannot identify"
+    with pytest.raises(UserError, match=stops):
         open_images(root)[places.index("red/9.png")]
-
-
-def test_where_nothing_can_be_read_the_run_ends(tmp_path):
-    root = fill(tmp_path, 2)
-    for path in root.rglob("*.png"):
+    for path in (root / "val").rglob("*.jpg"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"none of the 6 images can be read; the last one: .*\.png cannot be read"):
-        open_images(root, val_fraction=0.0, on_error="skip")[3]
+    with pytest.raises(UserError, match=r"none of the 6 images can be read; the last one: .*\.jpg cannot be read"):
+        open_images(root, "val", on_error="skip")[3]
 
 
 # The command line
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_documentation_and_an_export(tmp_path):
+def test_the_commands_of_the_documentation(tmp_path):
     root = splits(tmp_path / "FOLDER")
     fill(tmp_path / "TEST", 2)
     spoil(root, "train/green/1.png")
@@ -321,18 +281,9 @@ def test_the_commands_of_the_documentation_and_an_export(tmp_path):
     assert "1 left out so far" in done.stderr
     assert result(tmp_path / "run")["left_out"] == 1
     assert 0 <= evaluations(tmp_path / "run")[-1]["accuracy"] <= 1
-    stored = ("checkpointing.resume=run", "data.on_error=skip", "hydra.run.dir=exported")
-    export = run_cli("mode=export", *first[:4], *model, *stored, cwd=tmp_path)
-    assert export.returncode == 0, export.stderr
-    assert (tmp_path / "exported/export/class_names.json").read_text() == '[\n "blue",\n "green",\n "red"\n]\n'
     (root / "train/green/1.png").unlink()
     train(tmp_path / "tested", *second, *model, *small)
-    assert set(result(tmp_path / "tested")["evaluation"]) == {
-        "loss",
-        "accuracy",
-        "eval_test/loss",
-        "eval_test/accuracy",
-    }
+    assert {"accuracy", "eval_test/accuracy"} < set(result(tmp_path / "tested")["evaluation"])
 
 
 @pytest.mark.slow

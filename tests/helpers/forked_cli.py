@@ -90,6 +90,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], output: tuple[str,
         os.setsid()
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), _SOURCES, *installed]
+    multiprocessing.set_start_method(None, force=True)  # that of a plain process, for loader workers
     sys.argv = ["-m", *arguments]
     random.seed()
     runpy.run_module("trainapp", run_name="__main__", alter_sys=True)

@@ -166,14 +166,6 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_limit(tmp_path, trained):
-    """Of memory, which the first sizes exceed."""
-    found = predict(tmp_path, trained, "predict.batch_size=360", "memory.limit=100KiB")
-    require_same(found, trained, tmp_path)
-    assert list((tmp_path / "out/oom").glob("*.json"))
-
-
-@pytest.mark.slow
 def test_other_data_and_names_of_classes(tmp_path, trained):
     named = predict(tmp_path, trained, *OWN, "data._target_=own_inference.Named")
     assert {line["prediction_name"] for line in named if line["prediction"] == 3} == {"three"}

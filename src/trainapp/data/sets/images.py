@@ -7,7 +7,6 @@ Random resized crop: Szegedy et al., "Going Deeper with Convolutions" (arXiv:140
 import hashlib
 import logging
 import math
-import mmap
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -80,10 +79,9 @@ class Images(torch.utils.data.Dataset):
         if scale[0] > scale[1]:
             raise UserError(f"data.scale={list(scale)}: the smallest share must not be above the largest")
         self.class_names, files, self.targets = find(path, split, val_fraction, split_seed, classes)
-        # One block of memory, which loader processes share: a list of strings would be copied. Likewise one byte per
-        # image: whether it was left out.
+        # One block of memory: of a list of strings, each loader process would come to have a copy.
         self._files = np.array(list(map(os.fsencode, files)), dtype=bytes)
-        self._left_out = np.frombuffer(mmap.mmap(-1, max(1, len(files))), dtype=np.uint8)
+        self._left_out = torch.zeros(len(files), dtype=torch.uint8).share_memory_()  # loader processes write to it
         self.path, self.image_size, self.is_training, self.on_error = path, image_size, split == "train", on_error
         self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
         self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
@@ -99,7 +97,7 @@ class Images(torch.utils.data.Dataset):
     @property
     def left_out(self) -> list[str]:
         """The files that could not be read so far, by any process of this rank's loader."""
-        return [os.fsdecode(path) for path in self._files[np.flatnonzero(self._left_out)]]
+        return [os.fsdecode(path) for path in self._files[self._left_out.bool().numpy()]]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError beyond the data, and UserError for a file that cannot be read."""
