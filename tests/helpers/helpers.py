@@ -71,12 +71,12 @@ def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.Complete
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The log steps, one dict each."""
-    return _lines(run_dir / "metrics.jsonl")
+    return lines(run_dir / "metrics.jsonl")
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The evaluations, one dict each."""
-    return _lines(run_dir / "evaluations.jsonl")
+    return lines(run_dir / "evaluations.jsonl")
 
 
 def result(run_dir: Path) -> dict[str, Any]:
@@ -113,7 +113,8 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

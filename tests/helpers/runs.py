@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,14 @@ MODELS = {
         "data.val_size=40",
     ),
 }
+
+
+def infer(mode: str, folder: Path, resume: Path, *overrides: str, output: str = "rows.jsonl") -> list[dict]:
+    """The rows that predict or generate writes with a run, into a file in a folder."""
+    given = [f"mode={mode}", f"checkpointing.resume={resume}", f"{mode}.output={folder / output}"]
+    quiet = ["train.device=cpu", "memory.guard=false", "tracker=[]"]
+    runner.run(compose.from_command_line([*quiet, *given, *overrides], str(folder / "out")))
+    return helpers.lines(folder / output)
 
 
 def configure(run_dir: Path, *overrides: str) -> Config:

@@ -5,7 +5,7 @@ import json
 import pytest
 import runs
 import torch
-from helpers import ROOT, run_cli
+from helpers import ROOT, lines, run_cli
 from markdown import commands
 
 from trainapp.config.schema import Generate
@@ -38,15 +38,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def generate(tmp_path, trained, *overrides, prompts=PROMPTS, output="g.jsonl"):
-    given = [*QUIET, "mode=generate", f"checkpointing.resume={trained}", f"generate.output={tmp_path / output}"]
-    given += [f"generate.prompts={json.dumps(prompts)}", "generate.max_new_tokens=24"]
-    runs.runner.run(runs.compose.from_command_line([*given, *overrides], str(tmp_path / "out")))
-    return lines(tmp_path / output)
+    given = (f"generate.prompts={json.dumps(prompts)}", "generate.max_new_tokens=24")
+    return runs.infer("generate", tmp_path, trained, *given, *overrides, output=output)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """`mode=predict`: one line per sample, in order, each once, whatever happens meanwhile."""
 
-import json
 import os
 import shlex
 import signal
@@ -8,7 +7,7 @@ import signal
 import pytest
 import runs
 import torch
-from helpers import ROOT, evaluations, result, run_cli
+from helpers import ROOT, evaluations, lines, result, run_cli
 from markdown import commands
 from own_inference import Pixels
 from torch.nn import functional as F
@@ -32,18 +31,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def predict(tmp_path, trained, *overrides, output="p.jsonl"):
     """The lines of a prediction with settings of the run's own."""
-    given = [*QUIET, "mode=predict", f"predict.output={tmp_path / output}"]
-    if not any(override.startswith("checkpointing.resume=") for override in overrides):
-        given.append(f"checkpointing.resume={trained}")
-    config = runs.compose.from_command_line([*given, *overrides], str(tmp_path / "out"))
-    runs.runner.run(config)
-    return lines(tmp_path / output)
+    return runs.infer("predict", tmp_path, trained, *overrides, output=output)
 
 
 def expected(trained, tmp_path):
@@ -83,8 +73,8 @@ def test_the_command_line(tmp_path, trained):
 
 def test_the_best_checkpoint_and_the_training_split(tmp_path, trained):
     """The page's second command."""
-    chosen = [word for word in words(trained, 1) if not word.startswith(("mode=", "predict.output="))]
-    found = predict(tmp_path, trained, *chosen)
+    resume, *chosen = [word for word in words(trained, 1) if not word.startswith(("mode=", "predict.output="))]
+    found = predict(tmp_path, resume.partition("=")[2], *chosen)
     assert len(found) == 1437
     assert result(trained)["best_step"] == 10
     assert found == predict(tmp_path, runs.checkpoint(trained, 10), "predict.split=train")

@@ -20,7 +20,6 @@ KINDS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60},  # learned positions
     "mistral": SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "sliding_window": 4},
 }
-QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,14 +43,6 @@ def test_padding_on_the_left_changes_no_text(kind):
     assert texts([0, 1], temperature=5.0) == texts([0, 1], temperature=5.0) != texts([0, 1], temperature=5.0, seed=1)
 
 
-def run(folder, *overrides):
-    runs.runner.run(runs.compose.from_command_line([*QUIET, *overrides], str(folder)))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_llama_with_lora_answers(tmp_path):
     """With what its examples end with, and as Transformers itself continues the prompt."""
@@ -61,9 +52,8 @@ def test_a_llama_with_lora_answers(tmp_path):
     model = ("model=hf", "model.task=causal_lm", f"model.path={folder}", "adapter=lora")
     runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.01", "train.max_steps=20")
     prompts = ["the fox over 1:", "the fox jumps over 2:"]
-    wanted = ("mode=generate", f"checkpointing.resume={tmp_path / 'run'}", f"generate.prompts={json.dumps(prompts)}")
-    run(tmp_path / "out", *wanted, "generate.temperature=0", "generate.max_new_tokens=12")
-    found = lines(tmp_path / "out/generations.jsonl")
+    wanted = (f"generate.prompts={json.dumps(prompts)}", "generate.temperature=0", "generate.max_new_tokens=12")
+    found = runs.infer("generate", tmp_path, tmp_path / "run", *wanted)
     prepared = runs.prepare(tmp_path / "plain", *model, *data, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
     prepared.tracker.close()
     own, data = prepared.state.model.eval(), prepared.batches.dataset
@@ -82,14 +72,9 @@ def test_a_classifier_names_its_classes(tmp_path):
     data = (*data, f"data.tokenizer={folder}", f"data.cache_dir={tmp_path}")
     model = ("model=hf", "model.task=sequence_classification", hf_files.BERT)
     runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.003", "train.max_steps=8")
-    for size in (1, 64):  # how far texts are padded depends on the batch
-        run(
-            tmp_path / f"{size}",
-            "mode=predict",
-            f"checkpointing.resume={tmp_path / 'run'}",
-            f"predict.batch_size={size}",
-        )
-    found, alone = lines(tmp_path / "64/predictions.jsonl"), lines(tmp_path / "1/predictions.jsonl")
+    alone, found = (  # how far texts are padded depends on the batch
+        runs.infer("predict", tmp_path, tmp_path / "run", f"predict.batch_size={size}") for size in (1, 64)
+    )
     assert [line["probability"] for line in found] == pytest.approx([line["probability"] for line in alone], rel=1e-4)
     assert {line["prediction_name"] for line in found} <= {"dog", "fox"}
     assert {0: "dog", 1: "fox"}[found[0]["prediction"]] == found[0]["prediction_name"]
