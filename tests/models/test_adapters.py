@@ -245,7 +245,18 @@ def outputs(model, inputs=IMAGES):
     return getattr(found, "logits", found)
 
 
-def test_what_training_changed_beside_the_adapters_is_exported_merged_only(tmp_path):
+def test_an_export_has_the_statistics_of_a_batchnorm_that_is_trained(tmp_path):
+    base = runs.prepare(tmp_path / "base", *NORMED)
+    base.close()
+    run = runs.run_until(tmp_path / "run", 4, *NORMED, "adapter=lora", "adapter.train=[body.1]")
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}", "user_packages=[own_models]")
+    untrained = outputs(base.state.model)
+    loaded = outputs(peft.PeftModel.from_pretrained(base.state.model, tmp_path / "out/export"))
+    torch.testing.assert_close(loaded, outputs(run.state.model), rtol=1e-5, atol=1e-5)
+    assert (loaded - untrained).abs().max() > 1e-2
+
+
+def test_what_else_training_changed_beside_the_adapters_is_exported_merged_only(tmp_path):
     """Statistics of BatchNorm and counts, which peft would take from the base."""
     counts = (*NORMED, "+model.counts=true")
     run = runs.run_until(tmp_path / "run", 4, *counts, "adapter=lora")

@@ -177,8 +177,8 @@ def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str,
             changed += [name] * is_changed
     if changed:
         raise UserError(
-            f"mode=export: training changed {listed(changed)} beside the adapters, which would be lost in an export "
-            "without them; export the whole model with export.merge=true"
+            f"mode=export: training changed {listed(changed)} beside the adapters, which would be lost: peft loads the "
+            "base's; export all of it with export.merge=true, or name the modules in adapter.train and train again"
         )
     return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, model.peft_config["default"]
 
