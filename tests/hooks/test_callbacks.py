@@ -12,7 +12,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.memory.live_tensors import Category
 from trainapp.run import runner
-from trainapp.training import callbacks, loop
+from trainapp.training import events, loop
 from trainapp.training.engine import Engine
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
@@ -117,7 +117,7 @@ def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
         run = runs.prepare(tmp_path / name, *MLP, *chosen, "memory.limit=64MiB")
         for _ in range(2):
             loop.train_step(run)
-            callbacks.after_step(run)
+            events.after_step(run)
         with run.memory.watch(run.meter.resident()):
             pass
         run.close()
@@ -187,7 +187,7 @@ def test_an_improvement_resets_the_patience(tmp_path):
     early = run.callbacks.by_name["early_stopping"]
     stops = []
     for step, loss in enumerate([3.0, 4.0, 2.0, float("nan"), 1.5, 1.5, 1.6], start=1):
-        view = callbacks._view(run, "early_stopping", callbacks.Verdict())
+        view = events._view(run, "early_stopping", events.Verdict())
         early.after_evaluation(type(view)(**{**vars(view), "step": step, "stop": stops.append}), {"loss": loss})
         assert bool(stops) == (step == 7)
     assert (early.best, early.best_step) == (1.5, 5)
