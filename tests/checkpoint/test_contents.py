@@ -89,10 +89,7 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("FilledByTheFirstForward", "mean"),
         ("RegisteredByTheFirstForward", "inner.seen"),
-        ("Growing", "history"),
-        ("DroppedByTheFirstForward", "first"),
         ("Counting", "calls"),
         ("Expanded", "scale"),
     ],

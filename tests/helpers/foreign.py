@@ -28,18 +28,6 @@ class Linear(nn.Module):
         return self.linear(flat) + self.shift(flat.detach())
 
 
-class FilledByTheFirstForward(Linear):
-    """A buffer that is None in a fresh model."""
-
-    def prepare(self) -> None:
-        self.register_buffer("mean", None)
-
-    def shift(self, inputs: Tensor) -> Tensor:
-        new = inputs.mean(0)
-        self.mean = new if self.mean is None else 0.9 * self.mean + 0.1 * new
-        return self.mean.sum()
-
-
 class RegisteredByTheFirstForward(Linear):
     """A buffer that a fresh model does not know of, in a module inside it."""
 
@@ -51,30 +39,6 @@ class RegisteredByTheFirstForward(Linear):
             self.inner.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
         self.inner.seen += inputs.mean().double()
         return self.inner.seen.sum().float()
-
-
-class Growing(Linear):
-    """A buffer that is longer in every step."""
-
-    def prepare(self) -> None:
-        self.register_buffer("history", torch.zeros(0))
-
-    def shift(self, inputs: Tensor) -> Tensor:
-        self.history = torch.cat([self.history, inputs.mean().reshape(1)])
-        return self.history.sin().sum()
-
-
-class DroppedByTheFirstForward(Linear):
-    """A buffer that is used once."""
-
-    def prepare(self) -> None:
-        self.register_buffer("first", torch.ones(5))
-
-    def shift(self, inputs: Tensor) -> Tensor | float:
-        if self.first is None:
-            return 0.0
-        shift, self.first = self.first.sum(), None
-        return shift
 
 
 class Counting(Linear):

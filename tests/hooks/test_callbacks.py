@@ -121,8 +121,8 @@ def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
         with run.memory.watch(run.meter.resident()):
             pass
         run.close()
-        events, kinds = run.memory.events([])
-        peaks[name] = {kinds[number]: size for number, size in events}
+        recorded, kinds = run.memory.events([])
+        peaks[name] = {kinds[number]: size for number, size in recorded}
     assert peaks["holds"] == {**peaks["plain"], Category.BUFFERS: 2**20}
 
 

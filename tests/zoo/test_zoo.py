@@ -28,8 +28,8 @@ def test_an_error_late_in_an_evaluation_counts_no_sample_twice(tmp_path, name):
     assert cells.after_an_error_late_in_an_evaluation(name, tmp_path) == []
 
 
-# The fast ones have state that only the checkpoint can bring back.
-RESUMED_FAST = (
+# These have state that only the checkpoint can bring back.
+RESUMED = (
     *("moco", "actnorm", "buffer through numpy", "writes in evaluation", "own generators", "queue"),
     *STATEFUL,
 )
@@ -38,7 +38,7 @@ RESUMED_FAST = (
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in RESUMED_FAST else pytest.mark.slow)
+        pytest.param(name, marks=() if name in RESUMED else pytest.mark.nightly)
         for name, cell in ALL.items()
         if cell.resumes
     ],
