@@ -36,18 +36,19 @@ LONGEST = (
     "test_pairs.py",
     "test_faults.py",
     "test_readme.py",
+    "test_zoo.py",
     "test_benchmarks.py",
     "test_out_of_memory.py",
     "test_check_gpu.py",
-    "test_cuda_ranks.py",
     "test_ranks.py",
-    "test_plan_device.py",
-    "test_zoo.py",
     "test_launch.py",
+    "test_extending.py",
     "test_fuzz.py",
+    "test_ranking.py",
     "test_planned_ranks.py",
     "test_equality.py",
     "test_cli.py",
+    "test_benchmark_oom.py",
 )
 
 

@@ -16,7 +16,13 @@ GROUPS = {
     for folder in sorted((ROOT / "conf").iterdir())
     if folder.is_dir()
 }
-IN_PROCESS = [(group, option) for group, options in GROUPS.items() for option in options if group != "parallel"]
+SECONDS = {("activation_checkpointing", "auto"), ("tracker", "wandb"), ("tracker", "mlflow")}
+IN_PROCESS = [
+    pytest.param(group, option, marks=pytest.mark.slow if (group, option) in SECONDS else ())
+    for group, options in GROUPS.items()
+    for option in options
+    if group != "parallel"
+]
 # What an option needs to be quick or to be valid. All others train an mlp on the digits.
 BESIDE = {
     ("model", "resnet"): MODELS["resnet"][1:],

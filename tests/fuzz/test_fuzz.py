@@ -15,7 +15,7 @@ from .cases import Case, Oom, Raise, Stop, cases
 from .check import check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = int(os.environ.get("TRAINAPP_FUZZ_CASES", "60"))
+CASES = int(os.environ.get("TRAINAPP_FUZZ_CASES", "40"))
 SHARD = 20  # cases in a test
 SEED = 20261122
 PATIENT = settings(max_examples=SHARD, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -19,7 +19,12 @@ from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique
 # What lets any technique be chosen on the command line.
 SETTABLE = [technique for technique in TECHNIQUES if technique.changes]
 DEFAULT = [technique for technique in SETTABLE if technique.is_set(compose.from_command_line([]))]
-ONE_PROCESS = [technique for technique in SETTABLE if technique not in DEFAULT and "parallel" not in technique.setting]
+# Those that are an option of a group: test_options.py.
+ONE_PROCESS = [
+    technique
+    for technique in SETTABLE
+    if technique not in DEFAULT and technique.setting.startswith(("memory.", "train.", "optimizer.", "accumulation."))
+]
 
 
 class OnGpu(nn.Module):
