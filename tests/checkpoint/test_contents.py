@@ -3,6 +3,7 @@
 import pytest
 import runs
 import torch
+from runs import end
 
 from trainapp.checkpoint import state_dicts
 from trainapp.errors import UserError
@@ -18,13 +19,6 @@ def overrides(model, optimizer=""):
     if not optimizer:
         return (*DIGITS, "model=mlp", *own)
     return (*DIGITS, "model=mlp", *own, f"optimizer._target_=foreign.{optimizer}", "~optimizer.betas", "~optimizer.eps")
-
-
-def end(run_dir):
-    """The last checkpoint without the state of the micro-batch search, a hint that must be validated again."""
-    state = runs.saved(run_dir, 6)
-    del state["sizes"]
-    return state
 
 
 def interrupted(run_dir, stop, *settings):

@@ -9,6 +9,7 @@ from pathlib import Path
 import helpers
 import pytest
 import runs
+from runs import end
 
 from trainapp.errors import UserError
 from trainapp.training import loop
@@ -28,13 +29,6 @@ TIMES = ("samples_per_second", "tokens_per_second", "mfu", "data_wait", "memory/
 def losses(run_dir):
     """Everything in metrics.jsonl except measurements of this process."""
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in helpers.metrics(run_dir)]
-
-
-def end(run_dir):
-    """The last checkpoint without the state of the micro-batch search, a hint that must be validated again."""
-    state = runs.saved(run_dir, 6)
-    del state["sizes"]
-    return state
 
 
 @functools.cache

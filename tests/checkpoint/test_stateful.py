@@ -8,6 +8,7 @@ import pytest
 import runs
 import torch
 import writing_models
+from runs import end
 
 from trainapp.checkpoint import state_dicts
 from trainapp.config import compose
@@ -26,12 +27,6 @@ CASES = {
     "module task": (*MLP, "task=writing_models.ModuleTask"),
     "data": (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits"),
 }
-
-
-def end(run_dir):
-    state = runs.saved(run_dir, 6)
-    del state["sizes"]
-    return state
 
 
 @pytest.mark.parametrize("case", CASES)

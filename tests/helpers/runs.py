@@ -146,6 +146,13 @@ def saved(run_dir: Path, step: int) -> dict:
     return {**parts, **tensors(path), **torch.load(path / "values.pt", weights_only=True)}
 
 
+def end(run_dir: Path, step: int = 6) -> dict:
+    """`saved` without the state of the micro-batch search, a hint that must be validated again after a resume."""
+    state = saved(run_dir, step)
+    del state["sizes"]
+    return state
+
+
 def tensors(path: Path) -> dict[str, dict]:
     """All tensors of a checkpoint, full and by part, read by torch itself."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -13,6 +13,7 @@ import runs
 import torch
 from helpers import metrics, result, run_cli
 from planning import traced_peak
+from runs import end
 from zoo.gans import discriminate, distance, generate
 
 from trainapp.data.progress import due_updates
@@ -331,13 +332,6 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
     schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 16, 3: 8}}"
     runs.run(tmp_path / "b", *settings, schedule)
     assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
-
-
-def end(run_dir, step):
-    """A checkpoint without the sizes, which must be validated again after a resume."""
-    state = runs.saved(run_dir, step)
-    del state["sizes"]
-    return state
 
 
 @BOTH
