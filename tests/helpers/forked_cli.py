@@ -5,6 +5,7 @@ its first line; what it shares with others is how Python was started: the seed o
 the imports. Where those are what a test is about, it needs a real start.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -93,4 +94,8 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], output: tuple[str,
     multiprocessing.set_start_method(None, force=True)  # that of a plain process, for loader workers
     sys.argv = ["-m", *arguments]
     random.seed()
-    runpy.run_module("trainapp", run_name="__main__", alter_sys=True)
+    atexit._clear()
+    try:
+        runpy.run_module("trainapp", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without

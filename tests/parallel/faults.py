@@ -136,7 +136,7 @@ def _do(kind: str) -> float | None:
         error, text = BREAKING[kind]
         raise error(text)
     if kind == "exception":
-        raise RuntimeError("injected failure")
+        raise ValueError("injected failure")
     if kind == "io error":
         raise OSError("injected failure")
     signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}

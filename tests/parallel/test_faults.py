@@ -62,7 +62,7 @@ def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
-    told = "an error that a restart would repeat: RuntimeError: injected failure (at step 4); its log is in"
+    told = "an error that a restart would repeat: ValueError: injected failure (at step 4); its log is in"
     assert ended.text.count(told) == 1
     assert "in strike" in ended.text.partition(told)[0]  # the traceback
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()

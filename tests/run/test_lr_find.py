@@ -9,7 +9,7 @@ import runs
 from helpers import LR_FIND_FILES, files, run_cli
 
 from trainapp.config import compose
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import TrainingStopped
 from trainapp.launch import launch
 from trainapp.run import lr_find
 
@@ -84,35 +84,12 @@ def test_the_command_line_writes_nothing_over_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_of_a_run_in_the_same_directory_changes(tmp_path):
-    runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=2", "every.save=1")
-    before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
-    assert {"metrics.jsonl", "result.json"} <= before.keys()
-    find(tmp_path, "lr_find.steps=20", "lr_find.min=1e-4", "lr_find.max=0.1")
-    assert files(tmp_path) == before.keys() | FOUND
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
-    assert runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=3").steps == 3
-
-
-@pytest.mark.slow
 def test_it_recovers_from_an_out_of_memory_error(tmp_path):
     few = ("model=resnet", "data=digits", "mode=lr_find", "lr_find.steps=10", "lr_find.min=1e-4", "lr_find.max=1e-2")
     limited = run_cli(*few, "memory.limit=48MiB", "hydra.run.dir=a", cwd=tmp_path)
     assert limited.returncode == 0, limited.stderr
     assert "out of memory" in limited.stderr
     assert files(tmp_path / "a") == FOUND | LR_FIND_FILES
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["lr_find.steps=5"], "lr_find.steps=5: must be greater than or equal to 10"),
-        (["lr_find.diverges=1"], "lr_find.diverges=1: must be greater than 1"),
-    ],
-)
-def test_what_is_refused(overrides, message):
-    with pytest.raises(UserError, match=message):
-        compose.from_command_line([*MLP, "mode=lr_find", *overrides])
 
 
 def test_groups_keep_their_ratio(tmp_path):

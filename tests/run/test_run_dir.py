@@ -109,12 +109,6 @@ def test_released_it_leaves_nothing(tmp_path):
     assert files(tmp_path) == set()
 
 
-def test_what_the_file_says_does_not_decide(tmp_path):
-    """A process of that id may exist: ids are reused, and a file may be copied with its directory."""
-    (tmp_path / run_dir.LOCK).write_text(f"process {os.getppid()} on host {socket.gethostname()}")
-    run_dir.acquire(tmp_path)
-
-
 def test_a_file_system_without_locks_is_named_and_one_that_refuses_ends_the_run(tmp_path, monkeypatch, caplog):
     def fails(*_):
         raise OSError(number, os.strerror(number))
