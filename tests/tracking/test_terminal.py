@@ -51,17 +51,6 @@ def test_a_pause_is_not_in_the_time_left(caplog, monkeypatch, pauses):
     assert caplog.messages[-1].endswith("00:20 left" if pauses else "17:00 left")
 
 
-@pytest.mark.parametrize("pauses", [True, False])
-def test_a_pause_is_not_in_the_time_left_of_a_live_bar(capsys, monkeypatch, pauses):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress, now = Progress(total=40, step=0), [0.0]
-    progress.bar._time, progress.bar.start_t, progress.bar.last_print_t = lambda: now[0], 0.0, 0.0
-    twenty_steps(progress, now, pauses)
-    rate = progress.bar.format_dict["rate"]  # of recent steps
-    assert (0.95 < rate < 1.1) == pauses, rate
-    progress.close()
-
-
 def on_a_terminal(command, cwd):
     """The output of a command on a dedicated terminal, and its exit code."""
     ours, theirs = pty.openpty()
