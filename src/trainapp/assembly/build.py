@@ -126,7 +126,6 @@ def start_tracking(session: Session) -> None:
             settings,
             continues=mode == "train",
             loggers=loggers,
-            has_numbers=mode not in WITHOUT_NUMBERS,
         )
     session.meter.start()
 

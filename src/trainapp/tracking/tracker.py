@@ -8,13 +8,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainapp.files import atomic_write, strict_json
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.tracking.loggers import Guarded, Logger, Start, TensorBoard
+from trainapp.tracking.loggers import Guarded, Logger, Start
 from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
 
@@ -38,53 +38,28 @@ class Unwritable:
             log.warning("%s cannot be written (%s); the run continues without what belongs there", path, error)
 
 
-class JsonLines:
-    """Appends lines to a file, each whole or not at all: what is written after an error does not join half a line."""
+def append_line(path: Path, facts: Mapping[str, Any]) -> None:
+    """Append a line of JSON, whole or not at all: what is written after an error does not join half a line.
 
-    def __init__(self, path: Path | None, unwritable: Unwritable):
-        """path: None for one that has no lines."""
-        self.path, self._unwritable = path, unwritable
-        self._file: Any = None
-        if path is not None:
-            with self._errors():
-                self._file = path.open("ab", buffering=0)
-
-    def append(self, facts: Mapping[str, Any]) -> None:
-        """Write one line. Each one is tried: there may be room again."""
-        if self._file is None:
-            return
-        line = (strict_json(facts) + "\n").encode()
-        with self._errors():
-            end = os.fstat(self._file.fileno()).st_size
-            try:
-                if self._file.write(line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                with contextlib.suppress(OSError):  # a device has no end to cut
-                    self._file.truncate(end)
-                raise
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with self._errors():
-                self._file.close()
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    Raises OSError.
+    """
+    line = (strict_json(facts) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
         try:
-            yield
-        except OSError as error:
-            assert self.path is not None  # nothing is written elsewhere
-            self._unwritable(self.path, error)
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):  # a device has no end to cut
+                file.truncate(end)
+            raise
 
 
 class Tracker:
     """Writes the run's numbers. A resumed run continues after `step`.
 
     total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
-    looks at a checkpoint and trains nothing. loggers: by name; None: TensorBoard. has_numbers: whether there are
-    numbers to be written to files.
+    looks at a checkpoint and trains nothing. loggers: by name.
     """
 
     def __init__(
@@ -95,22 +70,16 @@ class Tracker:
         config: Mapping[str, Any],
         continues: bool = True,
         loggers: Mapping[str, Any] | None = None,
-        has_numbers: bool = True,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.unwritable = run_dir, Unwritable()
-        if continues:
-            for name in (METRICS, EVALUATIONS):
-                try:
-                    _forget_after(run_dir / name, step)
-                except OSError as error:
-                    self.unwritable(run_dir / name, error)
-        self._metrics, self._evaluations = (
-            JsonLines(run_dir / name if has_numbers else None, self.unwritable) for name in (METRICS, EVALUATIONS)
-        )
-        chosen = {"tensorboard": TensorBoard()} if loggers is None else loggers
-        self.loggers = chosen
-        self._loggers = [Guarded(name, logger) for name, logger in chosen.items()]
+        for name in (METRICS, EVALUATIONS) if continues else ():
+            try:
+                _forget_after(run_dir / name, step)
+            except OSError as error:
+                self.unwritable(run_dir / name, error)
+        self.loggers: Mapping[str, Logger] = loggers or {}
+        self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
         self._tell("start", Start(run_dir, step, config, continues))
         self._warned: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
@@ -120,7 +89,7 @@ class Tracker:
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """One log step: every scalar to the loggers and the file, the main ones to the terminal."""
-        self._metrics.append({"step": step, "samples": samples, **scalars})
+        self._record(METRICS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
         self._draw()
         shown = {"loss": f"{scalars['loss']:.4f}"}
@@ -133,11 +102,18 @@ class Tracker:
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
-        self._evaluations.append({"step": step, "samples": samples, **scalars})
+        self._record(EVALUATIONS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "eval")
         shown = [f"{name} {value:.4f}" for name, value in scalars.items()]
         more = [f"and {len(shown) - MOST_SHOWN} more"] if len(shown) > MOST_SHOWN else []
         log.info("step %d evaluated | %s", step, " | ".join(shown[:MOST_SHOWN] + more))
+
+    def _record(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Each line is tried, also after an error: there may be room again."""
+        try:
+            append_line(self.run_dir / name, facts)
+        except OSError as error:
+            self.unwritable(self.run_dir / name, error)
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
         """Numbers to the loggers alone; those of log steps and evaluations have their files, too."""
@@ -199,8 +175,6 @@ class Tracker:
             self._draw()
         self.progress.close()
         self._tell("close")
-        self._metrics.close()
-        self._evaluations.close()
 
 
 class SilentTracker:
@@ -228,10 +202,9 @@ class SilentTracker:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated: those after the checkpoint."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
+    """Drop the lines of steps that will be repeated: those after the checkpoint. Of a new run, an empty file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= step]
     with atomic_write(path) as file:
         file.writelines(kept)
 
