@@ -159,7 +159,7 @@ class LiveTensors(DispatchMode):
         if self._gathered:
             self._note_emptied()
         result = func(*args, **(kwargs or {}))
-        if may_view(func) and func is not LIFT and self._is_view(result, args[0]):  # of what may count or not
+        if may_view(func) and args and func is not LIFT and self._is_view(result, args[0]):  # of what may count or not
             return result
         added = 0
         if isinstance(result, Tensor):

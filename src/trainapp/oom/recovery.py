@@ -208,14 +208,12 @@ def _why_not_in_place(failure: OomReport) -> str:
 
 def _needs_new_process(session: Session, failure: OomReport) -> str:
     """The final message of a single process that memory has left unusable."""
-    failure.action = f"the driver refused memory, and {failure.broken} fails from now on in this process"
+    failure.action = f"{failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
         write(failure, session.tracker.run_dir / "oom", session.sizes.oom_restarts)
-    reserved = failure.used + failure.unused_cache
-    limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
     return (
-        f"{one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
-        f"before the driver's:\n  {session.config.command}{limit}"
+        f"{one_line(failure)}; continue from the last checkpoint in a new one, under a memory.limit that is reached "
+        f"before the driver's:\n  {session.config.command}"
     )
 
 

@@ -82,9 +82,9 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
             log.debug("no estimate of %s", [technique.setting for technique in techniques], exc_info=True)
         return None
 
-    shown = (one for one in own.found.techniques if one.shows_in_a_trace)
+    shown = list(own.found.techniques)
     if planner.config.parallel.strategy == "single":
-        shown = (one for one in shown if not one.is_of_several_ranks)
+        shown = [one for one in shown if not one.is_of_several_ranks]
     alone = sorted(filter(None, (tried([one]) for one in shown)), key=lambda one: (one.harm, one.found.total))
     stacks = _stacked(own, [one for one in alone if one.result != "other"], tried)
     variants = sorted([*alone, *stacks], key=lambda one: (one.harm, one.found.total, len(one.techniques)))

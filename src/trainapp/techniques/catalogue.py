@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from trainapp.config import excludes, targets
-from trainapp.config.schema import Config, Optimizer
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
-from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.techniques import chunked_loss
 
 IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
-_ADAM = "torch.optim.Adam"
 RESULTS = ("same", "rounded", "other")  # of the training, from the least change on: see `Technique`
 _OF_SETTING: Mapping[str, Any] = {}  # changes that the setting itself tells
 _VALUES = {"true": True, "false": False, "null": None}
@@ -89,11 +87,6 @@ class Technique:
     def pasted(self) -> str:
         """Its overrides, to be pasted behind a command."""
         return shlex.join(self.setting.split()) if self.changes else self.setting
-
-    @property
-    def shows_in_a_trace(self) -> bool:
-        """Whether a traced step tells what it saves: none has an allocator, nor checkpoints."""
-        return not any(name.startswith(("memory.expandable", "checkpointing.")) for name in self.changes)
 
     @property
     def is_of_several_ranks(self) -> bool:
@@ -166,21 +159,9 @@ def available(situation: Situation) -> list[Technique]:
     """The techniques that apply and are not in force."""
     own = situation.config
     found = [one for one in TECHNIQUES if one.changes and not one.is_set(own) and one.suits(situation)]
-    if is_adamw(own.optimizer):
-        return found
-    # AdamW in fewer bits is the same algorithm for AdamW alone.
+    if own.optimizer.target in ("torch.optim.AdamW", IN_FEWER_BITS) and not own.optimizer.arguments.get("amsgrad"):
+        return found  # AdamW in fewer bits is the same algorithm for AdamW alone
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
-
-
-def is_adamw(optimizer: Optimizer) -> bool:
-    """Whether the algorithm is AdamW, in any precision: also Adam's whose decay is not in the loss, or is 0. Not that
-    of its relatives (NAdam, RAdam, Adamax) or with amsgrad, nor a class of the user's, of which only the name is known.
-    """
-    arguments = optimizer.arguments
-    if optimizer.target not in (_ADAM, "torch.optim.AdamW", IN_FEWER_BITS) or arguments.get("amsgrad"):
-        return False
-    decays = [optimizer.weight_decay, *(group.get("weight_decay") or 0 for group in optimizer.groups)]
-    return optimizer.target != _ADAM or not any(decays) or bool(arguments.get("decoupled_weight_decay"))
 
 
 def before_any_batch(situation: Situation) -> list[Technique]:
@@ -249,16 +230,6 @@ def _computes_in_bf16(situation: Situation) -> bool:
     """Not GPUs before Ampere, which emulate it."""
     is_here = _is_on_a_gpu(situation) and torch.cuda.is_available()
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _trains_in_32_bits(situation: Situation) -> bool:
-    """For AdamW in fewer bits, which stores the moments of complex and fp64 parameters as they are."""
-    return all(has_moments_in_fewer_bits(p) for p in situation.model.parameters() if p.requires_grad)
-
-
-def _trains_real_numbers(situation: Situation) -> bool:
-    """For Adafactor, which refuses complex parameters."""
-    return not any(p.is_complex() for p in situation.model.parameters() if p.requires_grad)
 
 
 def _has_ranks_and_blocks(situation: Situation) -> bool:
@@ -390,7 +361,6 @@ TECHNIQUES = (
             applies=applies,
             changes=_adamw(state_dtype),
             in_force=_has_moments_in(state_dtype),
-            helps=_trains_in_32_bits,
             result="rounded",
             saves_state=True,
         )
@@ -406,7 +376,6 @@ TECHNIQUES = (
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
         changes={"optimizer.target": _ADAFACTOR, "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0}},
-        helps=_trains_real_numbers,
         saves_state=True,
     ),
     Technique(
@@ -453,13 +422,6 @@ TECHNIQUES = (
         saves_state=True,
     ),
     Technique(
-        "optimizer.fused=auto",
-        saves="a copy of the parameters in the optimizer's step",
-        costs="nothing",
-        applies="by default, for optimizers that have a fused kernel",
-        result="same",
-    ),
-    Technique(
         "train.ema=null",
         saves="a copy of the weights",
         costs="evaluation of the average of the weights",
@@ -499,20 +461,6 @@ TECHNIQUES = (
         saves_state=True,
     ),
     Technique(
-        "parallel.fsdp.reshard_after_forward=true",
-        saves="the gathered parameters of all blocks but one between forward and backward",
-        costs="gathering them again in backward",
-        applies="`parallel=fsdp`, by default",
-        result="same",
-    ),
-    Technique(
-        "parallel.fsdp.sync_every_micro_batch=true",
-        saves="unsharded gradients between micro-batches",
-        costs="a reduction per micro-batch instead of one per step",
-        applies="`parallel=fsdp`, by default",
-        result="same",
-    ),
-    Technique(
         "parallel.fsdp.cpu_offload=true",
         saves="the device's part of parameters, gradients and optimizer state",
         costs="copies between host and device, and the optimizer's step on the host",
@@ -526,19 +474,5 @@ TECHNIQUES = (
         costs="other initial weights, of the same distribution",
         applies="`parallel=fsdp`, models with `init_weights()`",
         needs=_init_weights,
-    ),
-    Technique(
-        "memory.expandable_segments=true",
-        saves="fragmentation: reserved memory that cannot be used",
-        costs="nothing",
-        applies="CUDA, by default",
-        result="same",
-    ),
-    Technique(
-        "checkpointing.asynchronous=false",
-        saves="a copy of the state in host memory",
-        costs="training waits while a checkpoint is written",
-        applies="by default",
-        result="same",
     ),
 )
