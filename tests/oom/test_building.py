@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.assembly import build
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.memory import device
 from trainapp.oom.recovery import out_of_memory_named
+from trainapp.optim import precision
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -107,10 +109,10 @@ def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(build.device_memory, "build", "limit")
-    noting(build.precision, "build", "precision")
+    noting(device, "build", "limit")
+    noting(precision, "build", "precision")
     noting(build, "assemble")
-    noting(build.DeviceMemory, "enforce", "limit again")
+    noting(device.DeviceMemory, "enforce", "limit again")
     noting(build, "require_room")
     run = runner.prepare(runs.configure(tmp_path, *MLP), StopRequest(), SingleRank())
     run.close()
