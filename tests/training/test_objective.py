@@ -5,7 +5,6 @@ import logging
 import helpers
 import pytest
 import runs
-import torch
 import weighted
 
 from trainapp.errors import UserError
@@ -39,44 +38,6 @@ def test_one_that_only_some_batches_have(tmp_path, caplog):
 def test_one_that_the_first_samples_have_costs_no_evaluation(tmp_path):
     runs.run(tmp_path, *OWN, "objective=max ratio", "train.max_steps=2")
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2]
-
-
-class Now:
-    """A metric that only some evaluations have: those after 2 steps do not; and the first samples do."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def __call__(self, model, batch):
-        logits = model(batch["inputs"])
-        loss = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
-        self.steps += model.training
-        metrics = {"now": loss.detach()} if self.steps != 2 else {}
-        return loss, len(logits), metrics
-
-    def state_dict(self):
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-
-
-NOW = (*runs.MODELS["mlp"], "user_packages=[test_objective]", "task=test_objective.Now", "every.eval=2")
-NOW = (*NOW, "batch.micro_size=16", "train.check_loss=false")
-
-
-@pytest.mark.parametrize("named", ["objective=min now", "stopping.metric=min now"])
-def test_one_that_the_first_evaluation_lacks_does_not_end_the_run(tmp_path, caplog, named):
-    """It counts as nan, as it does in a later one; what the first samples lack too is still refused."""
-    caplog.set_level(logging.INFO)
-    result = runs.run(tmp_path / "run", *NOW, named, "stopping.patience=9")
-    first, second = helpers.evaluations(tmp_path / "run")
-    assert ("now" in first, "now" in second) == (False, True)
-    if named.startswith("objective"):
-        assert (result.objective, result.best_objective, result.best_step) == (second["now"], second["now"], 4)
-        assert "the evaluation at step 2 has no such metric, which counts as nan; it has loss" in caplog.text
-    with pytest.raises(UserError, match=r"nowx: there is no such metric"):
-        runs.run(tmp_path / "misspelt", *NOW, f"{named}x", "stopping.patience=9")
 
 
 def test_a_run_that_is_never_evaluated_says_so(tmp_path, caplog):

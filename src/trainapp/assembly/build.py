@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-from trainapp.assembly import hook_parts
+from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
 from trainapp.assembly.parts import Parts, load_parts
-from trainapp.assembly.room import require_room
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
+from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.losses import losses
-from trainapp.memory.device import DeviceMemory
+from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_weights
 from trainapp.optim.on_host import copies_of
@@ -25,7 +25,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.signals import StopRequest
 from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.record import initial_sizes
-from trainapp.techniques.catalogue import Situation
+from trainapp.techniques.catalogue import Situation, before_any_batch
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
@@ -60,14 +60,14 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     components, memory = parts.components, parts.memory
     batches, eval_sets = parts.batches, parts.eval_sets
     sets = list(components.eval_data)
-    callbacks = hook_parts.callbacks_of(config, components.hooks, components.train_data, sets)
+    callbacks = hooks.callbacks_of(config, components.hooks, components.train_data, sets)
     engine = assemble(config, parts, ranks, callbacks)
     state = engine.state
     _begin_at_weights(config, state)
     if parts.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
-    require_room(memory, state, Situation(config, state.model, components.knows_loss))
+    _require_room(memory, state, Situation(config, state.model, components.knows_loss))
     state.data_samples, state.data_order = batches.samples, batches.source.order_name
     state.class_names = [str(name) for name in labels_of(components.train_data)]
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
@@ -94,7 +94,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     if parts.device.type == "cuda" and not config.train.deterministic:
         session.sizes.autotuner = Autotuner()
     session.schedule_rates()
-    return hook_parts.attached(session, components.hooks, callbacks)
+    return hooks.attached(session, components.hooks, callbacks)
 
 
 def _begin_at_weights(config: Config, state: TrainState) -> None:
@@ -102,6 +102,22 @@ def _begin_at_weights(config: Config, state: TrainState) -> None:
     if config.model.init_from and base_of(state.model) is None:
         load_weights(state.model, config.model.init_from, config.model.init_strict)
         state.average.start_at_weights()
+
+
+def _require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
+    """Raises UserError when the limit leaves no memory for any batch, however small. It names the techniques that
+    save of what persists.
+    """
+    sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
+    total = sum(sizes.values())
+    if memory.limit is not None and total >= memory.limit:
+        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
+        lines = [f"  {own.pasted}: saves {own.saves}; cost: {own.costs}" for own in before_any_batch(situation)]
+        raise UserError(
+            f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(total)} before any batch; raise the "
+            "limit, use a smaller model, or one of these:\n" + "\n".join(lines).replace("`", "") + "\n"
+            "mode=plan behind the same command traces a step with each of them, also with several, and says which fit."
+        )
 
 
 def _warn_of_host_copies(state: TrainState) -> None:

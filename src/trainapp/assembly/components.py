@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly.hook_parts import Hooks, load_hooks
+from trainapp.assembly.hooks import Hooks, load_hooks
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.targets import check_arguments

@@ -143,14 +143,13 @@ class EarlyStopping:
         self.best: float | None = None
         self.best_step = 0
         self.bad = 0  # evaluations without an improvement since
-        self.is_known = False  # whether the task has the metric for some samples, if not in every evaluation
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         metric = logged_name_of(self.metric, metrics)
-        may_lack_it = self.is_known or self.best is not None or self.bad  # it is one that only some batches have
-        if metric not in metrics and not may_lack_it:
+        is_first = self.best is None and not self.bad
+        if metric not in metrics and is_first:  # later it may be one that only some evaluations have
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
                 f"{', '.join(map(setting_name, metrics))}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp.assembly import build, trial
+from trainapp.assembly import build, hooks
 from trainapp.checkpoint.directory import read_manifest
 from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
@@ -142,7 +142,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         planned=lambda: first_sizes(session) if config.mode == "train" else None,
     )
     session.sizes.continue_record(saved, restart)
-    trial.try_metrics(session)
+    hooks.try_metrics(session)
     build.start_tracking(session)
     return session
 

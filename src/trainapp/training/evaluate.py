@@ -171,7 +171,7 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     progress, direction = session.state.progress, session.objective.direction
     metric = logged_name_of(session.objective.metric, means)
     if metric not in means:  # it may be one that only some batches have
-        if progress.objective is None and not session.objective.is_known:
+        if progress.objective is None:
             raise no_such_metric(session.objective, map(setting_name, means))
         session.tracker.warn_once(
             f"objective={direction} {session.objective.metric}: the evaluation at step {progress.step} has no such "

@@ -115,7 +115,6 @@ class Objective(NamedTuple):
 
     direction: str  # "max" or "min"
     metric: str
-    is_known: bool = False  # the task has it for some samples, whether or not an evaluation does
 
     @classmethod
     def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":

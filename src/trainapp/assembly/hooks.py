@@ -1,28 +1,30 @@
-"""Metrics with a state, callbacks and loggers of the tracker: found by their names, built, and checked."""
+"""Metrics with a state, callbacks and loggers of the tracker: found by their names, built, and tried."""
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from trainapp.assembly.checks import uncompiled
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
+from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.hooks.confusion import Counts
-from trainapp.hooks.metrics import StatefulMetrics
+from trainapp.hooks.metrics import EVERY, StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
-from trainapp.parallel.strategy import local
-from trainapp.stateful import held_tensors
-from trainapp.torch_private import storage_id
 from trainapp.tracking.meter import Utilisation, peak_of
+from trainapp.training.evaluate import no_such_metric
 from trainapp.training.session import Objective, Phase, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
+SAMPLES = 2  # which a remainder of an evaluation may have, too
+NOT_EVALUATED = -1  # as the step of the last evaluation: one is due before the first step
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -80,7 +82,7 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
             "counts evaluations; set stopping.patience=null"
         )
     if stopping.metric == "auto":
-        direction, metric, _ = Objective.of(config, data, sets)
+        direction, metric = Objective.of(config, data, sets)
     else:
         direction, metric = stopping.metric.split()
     early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
@@ -95,20 +97,8 @@ def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Se
     session.meter.utilisation = _utilisation_of(session)
     last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
     session.meter.counts_tokens = losses.counts_tokens(last)
-    session.meter.hook_tensors = functools.partial(_tensors_of, session.metrics, callbacks, session.state.model)
+    session.meter.hook_tensors = session.metrics.tensors
     return session
-
-
-def _tensors_of(metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
-    """What metrics and callbacks keep in memory, but for tensors that are the model's as well."""
-    yield from metrics.tensors()
-    held = [tensor for tensor in held_tensors([callbacks], with_modules=True) if tensor.layout is torch.strided]
-    if held:  # else the model's storages need not be listed
-        others = {storage_id(local(p).untyped_storage()) for p in (*model.parameters(), *model.buffers())}
-        for tensor in held:
-            storage = local(tensor).untyped_storage()
-            if storage_id(storage) not in others and storage.filename is None:  # else it is a view of a file
-                yield tensor
 
 
 def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
@@ -137,3 +127,79 @@ def _utilisation_of(session: Session) -> Utilisation | None:
         return None
     recomputes = config.activation_checkpointing.mode != "none"
     return Utilisation(peak * session.ranks.world, lambda: session.attempt.phase is Phase.BACKWARD, recomputes)
+
+
+# --- before the first step
+
+
+def try_metrics(session: Session) -> None:
+    """Update the metrics with two samples of each evaluation set, and undo that: a mistake in one of them would else
+    show at the first evaluation. A stream, and a task that fails on so few, are left to that.
+
+    Raises what a metric raises, and UserError where the `objective` or `stopping.metric` names none of a built-in
+    task's. Where another task has it for other samples only, the run begins with an evaluation, which refuses it or has
+    it. A run that is never evaluated gets a warning. Collective.
+    """
+    config = session.config
+    if config.mode != "train":
+        return
+    named = {"objective": config.objective}
+    if config.stopping.patience is not None:
+        named["stopping.metric"] = config.stopping.metric
+    named = {setting: text for setting, text in named.items() if text != "auto"}
+    if not (session.eval_sets and session.limits.evaluates):
+        reason = "every.eval=null" if session.eval_sets else "the data has no validation split"
+        for setting, text in named.items():
+            log.warning("%s=%s: the run is never evaluated (%s), so that it has none", setting, text, reason)
+        return
+    found = {"loss", "accuracy"} if losses.is_built_in(session.task) else {"loss"}
+    if not losses.has_embeddings(session.task) and (session.metrics.names or not losses.is_built_in(session.task)):
+        found |= _tried(session)
+    if session.state.progress.objective is None:  # nothing was evaluated before
+        _require_known(session, named, found)
+
+
+def _tried(session: Session) -> set[str]:
+    """The names of the metrics that the task has for the first samples, on any rank."""
+    found: set[str] = set()
+    for batches in session.eval_sets.values():
+        if batches.is_stream or not batches.samples:
+            continue
+        with torch.no_grad(), session.snapshot.undone(), uncompiled():
+            try:
+                metrics = _metrics_of_first(session, batches.example(SAMPLES))
+            except Exception as error:  # the first evaluation shows it in its place
+                log.debug("the metrics cannot be tried: %s", error)
+                continue
+            session.metrics.update(metrics)
+        found |= {*metrics} - {EVERY}
+    session.metrics.reset()
+    return set().union(*session.ranks.all_gather_object(found))
+
+
+def _metrics_of_first(session: Session, batch: Any) -> Any:
+    """What the task returns as metrics for a batch. Collective with FSDP."""
+    for module in (session.state.model, *session.state.stateful.modules.values()):
+        module.eval()
+    batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
+    session.ranks.enable_votes(False)
+    with session.state.precision.autocast:
+        _, _, metrics = session.strategy.evaluate(session.task, batch)
+    if session.strategy.forward_is_collective:
+        session.strategy.finish_accumulation()
+    return metrics
+
+
+def _require_known(session: Session, named: Mapping[str, str], found: set[str]) -> None:
+    found |= session.metrics.names
+    known = {f"{name}/{metric}" if name else metric for name in session.eval_sets for metric in found}
+    for setting, text in named.items():
+        direction, metric = text.split()
+        # `per_class/3` is a number of the metric per_class.
+        if metric in known or any(metric.startswith(f"{name}/") for name in known & session.metrics.names):
+            continue
+        if losses.is_built_in(session.task):
+            raise no_such_metric(Objective(direction, metric), known, setting)
+        if session.state.progress.step == 0:
+            session.state.progress.evaluated_at = NOT_EVALUATED
+            log.info("%s=%s: not among the metrics of the first samples, so evaluating first", setting, text)
