@@ -184,13 +184,6 @@ class RunsOut:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
 
 
-class Holds:
-    """A table of a megabyte from its first step on; model and data are not its own."""
-
-    def after_step(self, view):
-        self.table, self.model, self.data = torch.zeros(2**18), view.model, view.data
-
-
 class StopsAt:
     """rank: the only one that asks for it; None: all."""
 

@@ -10,7 +10,6 @@ from helpers import metrics, result, train
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
-from trainapp.memory.live_tensors import Category
 from trainapp.run import runner
 from trainapp.training import events, loop
 from trainapp.training.engine import Engine
@@ -109,21 +108,6 @@ def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
 def test_what_is_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         runs.run(tmp_path, *MLP, *overrides)
-
-
-def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
-    peaks = {}
-    for name, chosen in {"plain": (), "holds": (own("Holds"),)}.items():
-        run = runs.prepare(tmp_path / name, *MLP, *chosen, "memory.limit=64MiB")
-        for _ in range(2):
-            loop.train_step(run)
-            events.after_step(run)
-        with run.memory.watch(run.meter.resident()):
-            pass
-        run.close()
-        recorded, kinds = run.memory.events([])
-        peaks[name] = {kinds[number]: size for number, size in recorded}
-    assert peaks["holds"] == {**peaks["plain"], Category.BUFFERS: 2**20}
 
 
 # Errors

@@ -11,7 +11,7 @@ import runs
 import torch
 from helpers import evaluations, metrics, result
 
-from trainapp.assembly import trial
+from trainapp.assembly import hooks
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import StatefulMetrics, TorchMetric, as_scalars
 from trainapp.memory.live_tensors import Category
@@ -251,7 +251,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     note = "in metrics.mine: update of a Counts with (float32 [{0}, 10], int64 [{0}]) from the task"
     assert notes("tried") == note.format(2)
     assert not (tmp_path / "tried/metrics.jsonl").exists()
-    monkeypatch.setattr(trial, "_tried", lambda run: set())
+    monkeypatch.setattr(hooks, "_tried", lambda run: set())
     assert notes("late") == note.format(32)
     assert len(metrics(tmp_path / "late")) == 2
     with pytest.raises(KeyError, match="no such threshold") as failed:

@@ -14,7 +14,6 @@ error.
 import dataclasses
 import logging
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
 from trainapp.errors import UserError
 from trainapp.losses.losses import compares_samples, is_built_in
+from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
@@ -104,13 +104,6 @@ def require_sum(
 
 def _has_fine_weights(model: nn.Module) -> bool:
     return all(p.dtype.itemsize >= 4 for p in model.parameters() if p.is_floating_point())
-
-
-def uncompiled() -> Any:
-    """A context in which compiled functions run as they are: the shapes of a few samples must not shape their code."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes a second
-        return torch.no_grad()
-    return torch.compiler.set_stance("force_eager")
 
 
 class _Draws(DispatchMode):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly.checks import uncompiled
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.data.batch import map_tensors
@@ -17,6 +16,7 @@ from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import EVERY, StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
+from trainapp.memory.device import uncompiled
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.evaluate import no_such_metric
 from trainapp.training.session import Objective, Phase, Session
@@ -195,8 +195,8 @@ def _require_known(session: Session, named: Mapping[str, str], found: set[str]) 
     known = {f"{name}/{metric}" if name else metric for name in session.eval_sets for metric in found}
     for setting, text in named.items():
         direction, metric = text.split()
-        # `per_class/3` is a number of the metric per_class.
-        if metric in known or any(metric.startswith(f"{name}/") for name in known & session.metrics.names):
+        owner = metric.rpartition("/")[0]  # `per_class/3` is a number of the metric per_class
+        if metric in known or (owner in known and owner.rpartition("/")[2] in session.metrics.names):
             continue
         if losses.is_built_in(session.task):
             raise no_such_metric(Objective(direction, metric), known, setting)

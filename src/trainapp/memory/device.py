@@ -220,7 +220,7 @@ class CpuMemory(DeviceMemory):
         try:
             counter.register(resident)
             counter.register_kept()
-            with self.module_path.watch(), counter, _uncompiled() if self.compiles else contextlib.nullcontext():
+            with self.module_path.watch(), counter, uncompiled() if self.compiles else contextlib.nullcontext():
                 yield
         finally:
             self.watching, self._watched_at = False, time.monotonic()
@@ -257,7 +257,7 @@ class CpuMemory(DeviceMemory):
         return self._allocated
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[None]:
+def uncompiled() -> contextlib.AbstractContextManager[None]:
     """Inside the block, what `torch.compile` has wrapped runs as it is written.
 
     A compiled graph allocates where no counter sees it. And a function whose first call is counted would never be
