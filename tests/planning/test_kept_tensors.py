@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import runs
+from torch import nn
 
 from trainapp.config import compose
 from trainapp.errors import TrainingStopped
@@ -104,6 +105,15 @@ def test_the_parameters_of_a_teacher_count_before_they_are_used(tmp_path):
     peaks, facts = measured(tmp_path / "run", *overrides), planned(*overrides)
     assert facts["peak_bytes"] == max(peaks)
     assert facts["categories"]["kept"] == 26_000
+
+
+def test_a_module_without_shapes_yet_has_no_memory(tmp_path):
+    run = runs.prepare(tmp_path, *OVER, "model=mlp", "model.width=16", "task=planned_models.Taught")
+    run.state.stateful.modules["task.lazy"] = nn.LazyLinear(3)
+    with run.memory.watch(run.meter.resident()):
+        events, kinds = run.memory.events([])
+    run.close()
+    assert sum(size for number, size in events if kinds[number] == "kept") == 26_000
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import flop_counter
 
 from trainapp.checkpoint.train_state import TrainState
@@ -104,8 +105,9 @@ class Meter:
     def resident(self, batch: Any = None) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by kind."""
         outside = [own for name, own in self.state.stateful.modules.items() if not name.startswith("callbacks.")]
+        tensors = (tensor for own in outside for tensor in (*own.parameters(), *own.buffers()))  # a teacher's, say
         return {
-            Category.KEPT: (t for own in outside for t in (*own.parameters(), *own.buffers())),  # such as a teacher
+            Category.KEPT: (tensor for tensor in tensors if not is_lazy(tensor)),
             Category.PARAMETERS: self.state.model.parameters(),
             Category.GRADIENTS: self.gradients(),
             Category.COMMUNICATION_BUFFERS: self.communication_buffers(),
