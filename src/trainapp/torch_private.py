@@ -354,6 +354,16 @@ def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 local_part = operator.attrgetter("_local_tensor")
 
 
+def is_shard(tensor: Any) -> bool:
+    """Whether the tensor is this rank's shard of one, a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of the tensor in this rank's memory, itself: no gradient goes through it to a shard."""
+    return local_part(tensor) if is_shard(tensor) else tensor
+
+
 def prepare_fsdp(root: Any) -> None:
     """Do now what FSDP2 otherwise does in the first forward of its root module, an FSDPModule.
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import local_part
+from trainapp.torch_private import is_shard as is_shard  # for the rooms above
+from trainapp.torch_private import local as local
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
@@ -136,16 +137,6 @@ def warm_up_group(group: dist.ProcessGroup | None, device: torch.device) -> None
 
 
 # Tensors that may be whole or this rank's shard of one (a DTensor), and conversions between the two.
-
-
-def is_shard(tensor: Any) -> bool:
-    """Whether the tensor is this rank's shard of one."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """The part of the tensor in this rank's memory, itself: no gradient goes through it to a shard."""
-    return local_part(tensor) if is_shard(tensor) else tensor
 
 
 def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
