@@ -19,7 +19,6 @@ REFUSED = [
     (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it has sizes for each"),
     ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it has sizes for each"),
     (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
-    (f"{TWO}|oom.keep_global_batch=false", "oom.keep_global_batch=false with updates: all updates of a step"),
     ("export.merge_dtype=bf16", "export.merge_dtype=bf16 with export.merge=false: it is the format of merged weights"),
     (
         "adapter=lora adapter.base_dtype=bf16",

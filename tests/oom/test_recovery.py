@@ -193,14 +193,6 @@ def test_at_the_first_fetch_of_the_first_step(tmp_path):
     assert set(recorded.run.sizes.train.searches) == {128}  # only the real shape
 
 
-def test_the_classic_reaction(tmp_path):
-    injector = Injector("forward", 2, 1)
-    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.keep_global_batch": False}), injector)
-    assert recorded.run.state.global_size == 8
-    assert recorded.run.state.progress.samples == 16 + 3 * 8
-    assert "the global batch falls from 16 to 8" in recorded.failures[0].action
-
-
 @pytest.mark.slow
 def test_nothing_left_to_halve(tmp_path):
     injector = Injector("forward", 2, 1, above=0)

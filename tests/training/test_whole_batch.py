@@ -49,7 +49,6 @@ CUTTING = {
     "batch.micro_size=plan": "batch.micro_size=plan: task=own_tasks.Whole has whole_batch=True",
     "accumulation.steps=2": "accumulation.steps=2: ",
     "batch.micro_schedule={1: 16, 3: 8}": "batch.micro_schedule has sizes below 16",
-    "oom.keep_global_batch=false": "oom.keep_global_batch=false: ",
 }
 
 

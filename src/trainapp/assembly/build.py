@@ -81,7 +81,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         batches=batches,
         eval_sets=eval_sets,
         limits=Limits.of(config, batches, state.progress),
-        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_sets), whole=whole),
+        sizes=initial_sizes(config, ranks.world, config.batch.global_size, eval_samples(eval_sets), whole=whole),
         memory=memory,
         meter=Meter(state, memory, engine.strategy.communication_buffers),
         tracker=SilentTracker(Path(config.run_dir), components.hooks.loggers),

@@ -16,7 +16,7 @@ from trainapp.config.targets import check_arguments
 from trainapp.data.stream_reader import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.losses import losses
-from trainapp.losses.contrastive import Contrastive, require_complete, require_same_batch
+from trainapp.losses.contrastive import Contrastive, require_complete
 from trainapp.models.adapters import adapted
 from trainapp.units import listed
 
@@ -75,7 +75,6 @@ def load_components(config: Config) -> Components:
     task = built_task(config, found["task"], "task", config.task, config.task_arguments) or _default_task(
         config, train, updates
     )
-    require_same_batch(config, task, *updates.values())
     return Components(
         model=adapted(found["model"], config),
         task=task,

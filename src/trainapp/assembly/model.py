@@ -89,7 +89,6 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         average=WeightAverage(model, config.train.ema),
         device=device,
         seed=config.train.seed,
-        global_size=config.batch.global_size,
         keeps_gradients=not config.optimizer.in_backward,
         stateful=Stateful(model=model, **parts.owners, callbacks=callbacks or None),
     )

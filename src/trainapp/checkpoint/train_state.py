@@ -59,7 +59,6 @@ class TrainState:
     average: WeightAverage
     device: torch.device
     seed: int
-    global_size: int
     keeps_gradients: bool = True  # until the update, which `optimizer.in_backward` makes part of the backward
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in

@@ -134,12 +134,6 @@ EXCLUSIONS = (
         "the backward of one update passes through parameters of others, which it must not change",
         "use in_backward=false",
     ),
-    Exclusion(
-        ("oom.keep_global_batch", "updates"),
-        lambda c: bool(c.updates) and not c.oom.keep_global_batch,
-        "all updates of a step are on the same samples, of which a later one would then have fewer",
-        "use oom.keep_global_batch=true",
-    ),
     # Techniques that save memory
     Exclusion(
         ("activation_checkpointing.compiled_budget", "train.compile"),

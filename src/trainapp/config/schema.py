@@ -302,7 +302,6 @@ class Plan:
 @dataclass(config=STRICT)
 class Oom:
     enabled: Bool = True
-    keep_global_batch: Bool = True
     clean_steps: PositiveInt = 3
     grow: Bool = True
 

@@ -20,7 +20,6 @@ from trainapp.losses.losses import (
     Metrics,
     attribute,
     compares_samples,
-    has_embeddings,
     inputs_and_targets,
 )
 
@@ -158,16 +157,6 @@ def require_complete(task: Any, setting: str) -> None:
         )
 
 
-def require_same_batch(config: Config, *tasks: Any) -> None:
-    """Raises UserError for a loss of embeddings whose samples would become fewer: it would be another loss."""
-    if any(map(has_embeddings, tasks)) and not config.oom.keep_global_batch:
-        raise UserError(
-            f"oom.keep_global_batch=false: task={config.task} compares the samples of its batch (whole_batch=True), "
-            "which would become fewer; use oom.keep_global_batch=true: the micro-batch is free, since gradients are "
-            "cached"
-        )
-
-
 def require_uncut(config: Config, world: int, samples: int) -> None:
     """For a run of such a task. Raises UserError for settings that would cut its batch.
 
@@ -191,8 +180,3 @@ def require_uncut(config: Config, world: int, samples: int) -> None:
     plans = [plan for own in batch.schedules.values() for plan in own.values()]
     if any(size < needed for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])):
         raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; leave it out")
-    if not config.oom.keep_global_batch:
-        raise UserError(
-            f"oom.keep_global_batch=false: {why}, and so its samples stay, too; use oom.keep_global_batch=true, and "
-            "choose batch.global_size yourself"
-        )

@@ -110,12 +110,6 @@ def change_size(session: Session, failure: OomReport) -> None:
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
-    if not failure.evaluating and not session.config.oom.keep_global_batch:
-        smaller = max(1, session.state.global_size * failure.new_size // failure.old_size)
-        failure.action += (
-            f"; oom.keep_global_batch=false: the global batch falls from {session.state.global_size} to {smaller}"
-        )
-        session.set_global_size(smaller)
 
 
 def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:

@@ -155,7 +155,7 @@ def opening_line(session: Session) -> str:
     state, batches, parts = session.state, session.batches, session.sizes.parts
     parameters = sum(p.numel() for p in state.model.parameters())
     count = batches.accumulation(session.sizes.train.size, parts)
-    micro_size = -(-state.global_size // count) if parts else session.sizes.train.size
+    micro_size = -(-session.config.batch.global_size // count) if parts else session.sizes.train.size
     name = session.config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
@@ -163,7 +163,7 @@ def opening_line(session: Session) -> str:
     if session.config.mode not in ("train", "lr_find"):
         return model
     return (
-        f"{model}; global batch {state.global_size} = micro-batch {micro_size} x {count} accumulated "
+        f"{model}; global batch {session.config.batch.global_size} = micro-batch {micro_size} x {count} accumulated "
         f"x {batches.world} rank{'s' * (batches.world > 1)}; {_data_text(session)}" + _schedule_text(session)
     )
 

@@ -166,8 +166,6 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
     Raises UserError when the checkpoint does not fit the model, and when the run cannot continue from it.
     """
     sizes = checkpointer.restore(session.state, path, session.ranks)
-    if not session.config.oom.keep_global_batch and sizes["global"] < session.state.global_size:
-        session.set_global_size(sizes["global"])
     progress = session.state.progress
     session.checkpointer.saved_at = progress.step
     verb = "loaded"

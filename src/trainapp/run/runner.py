@@ -131,7 +131,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     session.sizes = initial_sizes(
         config,
         ranks.world,
-        session.state.global_size,
+        session.config.batch.global_size,
         len(config.generate.prompts) if config.mode == "generate" else build.eval_samples(session.eval_sets),
         smallest=build.smallest_micro_batch(session.state.model),
         whole=whole,

@@ -152,7 +152,7 @@ def initial_sizes(
     start = share if isinstance(batch.micro_size, str) else min(batch.micro_size, share)
     start = start if parts is None else -(-share // parts)
     is_given = isinstance(batch.micro_size, int) or parts is not None
-    grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts is None
+    grows = config.oom.grow and batch.micro_schedule is None and parts is None
     grows = grows and retries_in_place and not whole
 
     def new(start: int, smallest: int) -> MicroBatchSizes:

@@ -125,7 +125,7 @@ def save(session: Session) -> None:
     started, progress = time.monotonic(), session.state.progress
     session.engine.nonfinite.check()
     session.strategy.broadcast_buffers()
-    sizes = session.sizes.state_dict() | {"global": session.state.global_size, "budget": session.memory.budget}
+    sizes = session.sizes.state_dict() | {"budget": session.memory.budget}
     is_best = progress.best_step == progress.step
     session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
     session.meter.pause(time.monotonic() - started)

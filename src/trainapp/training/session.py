@@ -276,11 +276,6 @@ class Session:
         is_saving = self.checkpointer.pending is not None and self.checkpointer.busy
         return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news)
 
-    def set_global_size(self, size: int) -> None:
-        """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
-        self.state.global_size = self.batches.global_size = size
-        self.measure_length()
-
     def measure_length(self) -> None:
         """Measure the run again from its present position, with all that depends on its length.
 
