@@ -83,7 +83,7 @@ def test_steps_at_new_sizes(tmp_path, device, got):
     settings = jobs.overrides(device, "resnet", "train.max_steps=1000", "checkpointing=off", "every.log=null")
     session = runs.prepare(tmp_path, *settings)
     for share in SIZES:
-        size = int(share * session.state.global_size)
+        size = int(share * session.config.batch.global_size)
         session.sizes.train = session.sizes.by_update[""] = MicroBatchSizes(size, grow=False)
         seconds = []
         for _ in range(1 + AFTER):
