@@ -112,7 +112,7 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
 
 
-@pytest.mark.parametrize("tasks", [2, 1])
+@pytest.mark.parametrize("tasks", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
     submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
