@@ -137,23 +137,18 @@ class Permutation:
 
     def __init__(self, seed: int, samples: int):
         self.seed, self.samples = seed, samples
-        self._block: tuple[int, int, np.ndarray] = (-1, -1, np.empty(0, dtype=np.int64))
+        self._block = functools.lru_cache(maxsize=1)(self._computed)
 
     def indices(self, epoch: int, start: int, end: int) -> list[int]:
         """The samples at the positions [start, end) of an epoch."""
         indices: list[int] = []
-        while start < end:
-            number = start // BLOCK
-            stop = min(end, (number + 1) * BLOCK)
-            indices += self._positions(epoch, number)[start % BLOCK : stop - number * BLOCK].tolist()
-            start = stop
+        for first in range(start - start % BLOCK, end, BLOCK):
+            indices += self._block(epoch, first)[max(0, start - first) : end - first].tolist()
         return indices
 
-    def _positions(self, epoch: int, number: int) -> np.ndarray:
-        if self._block[:2] != (epoch, number):
-            positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.samples))
-            self._block = (epoch, number, permuted(self.seed, epoch, positions, self.samples))
-        return self._block[2]
+    def _computed(self, epoch: int, first: int) -> np.ndarray:
+        positions = np.arange(first, min(first + BLOCK, self.samples))
+        return permuted(self.seed, epoch, positions, self.samples)
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:

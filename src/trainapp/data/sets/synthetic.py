@@ -45,9 +45,7 @@ class SyntheticImages(BatchedDataset):
     ):
         channels, height, width = image_shape
         self.spec: dict[str, Any] = {"image_shape": (channels, height, width), "num_classes": num_classes}
-        self.size = size if split == "train" else val_size
-        self.seed = seed
-        self.stream = STREAMS[split]
+        self.size, self.seed, self.stream = size if split == "train" else val_size, seed, STREAMS[split]
         self.num_classes = num_classes
         generator = np.random.default_rng(seed)
         scale = np.float32(1 / np.sqrt(1 + noise**2))
@@ -108,12 +106,8 @@ class SyntheticTokens(BatchedDataset):
         if min_length is not None and min_length > context_length:
             raise ValueError(f"min_length={min_length} is above context_length={context_length}: lower it or use null")
         self.spec: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
-        self.size = size if split == "train" else val_size
-        self.seed = seed
-        self.stream = STREAMS[split]
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.min_length = min_length
+        self.size, self.seed, self.stream = size if split == "train" else val_size, seed, STREAMS[split]
+        self.vocab_size, self.context_length, self.min_length = vocab_size, context_length, min_length
         self._cycle = np.random.default_rng(seed).permutation(vocab_size)
 
     def __len__(self) -> int:

@@ -101,10 +101,10 @@ def find_files(files: str | Sequence[str]) -> list[str]:
 def stamps(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     """Path, size and time of each file: what decides whether it is read again. Raises UserError for a missing one."""
     try:
-        status = {os.path.abspath(path): os.stat(path) for path in paths}
+        status = [os.stat(path) for path in paths]
     except OSError as error:
         raise _unreadable(error.filename, error) from None
-    return [(path, own.st_size, own.st_mtime_ns) for path, own in status.items()]
+    return [(os.path.abspath(path), own.st_size, own.st_mtime_ns) for path, own in zip(paths, status, strict=True)]
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
