@@ -112,28 +112,25 @@ def by_position(
     model: nn.Module, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
     """Token by token. Each prompt draws from a generator of its own, so that its text does not depend on the batch."""
-    texts, finished = [list(prompt) for prompt in prompts.values()], [False] * len(prompts)
-    limits = [len(text) + settings.max_new_tokens for text in texts]
-    generators = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
-    decoder = decoder_of(model, max(limits))
-    position, begun = min(map(len, texts)), 0
+    texts, new = [list(prompt) for prompt in prompts.values()], settings.max_new_tokens
+    lengths, finished = torch.tensor([len(text) for text in texts]), [False] * len(texts)
+    own = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
+    numbers = torch.stack([torch.rand(new, dtype=torch.float64, generator=generator) for generator in own])
+    decoder = decoder_of(model, int(lengths.max()) + new)
+    position, begun = int(lengths.min()), 0
     while not all(finished):
         # Sequences that have ended are read on, for the others' sake: what comes is not kept.
         rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
         logits = decoder(torch.tensor(rows, device=device))
-        draws = [not ended and len(text) == position for text, ended in zip(texts, finished, strict=True)]
-        numbers = [
-            torch.rand((), dtype=torch.float64, generator=generator) if is_own else torch.zeros((), dtype=torch.float64)
-            for generator, is_own in zip(generators, draws, strict=True)
-        ]
+        places = (position - lengths).clamp(0, new - 1)[:, None]
         # Waits for the device once per token: what is drawn decides what is read.
-        tokens = draw(logits.float().cpu(), torch.stack(numbers), settings).tolist()
-        for row, token in enumerate(tokens):
-            if draws[row]:
-                texts[row].append(token)
-                finished[row] = token in ends or len(texts[row]) == limits[row]
+        tokens = draw(logits.float().cpu(), numbers.gather(1, places).squeeze(1), settings).tolist()
+        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+            if not finished[row] and len(text) == position:
+                text.append(token)
+                finished[row] = token in ends or len(text) == lengths[row] + new
         begun, position = position, position + 1
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts.values(), strict=True)]
+    return [text[length:] for text, length in zip(texts, lengths.tolist(), strict=True)]
 
 
 def _seed(settings: Generate, number: int) -> int:
