@@ -33,7 +33,8 @@ ALLOWED_PACKAGES = (
     "torchmetrics",
     "transformers",
 )
-EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}  # by package
+# By package.
+EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow", "transformers": "hf", "datasets": "hf"}
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trainapp.config.targets import require_package
 from trainapp.data.sets import tokenizer as tokenizers
 from trainapp.data.sets.batched import Windows
 from trainapp.data.sets.text import TokenStore, cache_directory, key_of, token_store
@@ -79,7 +80,9 @@ def open_dataset(
 
 def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> dict[str, Any]:
     """The splits, by name. Raises UserError for a path that holds none."""
-    datasets = tokenizers.require_package("datasets", "data=hf")
+    require_package("datasets", "data=hf")
+    import datasets  # late: only this data set needs it
+
     datasets.disable_progress_bars()
     paths, loaded = [path] if isinstance(path, str) else list(path), None
     cache = str(directory / "datasets")

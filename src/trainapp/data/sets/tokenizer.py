@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainapp.config.targets import require_package
 from trainapp.data.sets.batched import BatchedDataset
 from trainapp.data.sets.text import key_of
 from trainapp.errors import UserError
@@ -50,17 +51,11 @@ class Tokenized(BatchedDataset):
         return end
 
 
-def require_package(name: str, setting: str) -> Any:
-    """The package. Raises UserError, with the command that installs it, where it is missing."""
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise UserError(f"{setting}: needs {name} ({error}); pip install 'trainapp[hf]'") from None
-
-
 def load_tokenizer(name: str) -> Any:
     """A tokenizer from a folder, a `tokenizer.json`, or a name on the hub. Raises UserError for another."""
-    transformers = require_package("transformers", f"data.tokenizer={name}")
+    require_package("transformers", f"data.tokenizer={name}")
+    import transformers  # late: only these data sets need it
+
     path = Path(name).expanduser()
     try:
         if path.is_file():
@@ -132,7 +127,8 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
     folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
     if (folder / "tokenizer.json").is_file():
         return folder
-    transformers = require_package("transformers", "data=hf")
+    require_package("transformers", "data=hf")
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
