@@ -1,7 +1,5 @@
 """`data=hf`: files, saved data sets, tokenizers and a BPE of its own."""
 
-import json
-
 import hf_files
 import pytest
 import torch
@@ -13,7 +11,11 @@ datasets = pytest.importorskip("datasets", reason="needs the extra trainapp[hf]"
 
 from trainapp.data.sets.hf import open_dataset  # noqa: E402
 
-ROWS = {"text": ["the quick brown fox", "jumps over", "the lazy dog"] * 20, "label": ["fox", "none", "dog"] * 20}
+ROWS = {
+    "text": ["the quick brown fox", "jumps over", "the lazy dog"] * 20,
+    "label": ["fox", "none", "dog"] * 20,
+    "tags": [["fox"]] * 60,
+}
 
 
 def written(folder, kind):
@@ -27,15 +29,6 @@ def written(folder, kind):
         return folder / "splits"
     getattr(rows, f"to_{kind}")(folder / f"rows.{kind}")
     return folder / f"rows.{kind}"
-
-
-@pytest.mark.parametrize("label", [None, "label"])
-def test_the_saved_tokenizer_has_a_pad_token_where_the_data_pads(tmp_path, label):
-    path = str(written(tmp_path, "parquet"))
-    data = open_dataset("train", path, vocab_size=280, context_length=8, label=label)
-    data.save_tokenizer(tmp_path / "saved")
-    saved = load_tokenizer(str(tmp_path / "saved"))
-    assert saved.pad_token_id == (None if label is None else data.spec["pad_token_id"])
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "csv", "saved", "splits"])
@@ -75,6 +68,8 @@ def test_labels_become_classes_and_texts_are_padded_with_a_mask(tmp_path):
         assert data.tokenizer.decode(row[mask.bool()]) == text
         assert (row[~mask.bool()] == data.spec["pad_token_id"]).all()
     assert batch["attention_mask"].min() == 0
+    data.save_tokenizer(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).pad_token_id == data.spec["pad_token_id"]
 
 
 def test_classes_in_the_order_of_a_model(tmp_path):
@@ -99,32 +94,18 @@ def test_long_texts_are_cut(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"text": "body"}, r"data\.text=body: there is no such column; there are text, label"),
+        ({"text": "body"}, r"data\.text=body: there is no such column; there are text, label, tags"),
         ({"label": "class"}, r"data\.label=class: there is no such column"),
         ({"train_split": "all"}, r"data\.train_split=all: there is no such split; there are train"),
         ({"vocab_size": 100}, r"data\.vocab_size=100: must be at least 257"),
         ({"context_length": 5000}, r"data\.context_length=5000: the train split has \d+ tokens"),
         ({"path": "./none.parquet"}, r"data\.path=\./none\.parquet: names nothing"),
         ({"path": None}, r"data\.path=null: name a data set"),
+        ({"label": "label", "classes": ["dog", "fox", "dog"]}, r"data\.classes=\[.*\]: a class is named twice"),
+        ({"label": "tags"}, r"data\.label=tags: a text has one class"),
     ],
 )
 def test_a_mistake_gets_one_message(tmp_path, arguments, message):
     path = str(written(tmp_path, "parquet"))
     with pytest.raises(UserError, match=message):
         open_dataset("train", **{"path": path, "vocab_size": 280, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"classes": ["dog", "fox", "dog"]}, r"data\.classes=\[.*\]: a class is named twice"),
-        ({"label": "tags"}, r"data\.label=tags: a text has one class"),
-    ],
-)
-def test_classes_that_are_none(tmp_path, arguments, message):
-    rows = [json.loads(line) for line in hf_files.texts(tmp_path / "texts.jsonl").read_text().splitlines()]
-    rows = [row | {"tags": [row["label"]]} for row in rows]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = {"path": str(tmp_path / "texts.jsonl"), "vocab_size": 280, "label": "label", **arguments}
-    with pytest.raises(UserError, match=message):
-        open_dataset("train", **given)

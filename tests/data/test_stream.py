@@ -82,18 +82,9 @@ def trained(batches, progress, steps, micro=5):
     return numbers, torch.stack(inputs)
 
 
-@pytest.mark.parametrize(
-    ("source", "streams"),
-    [
-        (own_streams.Plain("train"), True),
-        (iter([1]), True),
-        ([1, 2], False),
-        (range(3), False),
-        (torch.utils.data.TensorDataset(torch.zeros(3)), False),
-    ],
-)
-def test_what_is_a_stream(source, streams):
-    assert is_stream(source) is streams
+def test_what_is_a_stream():
+    assert all(map(is_stream, (own_streams.Plain("train"), iter([1]))))
+    assert not any(map(is_stream, ([1, 2], range(3), torch.utils.data.TensorDataset(torch.zeros(3)))))
 
 
 KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late]
@@ -134,8 +125,7 @@ def test_epochs_follow_each_other_and_differ():
 
 
 @pytest.mark.parametrize("kind", [own_streams.Plain, own_streams.Stateful])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("stops", [(2, 3), (4, 5), (1, 6)])
+@pytest.mark.parametrize(("workers", "stops"), [(0, (2, 3)), (0, (4, 5)), (1, (4, 5)), (1, (1, 6))])
 def test_resuming_twice_is_exact(kind, workers, stops):
     """What was fetched ahead, by a step that never came or by a worker, is not in the position."""
     whole = trained(batches_of(kind("train")), Progress(), 8)
@@ -305,7 +295,7 @@ def test_evaluation_of_a_stream_sees_each_sample_once(world, equal, workers):
     assert not equal or len({count for _, count in found}) == 1
 
 
-@pytest.mark.parametrize("finished", [0, 1, 4, 6])
+@pytest.mark.parametrize("finished", [0, 4, 6])
 def test_an_interrupted_prediction_continues(finished):
     """In the middle of a batch of four, too."""
     batches = EvalBatches(own_streams.Plain("val"), seed=0, device=CPU)
