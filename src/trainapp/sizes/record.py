@@ -138,51 +138,66 @@ def initial_sizes(
     5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
     6. This rank's share of the global batch.
 
-    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, twice this rank's share
-    (without gradients more fits).
+    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, `planned`, twice this rank's share.
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
     steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
     retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
     larger size is tried. restart, saved: as `Sizes.state_dict` returns them; `restart` may have only one of the two.
     """
-    batch, steps, restart, saved = config.batch, config.accumulation.steps, restart or {}, saved or {}
+    batch, restart, saved = config.batch, restart or {}, saved or {}
     share, eval_share = -(-global_size // world), -(-eval_samples // world)
-    parts = None if steps == "auto" else steps
-    start = share if isinstance(batch.micro_size, str) else min(batch.micro_size, share)
-    start = start if parts is None else -(-share // parts)
-    is_given = isinstance(batch.micro_size, int) or parts is not None
-    grows = config.oom.grow and batch.micro_schedule is None and parts is None
-    grows = grows and retries_in_place and not whole
+    given, grows = _given(config, share), retries_in_place and not whole and _may_grow(config)
 
     def new(start: int, smallest: int) -> MicroBatchSizes:
         return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
 
-    plan: PlannedSizes | None = None
+    plan: list[PlannedSizes | None] = []  # once it was asked for
     by_update = {}
     for name in [update.name for update in config.updates] or [""]:
-        own, key = new(start, smallest), _key_of(name)
-        by_update[name] = own
+        own, key = new(given or share, smallest), _key_of(name)
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
         if key in restart:
             own.load_state_dict(restart[key], is_lower=True)
             own.schedule.pop(attempts + 1, None)
         elif own.schedule:
             own.follow_schedule(attempts + 1)
-        elif not is_given and saved.get(key, {}).get("buckets"):
-            own.load_state_dict(saved[key])
-        elif batch.micro_size == "plan" and (plan := plan or planned()) is not None:
-            own.start = max(smallest, min(plan.train, start))
+        elif given is None and not _load(own, saved.get(key)) and batch.micro_size == "plan":
+            plan = plan or [planned()]
+            own.start = max(smallest, min(plan[0].train, share)) if plan[0] else share
+        by_update[name] = own
     # Never more than this rank has: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
     if EVALUATION in restart:
         evaluation.load_state_dict(restart[EVALUATION], is_lower=True)
-    elif batch.eval_micro_size == "auto" and saved.get(EVALUATION, {}).get("buckets"):
-        evaluation.load_state_dict(saved[EVALUATION])
-    elif plan is not None and plan.evaluation is not None:
-        evaluation.start = min(plan.evaluation, evaluation.start)
-    return Sizes(by_update, evaluation, parts)
+    elif not (batch.eval_micro_size == "auto" and _load(evaluation, saved.get(EVALUATION))) and plan and plan[0]:
+        evaluation.start = min(plan[0].evaluation or evaluation.start, evaluation.start)
+    return Sizes(by_update, evaluation, _parts(config))
+
+
+def _parts(config: Config) -> int | None:
+    return None if config.accumulation.steps == "auto" else config.accumulation.steps
+
+
+def _given(config: Config, share: int) -> int | None:
+    """The size that the configuration names for training; None where it is to be found."""
+    parts, size = _parts(config), config.batch.micro_size
+    if parts is not None:
+        return -(-share // parts)
+    return min(size, share) if isinstance(size, int) else None
+
+
+def _may_grow(config: Config) -> bool:
+    return config.oom.grow and config.batch.micro_schedule is None and config.accumulation.steps == "auto"
+
+
+def _load(sizes: MicroBatchSizes, saved: dict[str, Any] | None) -> bool:
+    """Whether there were any that a checkpoint has found."""
+    if not saved or not saved["buckets"]:
+        return False
+    sizes.load_state_dict(saved)
+    return True
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
