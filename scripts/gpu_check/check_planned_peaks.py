@@ -34,15 +34,7 @@ LARGE = {
         "data.size=512", "data.val_size=64", "batch.global_size=256", "batch.micro_size=256",
     ),
 }  # fmt: skip
-SMALL = {
-    "gpt": (
-        *_GPT, "model.depth=2", "model.width=64", "model.context_length=64", "data.vocab_size=512", "data.size=64",
-        "data.val_size=16",
-    ),
-    "mlp": ("model=mlp", "model.width=64", "data=digits", "batch.global_size=64", "batch.micro_size=64"),
-    "resnet": ("model=resnet", "model.width=4", "model.norm=group", "data=digits", "batch.global_size=16",
-               "batch.micro_size=16"),
-}  # fmt: skip
+SMALL = {name: (*settings, "batch.micro_size=16") for name, settings in runs.MODELS.items()}
 _PURE = "precision=bf16_pure", "optimizer=adamw_bf16"
 CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((model, (f"precision={precision}",)) for model in ("gpt", "mlp") for precision in ("fp32", "bf16", "fp16")),

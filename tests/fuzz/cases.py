@@ -8,12 +8,12 @@ from oom.inject import BETWEEN, PHASES
 from zoo.catalogue import ALL
 
 # Their models need more than one sample in a forward.
-NEED_TWO = {"byol", "mean teacher through data", "actnorm", "batchnorm", "late buffer", "running scale"}
+NEED_TWO = {"mean teacher through data", "actnorm", "batchnorm", "running scale"}
 # Evaluation writes into the model, so that the training result depends on how it was cut; or no checkpoint holds all.
 DEPEND_ON_MORE = {name for name, cell in ALL.items() if not cell.resumes} | {"writes in evaluation"}
 NAMES = sorted(ALL.keys() - NEED_TWO - DEPEND_ON_MORE)
 # Their own arithmetic allows autocast.
-MIXED = {"weight norm", "transformer", "tied weights", "stochastic depth", "dict", "tuple", "strings"}
+MIXED = {"unit weights", "transformer", "tied weights", "dict", "tuple", "strings"}
 
 
 @dataclass(frozen=True)

@@ -97,24 +97,10 @@ class Fixed(Unmergeable):
 
 
 class FailsLate(Correct):
-    """Fails in its second update of an evaluation, or where it computes. rank: the only one on which it does."""
-
-    def __init__(self, where="update", rank=None):
-        super().__init__()
-        self.where, self.rank = where, rank
-
-    def _fail(self, where):
-        if where == self.where and (self.rank is None or torch.distributed.get_rank() == self.rank):
-            raise KeyError("no such threshold")
-
-    def update(self, logits, targets):
-        super().update(logits, targets)
-        if self.updates == 2:
-            self._fail("update")
+    """Fails where it computes."""
 
     def compute(self):
-        self._fail("compute")
-        return super().compute()
+        raise KeyError("no such threshold")
 
 
 class Draws(Correct):

@@ -255,7 +255,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     assert notes("late") == note.format(32)
     assert len(metrics(tmp_path / "late")) == 2
     with pytest.raises(KeyError, match="no such threshold") as failed:
-        runs.run(tmp_path / "compute", *MLP, own("FailsLate", where="compute"))
+        runs.run(tmp_path / "compute", *MLP, own("FailsLate"))
     assert failed.value.__notes__[0] == "in metrics.mine: compute of a FailsLate"
 
 
