@@ -24,29 +24,79 @@ import contextlib
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.stateful import Owner, Stateful, Structure, can_be_held
+from trainapp.stateful import Owner, Stateful, can_be_held
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
     buffers_of,
     foreach_copy_,
     is_shard,
+    local,
+    non_persistent_buffers,
     outside_dispatch_modes,
     registries_of,
     version_of,
 )
 
+_LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
 _IS_TRAINING = operator.attrgetter("training")
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 _COPIED = (Tensor, np.ndarray)  # of attributes; others are restored by reference
 _PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 Parameters = Literal["written", "trained", "all"]
 MOVED_ON = ("data", "generator")  # kinds of owners that stay where they are when a step is left out for good
+
+
+class Structure:
+    """Which tensors and attributes modules hold: found by a walk, and valid until they hold others."""
+
+    def __init__(self, roots: Mapping[str, nn.Module], objects: Iterable[Any], shards: Mapping[Any, Tensor]):
+        found = [(root, path, module) for root, top in roots.items() for path, module in top.named_modules()]
+        self.modules = list({id(module): module for _, _, module in found}.values())
+        self.registries = [registry for module in self.modules for registry in registries_of(module)]
+        self.contents = list(map(dict.copy, self.registries))
+        self._filled = [registry for registry in self.registries if registry]
+        self._values = [*chain.from_iterable(map(dict.values, self._filled))]
+        own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
+        self.attributes: list[dict[str, Any]] = list(map(vars, own))
+        self.objects: list[dict[str, Any]] = list(map(vars, objects))
+        self.parameters: dict[str, Tensor] = {}  # this rank's parts of them
+        self.leaves: list[Tensor] = []  # the parameters themselves
+        self.buffers: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}  # buffers outside of the state dict
+        seen: set[int] = set()
+        for root, path, module in found:
+            parameters, buffers, _ = registries_of(module)
+            for registry in (parameters, buffers):
+                for name, held in registry.items():
+                    tensor = shards.get((id(registry), name), held)
+                    if tensor is None or id(tensor) in seen or not can_be_held(tensor):
+                        continue
+                    seen.add(id(tensor))
+                    named = self.parameters
+                    if registry is buffers:
+                        named = self.constants if name in non_persistent_buffers(module) else self.buffers
+                    else:
+                        self.leaves.append(tensor)
+                    with torch.no_grad():
+                        named[".".join(filter(None, (root, path, name)))] = local(tensor)
+        self.unsure = {**self.parameters, **self.constants}  # where a write without a trace is looked for
+
+    def is_current(self) -> bool:
+        """Whether the modules still hold the same tensors and submodules."""
+        if sum(map(len, self.registries)) != len(self._values):
+            return False
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written."""
+        return list(map(version_of, self.parameters.values()))
 
 
 class _Constant(NamedTuple):

@@ -11,11 +11,9 @@ Both the transaction of a step (`Snapshot`) and the checkpoint honour them.
 
 import copy
 import functools
-import operator
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +24,7 @@ from torch.nn.parameter import is_lazy
 from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
-    local,
-    non_persistent_buffers,
-    registries_of,
     tree_map,
-    version_of,
 )
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
@@ -38,7 +32,6 @@ MOST_ITEMS = 1000  # of a list or dict; longer ones are tables, unless their fir
 MOST_OBJECTS = 20_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
 OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
-_LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 
@@ -98,52 +91,6 @@ class Stateful:
             self.owners[name] = generator_owner(found)
         elif has_protocol(found):
             self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
-
-
-class Structure:
-    """Which tensors and attributes modules hold: found by a walk, and valid until they hold others."""
-
-    def __init__(self, roots: Mapping[str, nn.Module], objects: Iterable[Any], shards: Mapping[Any, Tensor]):
-        found = [(root, path, module) for root, top in roots.items() for path, module in top.named_modules()]
-        self.modules = list({id(module): module for _, _, module in found}.values())
-        self.registries = [registry for module in self.modules for registry in registries_of(module)]
-        self.contents = list(map(dict.copy, self.registries))
-        self._filled = [registry for registry in self.registries if registry]
-        self._values = [*chain.from_iterable(map(dict.values, self._filled))]
-        own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = list(map(vars, own))
-        self.objects: list[dict[str, Any]] = list(map(vars, objects))
-        self.parameters: dict[str, Tensor] = {}  # this rank's parts of them
-        self.leaves: list[Tensor] = []  # the parameters themselves
-        self.buffers: dict[str, Tensor] = {}
-        self.constants: dict[str, Tensor] = {}  # buffers outside of the state dict
-        seen: set[int] = set()
-        for root, path, module in found:
-            parameters, buffers, _ = registries_of(module)
-            for registry in (parameters, buffers):
-                for name, held in registry.items():
-                    tensor = shards.get((id(registry), name), held)
-                    if tensor is None or id(tensor) in seen or not can_be_held(tensor):
-                        continue
-                    seen.add(id(tensor))
-                    named = self.parameters
-                    if registry is buffers:
-                        named = self.constants if name in non_persistent_buffers(module) else self.buffers
-                    else:
-                        self.leaves.append(tensor)
-                    with torch.no_grad():
-                        named[".".join(filter(None, (root, path, name)))] = local(tensor)
-        self.unsure = {**self.parameters, **self.constants}  # where a write without a trace is looked for
-
-    def is_current(self) -> bool:
-        """Whether the modules still hold the same tensors and submodules."""
-        if sum(map(len, self.registries)) != len(self._values):
-            return False
-        return all(map(operator.is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
-
-    def versions(self) -> list[int]:
-        """How often each parameter has been written."""
-        return list(map(version_of, self.parameters.values()))
 
 
 def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, bool]]:
