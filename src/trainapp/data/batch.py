@@ -160,7 +160,8 @@ def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[Mi
     for number, piece in enumerate(ranges, start=1):
         start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
-        yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, _shifted(micro.piece, start))
+        own = _shifted(micro.piece, start)
+        yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, own, micro.bucket)
 
 
 def _shifted(piece: Callable[[int, int], Any], by: int) -> Callable[[int, int], Any]:
