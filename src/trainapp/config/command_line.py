@@ -122,7 +122,6 @@ def size_overrides(config: Config, size: int) -> list[str]:
 RENAMED = {
     "activation_checkpointing=budget": "is now activation_checkpointing=auto",
     "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
-    "activation_checkpointing.every": "is gone; activation_checkpointing.modes has a mode per block",
     "oom.keep_global_batch": "is gone: the global batch is never changed, only how it is cut",
     "oom.plan": "is gone: an out-of-memory error is answered with what the failed step measured",
     "oom.remember": "is gone: a run depends on its configuration and its checkpoint alone",
