@@ -23,7 +23,6 @@ from trainapp.models.weights import load_weights
 from trainapp.optim.on_host import copies_of
 from trainapp.parallel.ranks import Ranks
 from trainapp.signals import StopRequest
-from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.record import initial_sizes
 from trainapp.techniques.catalogue import Situation, before_any_batch
 from trainapp.tracking.meter import Meter
@@ -91,8 +90,6 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     )
     if config.train.check_exactness:
         session.attempt.rehearsals = exactness.STEPS * len(state.updates)
-    if parts.device.type == "cuda" and not config.train.deterministic:
-        session.sizes.autotuner = Autotuner()
     session.schedule_rates()
     return hooks.attached(session, components.hooks, callbacks)
 

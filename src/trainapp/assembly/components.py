@@ -181,7 +181,7 @@ def _locate_all(config: Config) -> dict[str, Any]:
 
 def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
     """Raises UserError for an evaluation set whose classes have other names, or another order, or whose tokens mean
-    something else: every number of its would be wrong.
+    something else: every metric of it would be wrong.
     """
     setting = (
         f"eval.{name}._target_={config.eval[name].target}" if name in config.eval else f"data={config.data.target}"

@@ -230,7 +230,7 @@ def compares_samples(task: Any) -> bool:
 
 
 def has_embeddings(task: Any) -> bool:
-    """Whether such a task offers what gradient caching needs: see `train.cached_gradients`."""
+    """Whether such a task offers what gradient caching needs: see `training.cached_gradients`."""
     return compares_samples(task) and all(callable(attribute(task, name)) for name in EMBEDDING_METHODS)
 
 
@@ -242,7 +242,7 @@ def needs_whole_batch(task: Any) -> bool:
 EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
 
 
-# What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
+# What the log records in addition to metrics: see `training.log`, `Sizes.scalars` and `Meter.scalars`.
 RESERVED = frozenset(
     {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
     | {"samples_per_second", "tokens_per_second", "mfu"}

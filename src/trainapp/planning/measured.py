@@ -99,7 +99,7 @@ class Measured:
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
 
-        Of a step of more than MOST_MICRO_BATCHES, so many are run.
+        Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
         share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))

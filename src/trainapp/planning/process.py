@@ -133,7 +133,7 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
 
 
 def _run(command: list[str], environment: dict[str, str], errors: Path, patience: float | None) -> str:
-    """Until it has ended, or been killed. Returns how. errors: the file of its stderr."""
+    """Wait for the process, or kill it; return how it ended. errors: the file of its stderr."""
     nowhere = subprocess.DEVNULL  # what a data set prints
     try:
         with open(errors, "wb") as file:

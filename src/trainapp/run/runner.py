@@ -28,6 +28,7 @@ from trainapp.planning.decisions import first_sizes, with_modes
 from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
+from trainapp.sizes import autotuner
 from trainapp.sizes.record import initial_sizes, take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
@@ -142,6 +143,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         planned=lambda: first_sizes(session) if config.mode == "train" else None,
     )
     session.sizes.continue_record(saved, restart)
+    session.sizes.autotuner = autotuner.autotuner_for(session.state.device, config.train.deterministic)
     hooks.try_metrics(session)
     build.start_tracking(session)
     return session

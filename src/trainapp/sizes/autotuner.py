@@ -16,9 +16,7 @@ from trainapp.sizes.micro_batches import MicroBatchSizes
 
 
 class Autotuner:
-    """Switches cuDNN's autotuner on while the sizes at work are settled. For runs on CUDA without
-    `train.deterministic`, since the fastest algorithm may differ from run to run.
-    """
+    """Switches cuDNN's autotuner on while the sizes at work are settled."""
 
     def __init__(self) -> None:
         self._is_on: bool | None = None  # None: not set yet
@@ -35,3 +33,8 @@ class Autotuner:
         is_first = is_settled and id(sizes) not in self._settled
         (self._settled.add if is_settled else self._settled.discard)(id(sizes))
         return is_first
+
+
+def autotuner_for(device: torch.device, deterministic: bool) -> Autotuner | None:
+    """None without CUDA, and with `train.deterministic`: the fastest algorithm may differ from run to run."""
+    return Autotuner() if device.type == "cuda" and not deterministic else None

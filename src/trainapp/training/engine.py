@@ -103,9 +103,9 @@ class Engine:
 
     evaluated_task: the loss; in `tasks`, that of each update by name, where there are several. around: what a forward
     is computed within, such as offload; called with `strategy.compute`.
-    Attributes: stateful_metrics, names of metrics that are not numbers; is_first, until the first commit of this
-    process losses and gradients are looked at more closely; rehearses, whether gradients are computed only to be
-    compared (`train.check_exactness`).
+    Attributes: stateful_metrics, names of metrics that are not numbers; is_first, whether nothing has been committed
+    in this process: until then, losses and gradients are checked further; rehearses, whether gradients are computed
+    only to be compared (`train.check_exactness`).
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Engine:
         return self._weights[samples]
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
-        """Those to compute gradients of, from those that were fetched and cut."""
+        """The micro-batches to run forward and backward on. cut: as fetched and cut."""
         return cut
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:

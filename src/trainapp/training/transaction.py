@@ -3,7 +3,7 @@ micro-batches: ranks, and memory that is watched.
 
 Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unvalidated, to
 enforce the limit and to learn what the size needs; when it is logged, at most once in a while; and when it is drawn. In
-others, and in evaluation, single micro-batches are: those whose size is unvalidated, or longer than any before.
+others, and in evaluation, only single micro-batches are watched: of an unvalidated size, or longer than any before.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     watching = watched(session, sizes, session.ranks, micro.data, None if is_first else micro.samples)
     with session.strategy.micro_batch(micro.last), watching:
         if step.is_logged and micro.real:
-            # That are trained for each of the update's own.
+            # The samples that were seen since this update was last made.
             with session.meter.counting_flops(step.update.name, micro.samples * step.update.every):
                 yield
         else:
@@ -151,7 +151,7 @@ def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _watched_step(session: Session, step: Step) -> Iterator[None]:
-    # Both live on. Created before the block, they are not what a first step leaves behind.
+    # Created before measuring, so that they do not count as kept by the first step.
     session.engine.scaled(session.engine.weight_of(step.samples))
     with session.memory.watch(session.meter.resident()):
         yield
