@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,7 +45,15 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 name a member of an enum
+            return _memory_format
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it names {kind}.{name}")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class SafeReader(FileSystemReader):
