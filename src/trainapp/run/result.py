@@ -45,7 +45,6 @@ class RunResult:
     seconds: float
     checkpoint: str | None
     ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
-    left_out: int = 0  # files that this process's data sets could not read, each counted once: see docs/images.md
 
     @property
     def for_sweeper(self) -> float | None:
@@ -86,16 +85,7 @@ def result_of(session: Session, seconds: float) -> RunResult:
         seconds=seconds,
         checkpoint=session.checkpointer.newest_name(),
         ended=_why_ended(session),
-        left_out=_left_out(session),
     )
-
-
-def _left_out(session: Session) -> int:
-    """How many files the data sets of all ranks list in their attribute `left_out`, if they have one. Collective."""
-    sets = (session.batches.dataset, *(evaluated.dataset for evaluated in session.eval_sets.values()))
-    lists = [found for data in sets if isinstance(found := getattr(data, "left_out", None), list)]
-    by_rank = session.ranks.all_gather_object({str(name) for found in lists for name in found})
-    return len(set().union(*by_rank))
 
 
 def _why_ended(session: Session) -> str | None:
@@ -222,7 +212,6 @@ def print_summary(session: Session, result: RunResult) -> None:
             *([("throughput", f"{result.samples_per_second:.0f} samples/s")] if has_trained else []),
             *([("peak memory", peak)] if result.peak_memory_bytes else []),
             *([("micro-batch", _micro_batches(session))] if has_trained else []),
-            *([("left out", f"{result.left_out} unreadable files")] if result.left_out else []),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),
         ]

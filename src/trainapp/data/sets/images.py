@@ -81,7 +81,7 @@ class Images(torch.utils.data.Dataset):
         self.class_names, files, self.targets = find(path, split, val_fraction, split_seed, classes)
         # One block of memory: of a list of strings, each loader process would come to have a copy.
         self._files = np.array(list(map(os.fsencode, files)), dtype=bytes)
-        self._left_out = torch.zeros(len(files), dtype=torch.uint8).share_memory_()  # loader processes write to it
+        self._named = torch.zeros(len(files), dtype=torch.uint8).share_memory_()  # in a warning, by any loader process
         self.path, self.image_size, self.is_training, self.on_error = path, image_size, split == "train", on_error
         self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
         self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
@@ -93,11 +93,6 @@ class Images(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self._files)
-
-    @property
-    def left_out(self) -> list[str]:
-        """The files that could not be read so far, by any process of this rank's loader."""
-        return [os.fsdecode(path) for path in self._files[self._left_out.bool().numpy()]]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError beyond the data, and UserError for a file that cannot be read."""
@@ -155,19 +150,17 @@ class Images(torch.utils.data.Dataset):
             path = os.fsdecode(self._files[place])
             try:
                 return read(path), int(self.targets[place])
-            except UnreadableImage as error:
+            except ValueError as error:
                 reason = f"{path} cannot be read as an image ({error})"
             if self.on_error == "stop":
                 raise UserError(
-                    f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which counts "
-                    "such files and takes the next image in their place"
+                    f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which takes "
+                    "the next image in its place"
                 )
-            if not self._left_out[place]:
-                self._left_out[place] = 1
-                left_out = int(self._left_out.sum())
-                log.warning(
-                    "data.on_error=skip: %s; the next image takes its place (%d left out so far)", reason, left_out
-                )
+            if not self._named[place]:
+                self._named[place] = 1
+                left_out = int(self._named.sum())
+                log.warning("data.on_error=skip: %s; the next image takes its place (%d so far)", reason, left_out)
         raise UserError(f"data.path={self.path}: none of the {len(self)} images can be read; the last one: {reason}")
 
 
@@ -180,7 +173,8 @@ def find(
     """The images of one split, ordered by class and then by name: names of the classes, paths, and labels int64 [N].
     See `Images` for the arguments.
 
-    Raises UserError for a folder that is missing, unreadable, or not made of class folders with images.
+    Raises UserError for a folder that is missing or not made of class folders with images, OSError for one that cannot
+    be read.
     """
     root = os.path.expanduser(path)
     if not os.path.isdir(root):
@@ -189,13 +183,13 @@ def find(
     training, validation = _split_folders(path, root)
     folder, divides = (validation or training) if split == "val" else training, validation is None
     names = _class_names(path, training, classes)
-    unknown = sorted(set(_folders_in(path, folder)) - set(names))
+    unknown = sorted(set(_folders_in(folder)) - set(names))
     if unknown and classes is None:
         raise UserError(
             f"data.path={path}: {listed(unknown)} of {folder} {'are' if len(unknown) > 1 else 'is'} unknown to the "
             f"training images, whose classes are {listed(names)}; rename or remove what is no class"
         )
-    by_class = [_images_in(path, os.path.join(folder, name)) for name in names]
+    by_class = [_images_in(os.path.join(folder, name)) for name in names]
     empty = [name for name, own in zip(names, by_class, strict=True) if not own]
     if empty and (divides or split == "train"):
         raise UserError(
@@ -212,7 +206,7 @@ def _split_folders(path: str, root: str) -> tuple[str, str | None]:
     """Those of the training and, if there is one, the validation images. The root itself holds the training images if
     it has a folder that is no split: `train` is then a class like the others.
     """
-    names = set(_folders_in(path, root))
+    names = set(_folders_in(root))
     if "train" in names and names <= SPLITS:
         validation = next((name for name in ("val", "validation") if name in names), None)
         return os.path.join(root, "train"), validation and os.path.join(root, validation)
@@ -227,7 +221,7 @@ def _split_folders(path: str, root: str) -> tuple[str, str | None]:
 
 def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[str]:
     """Sorted, so that they do not depend on the file system; as in `classes`, where that is given."""
-    found = _folders_in(path, folder)
+    found = _folders_in(folder)
     if classes is not None:
         missing = [name for name in classes if name not in found]
         if missing or len(set(classes)) < len(classes) or not classes:
@@ -241,33 +235,23 @@ def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[
     return found
 
 
-def _folders_in(path: str, folder: str) -> list[str]:
+def _folders_in(folder: str) -> list[str]:
     """The names of the folders in a folder, sorted, without hidden ones."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images_in(path: str, folder: str) -> list[str]:
+def _images_in(folder: str) -> list[str]:
     """The paths of the images in a class folder at any depth, sorted. Links are followed. None where it is missing."""
 
-    def refuse(error: OSError) -> None:
-        raise _unreadable(path, error) from error
+    def refuse(error: OSError) -> None:  # os.walk would leave the folder out
+        raise error
 
     found: list[str] = []
     for inner, folders, files in os.walk(folder, followlinks=True, onerror=refuse) if os.path.isdir(folder) else ():
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += (os.path.join(inner, f) for f in files if f.lower().endswith(SUFFIXES) and not f.startswith("."))
     return sorted(found)
-
-
-def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(
-        f"data.path={path}: the folder {error.filename} cannot be read ({error.strerror}); make it readable or remove "
-        "it"
-    )
 
 
 def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -> list[str]:
@@ -292,15 +276,11 @@ def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -
 # --- decoding and cropping
 
 
-class UnreadableImage(Exception):
-    """A file that cannot be decoded; the message is the reason."""
-
-
 def read(path: str) -> Any:
     """The image at `path` as a PIL image of mode RGB, upright. The first one, of a file with several.
 
-    Raises UnreadableImage for a file that is damaged, no image, missing or not to be read. Other errors, such as too
-    many open files or a lost server, are the machine's: a run that left such files out would depend on them.
+    Raises ValueError, with the reason, for a file that is damaged, no image, missing or not to be read. Others, such
+    as too many open files or a lost server, are the machine's: a run that left such files out would depend on them.
     """
     from PIL import Image, ImageOps  # late: only this data set needs it
 
@@ -311,13 +291,11 @@ def read(path: str) -> Any:
             return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
     except MemoryError:
         raise
-    except OSError as error:
-        of_file = (FileNotFoundError, PermissionError, IsADirectoryError)
-        if error.errno is not None and not isinstance(error, of_file):
-            raise
-        raise UnreadableImage(error.strerror or str(error).replace(f" {path!r}", "")) from None
     except Exception as error:  # decoders raise SyntaxError, struct.error, EOFError and others for damaged files
-        raise UnreadableImage(f"{type(error).__name__}: {error}") from None
+        of_file = (FileNotFoundError, PermissionError, IsADirectoryError)
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, of_file):
+            raise
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
