@@ -22,9 +22,20 @@ from unittest import mock
 PROGRAM = (sys.executable, "-m", "trainapp")
 _SOURCES = str(Path(__file__).resolve().parents[2] / "src")
 _MODULES = ["__main__", "hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner"]
-_PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE")  # nothing reads them while it is imported
+_PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE", "WANDB_MODE")  # nothing reads them while it is imported
 _CONTEXT = multiprocessing.get_context("forkserver")
-_environments: list[dict[str, str]] = []  # that of the server, once it has started
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with one thread per run, updated with `env`."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})}
+
+
+def _lasting(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in _PER_TEST}
+
+
+_PLAIN = _lasting(environment())  # of the server, whichever test starts it
 
 
 class Forked:
@@ -70,13 +81,12 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
     if tuple(command) != PROGRAM or torch.version.cuda is not None:
         return False
-    lasting = {name: value for name, value in env.items() if name not in _PER_TEST}
-    if not _environments:
-        _CONTEXT.set_forkserver_preload(_MODULES)
-        with mock.patch.dict(os.environ, lasting, clear=True):
-            forkserver.ensure_running()
-        _environments.append(lasting)
-    return _environments[0] == lasting
+    if _lasting(env) != _PLAIN:
+        return False
+    _CONTEXT.set_forkserver_preload(_MODULES)
+    with mock.patch.dict(os.environ, _PLAIN, clear=True):
+        forkserver.ensure_running()
+    return True
 
 
 def _run(arguments: list[str], cwd: str, env: dict[str, str], output: tuple[str, str], own_session: bool) -> None:

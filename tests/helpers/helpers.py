@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shlex
 import subprocess
 import tempfile
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forked_cli import PROGRAM, Forked, can_fork
+from forked_cli import PROGRAM, Forked, can_fork, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
@@ -28,11 +27,6 @@ def changed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
             node = node[name]
         node[key] = value
     return copied
-
-
-def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with one thread per run, updated with `env`."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})}
 
 
 def run_cli(
