@@ -6,7 +6,6 @@ it, as it reads any other.
 
 import inspect
 import logging
-import pickle
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +24,6 @@ from trainapp.validation import NonNegativeInt, PositiveInt, Str
 log = logging.getLogger(__name__)
 
 _CODE = ("trust_remote_code", "auto_map")  # settings by which Transformers would download and run code
-
-# What files that are cut off or of another kind raise; `OSError` and `ValueError` have reasons of their own.
-_DAMAGED = (SafetensorError, pickle.UnpicklingError, EOFError, KeyError, RuntimeError)
 
 # Transformers' class for each value of `model.task`.
 TASKS = {
@@ -84,13 +80,11 @@ def build(
         else:
             options["revision"] = revision or "main"
             model = _pretrained(kind, _place(path), settings, options, num_classes is not None)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     without_cache(model)
     if task == "causal_lm":
         require_causal(model)
-    if vocab_size is not None and path is not None:
-        _require_embeddings(model, vocab_size, path)
     if num_classes is not None and pad_token_id is not None:
         # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
         # "no gradient".
@@ -187,15 +181,6 @@ def _follow_images(settings: Any, given: dict[str, Any], shape: Sequence[int]) -
             setattr(settings, name, value)
 
 
-def _require_embeddings(model: Any, vocab_size: int, path: str) -> None:
-    embeddings = model.get_input_embeddings()
-    if isinstance(embeddings, nn.Embedding) and embeddings.num_embeddings < vocab_size:
-        raise UserError(
-            f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has {vocab_size}; "
-            "use the model's own tokenizer (data.tokenizer)"
-        )
-
-
 def _follow_classes(
     settings: Any, given: dict[str, Any], is_new: bool, count: int, classes: Sequence[str] | None
 ) -> None:
@@ -222,20 +207,11 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
     """The model with the weights at `place`, a folder or a name on the hub.
 
     A classifier with another number of classes gets a new last layer, and so does a model for another task than that of
-    the saved one; a note names it. Raises UserError where other weights are missing, damaged, or of another shape.
+    the saved one; a note names it. Raises UserError where other weights are missing or of another shape.
     """
     saved_as = list(settings.architectures or ())
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    try:
-        model, report = kind.from_pretrained(place, config=settings, **options)
-    except _DAMAGED as error:
-        if isinstance(error, RuntimeError) and "archive" not in str(error) and "PytorchStreamReader" not in str(error):
-            raise  # not of a file: memory that runs out, say
-        raise UserError(
-            f"model.path={place}: its weights cannot be read ({type(error).__name__}: {str(error)[:200]}): a file is "
-            "damaged or incomplete, and has to be downloaded or copied again, or model.config names something that "
-            "this version of Transformers does not have"
-        ) from error
+    model, report = kind.from_pretrained(place, config=settings, **options)
     resized = [name for name, *_ in report["mismatched_keys"]]
     new = heads(model) if is_classifier else []
     if wrong := sorted(name for name in resized if name.partition(".")[0] not in new):
