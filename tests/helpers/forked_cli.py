@@ -22,7 +22,8 @@ from unittest import mock
 PROGRAM = (sys.executable, "-m", "trainapp")
 _SOURCES = str(Path(__file__).resolve().parents[2] / "src")
 _MODULES = ["__main__", "hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner"]
-_PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE", "WANDB_MODE")  # nothing reads them while it is imported
+# Of each test, or set by what earlier tests have run in this process: nothing reads them during the imports.
+_IGNORED = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE", "WANDB_MODE", "TORCHINDUCTOR_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG")
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -32,7 +33,7 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _lasting(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _PER_TEST}
+    return {name: value for name, value in env.items() if name not in _IGNORED}
 
 
 _PLAIN = _lasting(environment())  # of the server, whichever test starts it
