@@ -107,12 +107,8 @@ REFUSED |= {
 }
 REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
 REFUSED |= {
-    frozenset(("optimizer=adafactor", f"parallel={strategy}")): "optimizer=adafactor with parallel=fsdp: it needs whole"
-    for strategy in ("fsdp", "hsdp")
-}
-REFUSED |= {
-    frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): "optimizer=adamw_8bit or adamw_4bit with parallel="
-    for kind in ("8bit", "4bit")
+    frozenset((f"optimizer={kind}", f"parallel={strategy}")): "optimizer=adamw_8bit, adamw_4bit or adafactor with par"
+    for kind in ("adamw_8bit", "adamw_4bit", "adafactor")
     for strategy in ("fsdp", "hsdp")
 }
 

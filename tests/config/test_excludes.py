@@ -8,8 +8,8 @@ from trainapp.errors import UserError
 TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, parameters: [y]}]"
 REFUSED = [
     ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
-    ("batch.micro_size=100", "batch.micro_size=100 with batch.global_size=64: a micro-batch is at most the global"),
-    ("accumulation.steps=65", "accumulation.steps=65 with batch.global_size=64: a micro-batch has at least one sample"),
+    ("batch.micro_size=65", "batch.micro_size=65 with accumulation.steps=auto with batch.global_size=64: the global"),
+    ("accumulation.steps=65", "batch.micro_size=auto with accumulation.steps=65 with batch.global_size=64: the global"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
     ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: its loss scale lets"),
     ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
@@ -19,16 +19,42 @@ REFUSED = [
     (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it has sizes for each"),
     ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it has sizes for each"),
     (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
-    ("export.merge_dtype=bf16", "export.merge_dtype=bf16 with export.merge=false: it is the format of merged weights"),
+    *(
+        (
+            f"optimizer.in_backward=true train.grad_clip=null {other}",
+            f"optimizer.in_backward=true with {other}: a param",
+        )
+        for other in (
+            "train.grad_clip=1.0",
+            "precision=fp16",
+            "train.nonfinite=skip",
+            "train.compile=true",
+            "parallel=ddp",
+            "optimizer.offload=true",
+        )
+    ),
+    ("optimizer=adamw_4bit parallel=fsdp", "optimizer=adamw_8bit, adamw_4bit or adafactor with parallel=fsdp: their"),
+    ("optimizer=adafactor parallel=fsdp", "optimizer=adamw_8bit, adamw_4bit or adafactor with parallel=fsdp: their"),
+    ("optimizer.offload=true parallel=fsdp", "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards"),
+    ("precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16", "precision=bf16_pure with train.ema=0.9: an average"),
+    ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel.fsdp.meta_init=false with"),
+    (
+        "+parallel.fsdp.meta_init=true",
+        "parallel.fsdp.cpu_offload=false with parallel.fsdp.meta_init=true with parallel=single: both are about shards",
+    ),
     (
         "adapter=lora adapter.base_dtype=bf16",
         "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in",
     ),
-    ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with parallel.fsdp.meta_init=true: the"),
+    ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with model=hf with parallel.fsdp.m"),
+    (
+        "model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true",
+        "adapter=none with model=hf with parallel.fsdp.meta_init=true: weights would be drawn",
+    ),
     ("checkpointing.load=weights checkpointing.resume=none", "checkpointing.load=weights with checkpointing.resume=no"),
     ("mode=eval", "mode=eval with checkpointing.resume=auto: it is about a trained model; name the checkpoint"),
-    ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: it"),
-    ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each rank predicts with"),
+    ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: a"),
+    ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: a process of it has the"),
     ("mode=generate checkpointing.resume=x generate.prompts=['']", "mode=generate with generate.prompts: there is"),
     ("mode=lr_find lr_find.min=1 lr_find.max=0.1", "lr_find.min=1.0 with lr_find.max=0.1: the rates grow"),
     (f"mode=lr_find|{TWO}", "mode=lr_find with updates: the losses of several optimizers"),

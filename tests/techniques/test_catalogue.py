@@ -187,33 +187,6 @@ def test_all_refusals_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "start"),
-    [
-        ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel=single: only shards"),
-        ("+parallel.fsdp.meta_init=true", "parallel.fsdp.meta_init=true with parallel=single: only shards are drawn"),
-        (
-            "optimizer=adamw_8bit parallel=fsdp",
-            "optimizer=adamw_8bit or adamw_4bit with parallel=fsdp: the values that",
-        ),
-        ("optimizer=adafactor parallel=fsdp", "optimizer=adafactor with parallel=fsdp: it needs whole matrices"),
-        ("optimizer.offload=true parallel=fsdp", "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards"),
-        (
-            "activation_checkpointing.compiled_budget=0.5",
-            "activation_checkpointing.compiled_budget=0.5 with train.comp",
-        ),
-        (
-            "precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16",
-            "precision=bf16_pure with train.ema=0.9: an average",
-        ),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused_with_the_configuration(given, start):
-    with pytest.raises(UserError) as refused:
-        compose.from_command_line(["model=mlp", *given.split()])
-    assert str(refused.value).startswith(start)
-
-
-@pytest.mark.parametrize(
     ("given", "result"),
     [
         (("optimizer=adamw",), "rounded"),

@@ -6,7 +6,7 @@ What needs the built model, the data or the machine is checked where those are.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.config.schema import ABOUT_A_RUN, Config, Optimizer
 from trainapp.config.targets import as_yaml
 
 # Settings that users choose by the option of a group.
@@ -63,12 +63,32 @@ def _misses_updates(config: Config) -> bool:
     return config.batch.micro_schedule is not None and not config.batch.schedules.keys() <= names
 
 
-def _names_twice(config: Config) -> bool:
-    names = [update.name for update in config.updates]
-    return len(set(names)) < len(names)
-
-
 _HUGGING_FACE = "trainapp.models.huggingface.build"
+
+# What `optimizer.in_backward` excludes: a setting, which of its values, and the one to use.
+_NOT_IN_BACKWARD: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("train.grad_clip", lambda value: value is not None, "null"),
+    ("precision", lambda value: value == "fp16", "bf16"),
+    ("train.nonfinite", lambda value: value == "skip", "stop"),
+    ("train.compile", bool, "false"),
+    ("parallel", lambda value: value != "single", "single"),
+    ("optimizer.offload", bool, "false"),
+)
+
+
+def _not_in_backward(setting: str, is_excluded: Callable[[Any], bool], allowed: str) -> Exclusion:
+    return Exclusion(
+        ("optimizer.in_backward=true", setting),
+        lambda c: c.optimizer.in_backward and is_excluded(value_of(c, OF_GROUP.get(setting, setting))),
+        "a parameter is updated as soon as its own gradient is complete, in the middle of the backward",
+        f"use {setting}={allowed}, or optimizer.in_backward=false",
+    )
+
+
+def _is_with_fsdp(config: Config, is_own: Callable[[Optimizer], bool]) -> bool:
+    """Whether shards are updated by such an optimizer."""
+    return config.parallel.strategy == "fsdp" and any(map(is_own, config.optimizers.values()))
+
 
 EXCLUSIONS = (
     # The length of a run and its batches
@@ -79,16 +99,12 @@ EXCLUSIONS = (
         "set one of them",
     ),
     Exclusion(
-        ("batch.micro_size", "batch.global_size"),
-        lambda c: isinstance(c.batch.micro_size, int) and c.batch.micro_size > c.batch.global_size,
-        "a micro-batch is at most the global batch",
-        "use batch.micro_size=auto",
-    ),
-    Exclusion(
-        ("accumulation.steps", "batch.global_size"),
-        lambda c: c.accumulation.steps != "auto" and c.accumulation.steps > c.batch.global_size,
-        "a micro-batch has at least one sample",
-        "use at most as many steps as samples",
+        ("batch.micro_size", "accumulation.steps", "batch.global_size"),
+        lambda c: any(
+            isinstance(size, int) and size > c.batch.global_size for size in (c.batch.micro_size, c.accumulation.steps)
+        ),
+        "the global batch is all samples of a step, over all micro-batches and ranks",
+        "use at most batch.global_size, or auto",
     ),
     Exclusion(
         ("accumulation.steps", "batch.micro_size"),
@@ -109,7 +125,12 @@ EXCLUSIONS = (
         "set every.eval, or stopping.patience=null",
     ),
     # Several optimizers
-    Exclusion(("updates",), _names_twice, "two of them have the same name", "give each update a name of its own"),
+    Exclusion(
+        ("updates",),
+        lambda c: len({update.name for update in c.updates}) < len(c.updates),
+        "two of them have the same name",
+        "give each update a name of its own",
+    ),
     Exclusion(
         ("updates",),
         lambda c: bool(c.updates) and c.updates[0].every > 1,
@@ -136,12 +157,6 @@ EXCLUSIONS = (
     ),
     # Techniques that save memory
     Exclusion(
-        ("activation_checkpointing.compiled_budget", "train.compile"),
-        lambda c: c.activation_checkpointing.compiled_budget is not None and not c.train.compile,
-        "it is a budget for what is compiled",
-        "use train.compile=true, or leave it out",
-    ),
-    Exclusion(
         ("memory.offload_activations", "train.compile"),
         lambda c: c.memory.offload_activations != "none" and c.train.compile,
         "a compiled graph saves its tensors itself",
@@ -165,85 +180,29 @@ EXCLUSIONS = (
         "an average in bf16 would stand still, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
     ),
-    Exclusion(
-        ("optimizer.in_backward", "train.grad_clip"),
-        lambda c: c.optimizer.in_backward and c.train.grad_clip is not None,
-        "the norm of all gradients is known only after the backward, when the parameters have been updated",
-        "use train.grad_clip=null",
-    ),
-    Exclusion(
-        ("optimizer.in_backward", "precision"),
-        lambda c: c.optimizer.in_backward and c.precision.mode == "fp16",
-        "a step with a gradient that overflows is skipped, but a part of it has been taken by then",
-        "use precision=bf16",
-    ),
-    Exclusion(
-        ("optimizer.in_backward", "train.nonfinite"),
-        lambda c: c.optimizer.in_backward and c.train.nonfinite == "skip",
-        "a step cannot be left out once its backward has begun",
-        "use train.nonfinite=stop",
-    ),
-    Exclusion(
-        ("optimizer.in_backward", "train.compile"),
-        lambda c: c.optimizer.in_backward and c.train.compile,
-        "where a model is compiled in several graphs, one of them may read a parameter after its update",
-        "use train.compile=false",
-    ),
-    Exclusion(
-        ("optimizer.in_backward", "parallel"),
-        lambda c: c.optimizer.in_backward and c.parallel.strategy != "single",
-        "gradients are summed over ranks only after the backward of each is complete",
-        "use parallel=single",
-    ),
+    *(_not_in_backward(*row) for row in _NOT_IN_BACKWARD),
     Exclusion(
         ("optimizer.offload=true", "parallel"),
-        lambda c: any(own.offload for own in c.optimizers.values()) and c.parallel.strategy == "fsdp",
+        lambda c: _is_with_fsdp(c, lambda own: own.offload),
         "FSDP keeps its shards on the host itself",
         "use parallel.fsdp.cpu_offload=true",
     ),
-    Exclusion(
-        ("optimizer.offload=true", "optimizer.in_backward=true"),
-        lambda c: c.optimizer.offload and c.optimizer.in_backward,
-        "the backward would wait for the host once per parameter",
-        "use one of them",
-    ),
-    Exclusion(
-        ("optimizer=adamw_8bit or adamw_4bit", "parallel"),
-        lambda c: (
-            c.parallel.strategy == "fsdp"
-            and any(own.arguments.get("state_dtype") in ("8bit", "4bit") for own in c.optimizers.values())
+    Exclusion(  # torch 2.13 has no rule for some of Adafactor's sums on shards
+        ("optimizer=adamw_8bit, adamw_4bit or adafactor", "parallel"),
+        lambda c: _is_with_fsdp(
+            c,
+            lambda own: own.arguments.get("state_dtype") in ("8bit", "4bit") or own.target == "torch.optim.Adafactor",
         ),
-        "the values that share a scale would change with the number of ranks",
+        "their state is of whole matrices or blocks of values, of which each rank has a part",
         "use optimizer=adamw_bf16, or parallel=ddp",
     ),
     Exclusion(
-        ("optimizer=adafactor", "parallel"),  # torch 2.13 has no rule for some of its sums on shards
-        lambda c: (
-            c.parallel.strategy == "fsdp"
-            and any(own.target == "torch.optim.Adafactor" for own in c.optimizers.values())
-        ),
-        "it needs whole matrices, of which each rank has a shard",
-        "use optimizer=adamw_bf16, or parallel=ddp",
+        ("parallel.fsdp.cpu_offload", "parallel.fsdp.meta_init", "parallel"),
+        lambda c: (c.parallel.fsdp.cpu_offload or c.parallel.fsdp.meta_init) and c.parallel.strategy != "fsdp",
+        "both are about shards",
+        "use parallel=fsdp, or leave them out",
     ),
-    Exclusion(
-        ("parallel.fsdp.cpu_offload", "parallel"),
-        lambda c: c.parallel.fsdp.cpu_offload and c.parallel.strategy != "fsdp",
-        "only shards are kept on the host",
-        "use parallel=fsdp, or leave it out",
-    ),
-    Exclusion(
-        ("parallel.fsdp.meta_init", "parallel"),
-        lambda c: c.parallel.fsdp.meta_init and c.parallel.strategy != "fsdp",
-        "only shards are drawn one by one",
-        "use parallel=fsdp, or leave it out",
-    ),
-    # Adapters and exports
-    Exclusion(
-        ("export.merge_dtype", "export.merge"),
-        lambda c: c.export.merge_dtype != "fp32" and not c.export.merge,
-        "it is the format of merged weights",
-        "also set export.merge=true",
-    ),
+    # Adapters
     Exclusion(
         ("adapter.base_dtype", "precision"),
         lambda c: c.adapter.base_dtype == "bf16" and c.precision.mode in ("fp32", "tf32", "fp16"),
@@ -251,15 +210,12 @@ EXCLUSIONS = (
         "use precision=bf16",
     ),
     Exclusion(
-        ("model=hf", "parallel.fsdp.meta_init"),
-        lambda c: c.model.target == _HUGGING_FACE and bool(c.model.arguments.get("path")) and c.parallel.fsdp.meta_init,
-        "the weights of model.path are read into a model in host memory",
-        "use parallel.fsdp.meta_init=false",
-    ),
-    Exclusion(
-        ("adapter", "parallel.fsdp.meta_init"),
-        lambda c: c.adapter.kind != "none" and c.parallel.fsdp.meta_init,
-        "the frozen weights would be drawn shard by shard, and no checkpoint has them",
+        ("adapter", "model=hf", "parallel.fsdp.meta_init"),
+        lambda c: (
+            c.parallel.fsdp.meta_init
+            and (c.adapter.kind != "none" or (c.model.target == _HUGGING_FACE and bool(c.model.arguments.get("path"))))
+        ),
+        "weights would be drawn shard by shard, in place of those of model.path and of an adapter's base",
         "use parallel.fsdp.meta_init=false",
     ),
     # Checkpoints and the modes that are about one
@@ -277,15 +233,12 @@ EXCLUSIONS = (
     ),
     Exclusion(
         ("mode", "parallel"),
-        lambda c: c.mode in ("generate", "lr_find") and c.parallel.strategy != "single",
-        "it runs in one process, which loads checkpoints of any number of ranks",
-        "use parallel=single",
-    ),
-    Exclusion(
-        ("mode", "parallel"),
-        lambda c: c.mode == "predict" and c.parallel.strategy not in ("single", "ddp"),
-        "each rank predicts with the whole model, from checkpoints of any number of ranks",
-        "use parallel=ddp or parallel=single",
+        lambda c: (
+            c.mode in ("generate", "lr_find", "predict")
+            and c.parallel.strategy not in ("single", "ddp" if c.mode == "predict" else "single")
+        ),
+        "a process of it has the whole model, from checkpoints of any number of ranks",
+        "use parallel=single, or with mode=predict parallel=ddp",
     ),
     Exclusion(
         ("mode", "generate.prompts"),
