@@ -72,13 +72,6 @@ def test_the_setting_on_the_command_line_makes_the_changes(technique):
     assert technique.is_set(compose.from_command_line([*surroundings(technique), *technique.setting.split()]))
 
 
-@by_name([technique for technique in TECHNIQUES if not technique.changes])
-def test_a_value_of_the_users_choice(technique):
-    name, value = technique.setting.split("=")
-    chosen = {"N": "8", "[NAMES]": "[embedding]"}.get(value, value)
-    compose.from_command_line(["model=gpt", "data=synthetic_tokens", f"{name}={chosen}"])
-
-
 @by_name(ONE_PROCESS)
 def test_every_technique_trains(tmp_path, technique):
     settings = (*runs.MODELS["gpt"], *surroundings(technique), *technique.setting.split())

@@ -109,10 +109,11 @@ def _require_room(memory: DeviceMemory, state: TrainState, situation: Situation)
     total = sum(sizes.values())
     if memory.limit is not None and total >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        lines = [f"  {own.pasted}: saves {own.saves}; cost: {own.costs}" for own in before_any_batch(situation)]
+        lines = [f"  {own.setting}: saves {own.saves}; cost: {own.costs}" for own in before_any_batch(situation)]
+        listed = "\n".join(lines).replace("`", "")
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(total)} before any batch; raise the "
-            "limit, use a smaller model, or one of these:\n" + "\n".join(lines).replace("`", "") + "\n"
+            f"limit, use a smaller model, train a part of it (model.freeze), or one of these:\n{listed}\n"
             "mode=plan behind the same command traces a step with each of them, also with several, and says which fit."
         )
 

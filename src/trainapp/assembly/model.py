@@ -246,16 +246,11 @@ def _initialise_shards(config: Config, strategy: SingleDevice, ranks: Ranks, dev
     """
     assert isinstance(strategy, FSDP)
     model = strategy.model
-    if not callable(getattr(model, "init_weights", None)):
-        raise UserError(
-            f"parallel.fsdp.meta_init=true: {type(model).__name__} has no method `init_weights()` that draws its "
-            "parameters and fills its buffers; add one, or use meta_init=false"
-        )
     strategy.to_empty(device)
     if device.type == "cpu":
         shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
-    initialise: Any = model.init_weights
+    initialise: Any = model.init_weights  # that there is one, `require_suited` has seen
     with torch.no_grad():
         initialise()
     seed_everything(config.train.seed)

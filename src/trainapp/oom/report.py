@@ -221,7 +221,7 @@ def final_message(session: Session, report: OomReport) -> str:
     if techniques:
         lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
         for own in techniques:
-            lines.append(f"  {own.pasted}: saves {own.saves}; costs {own.costs}")
+            lines.append(f"  {own.setting}: saves {own.saves}; costs {own.costs}")
     saved = session.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)

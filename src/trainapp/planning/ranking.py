@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import shlex
 import time
 from collections.abc import Callable, Sequence
 
@@ -47,7 +46,7 @@ class Variant:
     @property
     def overrides(self) -> list[str]:
         """To paste into a shell."""
-        return [shlex.quote(text) for text in overrides_of(self.techniques)]
+        return overrides_of(self.techniques)
 
     def entry(self, is_searched: bool) -> Facts:
         """The variant in plan.json."""

@@ -5,23 +5,24 @@ docs/memory.md read it. Pairs of settings that exclude each other are in `config
 """
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
 
 from trainapp.config import excludes, targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import CONF
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.techniques import chunked_loss
 
-IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
+SGD, IN_FEWER_BITS = "torch.optim.SGD", "trainapp.optim.low_precision.AdamW"
 RESULTS = ("same", "rounded", "other")  # of the training, from the least change on: see `Technique`
 _OF_SETTING: Mapping[str, Any] = {}  # changes that the setting itself tells
 _VALUES = {"true": True, "false": False, "null": None}
@@ -42,10 +43,10 @@ class Situation:
 class Technique:
     """A setting that trades something for memory.
 
-    setting: as on the command line; `=N` and `=[NAMES]` stand for values that the user chooses.
+    setting: as on the command line.
     saves, costs, applies: for people.
     changes: what the setting means, as dotted names of `Config` and their values. By default read from it; to be given
-    for groups of several values; empty where the value is the user's.
+    for groups of several values; empty where only the user sets it.
     needs: raises UserError for a model that it cannot be applied to. For settings: `config.excludes`.
     helps: whether it would do anything for a configuration that lacks it: only then is it offered.
     in_force: whether a configuration has the technique; by default, if it has the first of the changes.
@@ -82,11 +83,6 @@ class Technique:
             section, *path = name.split(".")
             changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
         return changed
-
-    @property
-    def pasted(self) -> str:
-        """Its overrides, to be pasted behind a command."""
-        return shlex.join(self.setting.split()) if self.changes else self.setting
 
     @property
     def is_of_several_ranks(self) -> bool:
@@ -131,9 +127,20 @@ def _changes_of(setting: str) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name, value in (part.split("=") for part in setting.split()):
         name = excludes.OF_GROUP.get(name, name)
-        if "." in name and value not in ("N", "[NAMES]"):
-            changes[name] = _VALUES.get(value, value)
+        changes[name] = _VALUES.get(value, value)
     return changes
+
+
+def _optimizer(option: str, **arguments: Any) -> dict[str, Any]:
+    """What `optimizer=option` means for memory, with these arguments in place of the option's own."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
+    for name in ("lr", "weight_decay", "fused"):
+        del values[name]
+    return {"optimizer.target": values.pop("_target_"), "optimizer.arguments": values | arguments}
+
+
+def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
+    return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
 
 
 def _replaced(node: Any, path: list[str], value: Any) -> Any:
@@ -243,32 +250,7 @@ def _has_ranks_and_blocks(situation: Situation) -> bool:
     return _is_on_a_gpu(situation) and torch.cuda.device_count() > 1
 
 
-def _adamw(state_dtype: str) -> dict[str, Any]:
-    arguments = {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": state_dtype}
-    return {"optimizer.target": IN_FEWER_BITS, "optimizer.arguments": arguments}
-
-
-def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
-    return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
-
-
-_SGD, _MUON, _ADAFACTOR = "torch.optim.SGD", "trainapp.optim.muon.Muon", "torch.optim.Adafactor"
-
 TECHNIQUES = (
-    Technique(
-        "batch.micro_size=N",
-        saves="activations, in proportion",
-        costs="a little time; BatchNorm's statistics are those of N samples",
-        applies="always: `auto` halves it when memory runs out",
-        result="same",
-    ),
-    Technique(
-        "batch.eval_micro_size=N",
-        saves="the evaluation's activations",
-        costs="a little time",
-        applies="always: `auto` halves it when memory runs out",
-        result="same",
-    ),
     Technique(
         "precision=bf16",
         saves="up to half of the activations",
@@ -282,7 +264,7 @@ TECHNIQUES = (
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
         applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
-        changes={"precision.mode": "bf16_pure", **_adamw("bf16")},
+        changes={"precision.mode": "bf16_pure", **_optimizer("adamw_bf16")},
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
@@ -342,15 +324,15 @@ TECHNIQUES = (
         "optimizer=sgd",
         saves="one of AdamW's two moments",
         costs="another optimizer: needs a learning rate of its own",
-        changes={"optimizer.target": _SGD, "optimizer.arguments": {"momentum": 0.9, "nesterov": True}},
+        changes=_optimizer("sgd"),
         saves_state=True,
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
         costs="another optimizer: needs a learning rate of its own",
-        changes={"optimizer.target": _SGD, "optimizer.arguments": {"momentum": 0, "nesterov": False}},
-        in_force=lambda config: config.optimizer.target == _SGD and not config.optimizer.arguments.get("momentum"),
+        changes=_optimizer("sgd", momentum=0, nesterov=False),
+        in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
         saves_state=True,
     ),
     *(
@@ -359,7 +341,7 @@ TECHNIQUES = (
             saves=f"{share} of AdamW's state",
             costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
             applies=applies,
-            changes=_adamw(state_dtype),
+            changes=_optimizer(f"adamw_{state_dtype}"),
             in_force=_has_moments_in(state_dtype),
             result="rounded",
             saves_state=True,
@@ -375,7 +357,7 @@ TECHNIQUES = (
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
-        changes={"optimizer.target": _ADAFACTOR, "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0}},
+        changes=_optimizer("adafactor"),
         saves_state=True,
     ),
     Technique(
@@ -383,17 +365,7 @@ TECHNIQUES = (
         saves="one of AdamW's two moments, for the matrices of hidden layers",
         costs="another optimizer; some matmuls per matrix in every step",
         applies="models with hidden matrices",
-        changes={
-            "optimizer.target": _MUON,
-            "optimizer.arguments": {
-                "momentum": 0.95,
-                "nesterov": True,
-                "ns_steps": 5,
-                "adjust_lr_fn": "match_rms_adamw",
-                "betas": [0.9, 0.999],
-                "eps": 1e-8,
-            },
-        },
+        changes=_optimizer("muon"),
         saves_state=True,
     ),
     Technique(
@@ -429,13 +401,6 @@ TECHNIQUES = (
         saves_state=True,
     ),
     Technique(
-        "model.freeze=[NAMES]",
-        saves="gradients and optimizer state of these parameters, activations before the first one that is trained",
-        costs="they are not trained",
-        applies="always, unless nothing is left to train",
-        saves_state=True,
-    ),
-    Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay as they are, so the result is another",
@@ -444,12 +409,6 @@ TECHNIQUES = (
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
         saves_state=True,
-    ),
-    Technique(
-        "model.context_length=N",
-        saves="activations, in proportion or more",
-        costs="shorter texts: another model",
-        applies="`model=gpt`",
     ),
     Technique(
         "parallel=fsdp",
