@@ -355,20 +355,32 @@ def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
 
 # --- results in a wrong form
 
+SCALAR = torch.ones((), requires_grad=True)
 WRONG = {
-    "a dict": ({"loss": 1}, "must return (loss_sum, count, metrics), but returned a dict"),
-    "losses": ((torch.ones(4, requires_grad=True), 4, {}), "its loss must be a scalar, the sum over the micro-batch"),
-    "complex": ((torch.ones((), dtype=torch.complex64, requires_grad=True), 4, {}), "its loss must be a real number"),
-    "no count": ((torch.ones((), requires_grad=True), None, {}), "the count must be a number or a scalar tensor"),
-    "counts": ((torch.ones((), requires_grad=True), torch.ones(4), {}), "has shape [4]; return the number"),
-    "a list": ((torch.ones((), requires_grad=True), 4, []), "its metrics must be a dict"),
-    "a vector": ((torch.ones((), requires_grad=True), 4, {"x": torch.ones(4)}), "metric x must be a scalar"),
-    "a number": ((torch.ones((), requires_grad=True), 4, {3: torch.ones(())}), "the name of a metric must be a string"),
+    "a dict": ({"loss": 1}, "{'loss': int}"),
+    "losses": ((torch.ones(4, requires_grad=True), 4, {}), "(torch.float32[4], int, {})"),
+    "a number": ((1.0, 4, {}), "(float, int, {})"),
+    "complex": ((SCALAR.to(torch.complex64), 4, {}), "(torch.complex64[], int, {})"),
+    "no count": ((SCALAR, None, {}), "(torch.float32[], NoneType, {})"),
+    "counts": ((SCALAR, torch.ones(4), {}), "(torch.float32[], torch.float32[4], {})"),
+    "a list": ((SCALAR, 4, []), "(torch.float32[], int, [])"),
+    "a vector": ((SCALAR, 4, {"x": torch.ones(4)}), "(torch.float32[], int, {'x': torch.float32[4]})"),
+    "a metric's name": ((SCALAR, 4, {3: torch.ones(())}), "(torch.float32[], int, {3: torch.float32[]})"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_form_has_one_message(name):
-    result, message = WRONG[name]
-    with pytest.raises(UserError, match=re.escape(message)):
+    result, form = WRONG[name]
+    message = rf"^task=mine: must return \(loss_sum, count, metrics\): .* It returned {re.escape(form)}$"
+    with pytest.raises(UserError, match=message):
         losses.checked(lambda model, batch: result, "task=mine")(None, None)
+
+
+@pytest.mark.parametrize("name", ["losses", "no count", "counts", "a list"])
+def test_a_wrong_form_after_the_first_result_too(name):
+    results = iter([(SCALAR, 4, {}), WRONG[name][0]])
+    task = losses.checked(lambda model, batch: next(results), "task=mine")
+    task(None, None)
+    with pytest.raises(UserError, match=r"^task=mine: must return"):
+        task(None, None)

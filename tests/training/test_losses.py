@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainapp.errors import UserError
 from trainapp.losses.losses import classification, evaluate_metrics, next_token
 
 
@@ -67,3 +68,11 @@ def test_metrics_hold_no_graph():
     targets = torch.tensor([0, 1, 1])
     _, _, metrics = classification(Fixed(logits), {"inputs": targets, "targets": targets})
     assert not evaluate_metrics({**metrics, "own": logits.sum()})["own"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("value", "form"), [(torch.ones(4), r"torch\.float32\[4\]"), ([1, 2], r"\[int, int\]"), ("a", "str")]
+)
+def test_a_metric_that_is_no_sum_is_refused_when_it_is_computed(value, form):
+    with pytest.raises(UserError, match=rf"metric own must be .* but is {form}; return its \.sum\(\)"):
+        evaluate_metrics({"own": lambda: value})

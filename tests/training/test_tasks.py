@@ -58,7 +58,7 @@ def uses_a_global_module(model, batch):
 
 
 REFUSED = {  # results in a wrong form: test_loss_check.py
-    "own_tasks.several_metrics": r"the task's metric right must be a scalar, .* but has shape \[16\]",
+    "own_tasks.several_metrics": r"task=own_tasks\.several_metrics: must return .*'right': torch\.bool\[16\]",
     "own_tasks.detached": r"task=own_tasks\.detached: its loss needs no gradient",
     "own_tasks.with_parameters": r"the loss depends on 1 parameters that are not among model\.parameters\(\) .*\[1\]",
     "test_tasks.uses_a_global_module": r"the loss depends on 1 parameters that are not .* \(of shape \[10, 10\]\)",

@@ -10,6 +10,7 @@ For metrics that are no such means, which `metrics.NAME` configures, `metrics` a
 `update` under their names, or under EVERY for all of them: see `hooks/metrics.py`.
 """
 
+import contextlib
 import functools
 import inspect
 import numbers
@@ -158,49 +159,50 @@ def _checked_call(task: Callable[..., Any], setting: str) -> Callable[..., tuple
     def checked_task(*arguments: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         nonlocal is_first
         result = task(*arguments)
-        try:
-            loss, count, metrics = result
-            fits = loss.ndim == 0 and (loss.requires_grad or not torch.is_grad_enabled()) and hasattr(metrics, "items")
-        except (TypeError, ValueError, AttributeError):
-            fits = False
-        if not fits or is_first:
-            _require_addable(result, setting)
-            is_first = False
-        if not fits:
+        if not _is_addable(result, with_metrics=is_first):
+            raise UserError(
+                f"{setting}: must return (loss_sum, count, metrics): the sum of the micro-batch's losses, a real "
+                "scalar tensor; the number of samples or tokens, or the sum of their weights, a number or a scalar "
+                "tensor; and a dict of names and sums (numbers or scalar tensors), which may be empty. It returned "
+                f"{_form(result)}"
+            )
+        is_first = False
+        loss, count, metrics = result
+        if not loss.requires_grad and torch.is_grad_enabled():
             refuse_without_gradient(setting)
         return loss, count, metrics
 
     return checked_task
 
 
-def _require_addable(result: Any, setting: str) -> None:
-    """Raise UserError that says what is wrong with a task's result, if its form is not the right one."""
+def _is_addable(result: Any, with_metrics: bool) -> bool:
+    """Whether a task's result has the right form. with_metrics: whether to look into its metrics, too."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
-        kind = "Tensor" if isinstance(result, Tensor) else type(result).__name__  # a plan's are of another class
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {kind}"
-        raise UserError(f"{setting}: must return (loss_sum, count, metrics), but returned {found}")
+        return False
     loss, count, metrics = result
-    if not isinstance(loss, Tensor):
-        raise UserError(f"{setting}: its loss must be a scalar tensor, not a {type(loss).__name__}")
-    if loss.ndim:
-        raise UserError(
-            f"{setting}: its loss must be a scalar, the sum over the micro-batch, but has shape "
-            f"{list(loss.shape)}; return loss.sum()"
-        )
-    if loss.is_complex():
-        raise UserError(f"{setting}: its loss must be a real number, but is {loss.dtype}; return loss.abs(), say")
-    if (problem := problem_of_count(count)) is not None:
-        raise UserError(f"{setting}: {problem}")
-    if not isinstance(metrics, Mapping):
-        raise UserError(
-            f"{setting}: its metrics must be a dict of names and sums, which may be empty, not a "
-            f"{type(metrics).__name__}"
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise UserError(f"{setting}: the name of a metric must be a string, not {name!r}")
-        if isinstance(value, Tensor):
-            _metric_sum(name, value)
+    if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex() or not isinstance(metrics, (dict, Mapping)):
+        return False
+    if type(count) is not int and not _is_number(count):
+        return False
+    return not with_metrics or all(
+        isinstance(name, str) and not (isinstance(value, Tensor) and value.ndim) for name, value in metrics.items()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Also a scalar tensor or array."""
+    return not value.ndim if isinstance(value, (Tensor, np.ndarray)) else isinstance(value, numbers.Real)
+
+
+def _form(value: Any) -> str:
+    """Types and shapes, for messages."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_form(own)}" for name, own in value.items()) + "}"
+    if isinstance(value, (tuple, list)) and len(value) < 10:
+        return ("({})" if isinstance(value, tuple) else "[{}]").format(", ".join(map(_form, value)))
+    return type(value).__name__
 
 
 def refuse_without_gradient(setting: str) -> NoReturn:
@@ -209,18 +211,6 @@ def refuse_without_gradient(setting: str) -> NoReturn:
         f"{setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
         "nothing to learn from, return outputs.sum() * 0)"
-    )
-
-
-def problem_of_count(count: Any) -> str | None:
-    """What is wrong with a task's count; None for a number or a scalar tensor."""
-    has_shape = isinstance(count, (Tensor, np.ndarray))
-    if not count.ndim if has_shape else isinstance(count, numbers.Real):
-        return None
-    found = f"has shape {list(count.shape)}" if has_shape else f"is a {type(count).__name__}"
-    return (
-        f"the count must be a number or a scalar tensor, what the loss is to be divided by, but {found}; return the "
-        "number of samples or tokens, or the sum of their weights"
     )
 
 
@@ -268,18 +258,15 @@ def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[s
 
 
 def _metric_sum(name: str, value: Any) -> Tensor:
+    found = value
     if not isinstance(value, Tensor):
-        try:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
             # Python's floats have 64 bits, which as_tensor would round to 32.
             value = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(
-                f"the task's metric {name} must be a number or a scalar tensor, not a {type(value).__name__}"
-            ) from None
-    if value.ndim:
+    if not isinstance(value, Tensor) or value.ndim:
         raise UserError(
-            f"the task's metric {name} must be a scalar, the sum over the micro-batch, but has shape "
-            f"{list(value.shape)}; return its .sum()"
+            f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, but is "
+            f"{_form(found)}; return its .sum()"
         )
     return value.detach()
 

@@ -18,7 +18,7 @@ from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in, problem_of_count
+from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
@@ -54,19 +54,15 @@ class Totals:
     def plus(
         self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
     ) -> "Totals":
-        """These and a micro-batch's; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a
-        number.
-        """
+        """These and a micro-batch's; a dummy (`real=False`) adds nothing."""
         if not real:
             return self
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
             new_loss = self.loss + new_loss
-        if type(count) is int:  # the usual case, without calls
-            new_count = self.count + count
-        else:
+        if type(count) is not int:  # the usual case, without a call
             count = _summand(count)
-            new_count = _sum_of_counts(self.count, count)
+        new_count = self.count + count
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))
@@ -318,17 +314,6 @@ def _on(device: torch.device, value: Number) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-def _sum_of_counts(total: Number, count: Number) -> Number:
-    try:
-        total = total + count
-        fits = not isinstance(total, Tensor) or total.ndim == 0
-    except TypeError:
-        fits = False
-    if not fits:
-        raise UserError(f"task: {problem_of_count(count)}")
-    return total
 
 
 def _summand(value: Number) -> Number:
