@@ -42,18 +42,6 @@ class LayerCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
 
-class KeyValueCache:
-    """Of all layers of a model."""
-
-    def __init__(self, layers: int, capacity: int):
-        self.layers = [LayerCache(capacity) for _ in range(layers)]
-
-    @property
-    def length(self) -> int:
-        """How many tokens it holds."""
-        return self.layers[0].length
-
-
 def lower_right_causal(query: Tensor, start: int) -> Tensor:
     """bool [T, start + T]: position start + i sees positions up to its own. `is_causal` would align it upper left."""
     length = query.shape[-2]
@@ -243,18 +231,18 @@ class GPT(nn.Module):
         """The transformer blocks, from the embedding to the head."""
         return list(self.layers)
 
-    def new_cache(self, length: int) -> KeyValueCache:
+    def new_cache(self, length: int) -> list[LayerCache]:
         """An empty cache of keys and values for up to `length` tokens."""
-        return KeyValueCache(len(self.layers), length)
+        return [LayerCache(length) for _ in self.layers]
 
-    def features(self, inputs: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def features(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """The [B, T, width] that `head` turns into logits: for a loss that makes them in chunks.
 
         cache: see `forward`.
         """
         if inputs.ndim != 2 or inputs.is_floating_point():
             raise ValueError(f"expected token ids [B, T], got {inputs.dtype} {list(inputs.shape)}")
-        cached = 0 if cache is None else cache.length
+        cached = 0 if cache is None else cache[0].length
         if cached and cached + inputs.shape[1] > self.context_length:
             raise ValueError(
                 f"{cached} tokens in the cache and {inputs.shape[1]} more are longer than model.context_length="
@@ -267,9 +255,9 @@ class GPT(nn.Module):
             )
         x = self.dropout(self.embedding(inputs))
         for number, layer in enumerate(self.layers):
-            x = layer(x) if cache is None else layer(x, cache.layers[number])
+            x = layer(x) if cache is None else layer(x, cache[number])
         return self.norm(x)
 
-    def forward(self, inputs: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """cache: of the tokens before these, from `new_cache`; it then holds these, too."""
         return self.head(self.features(inputs, cache))
