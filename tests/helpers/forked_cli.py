@@ -6,6 +6,7 @@ the imports. Where those are what a test is about, it needs a real start.
 """
 
 import atexit
+import functools
 import gc
 import multiprocessing
 import os
@@ -36,7 +37,10 @@ def _lasting(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _IGNORED}
 
 
-_PLAIN = _lasting(environment())  # of the server, whichever test starts it
+@functools.cache
+def _plain() -> dict[str, str]:
+    """The environment of the server: as it is when the first test asks, since what tests import may add to it."""
+    return _lasting(environment())
 
 
 class Forked:
@@ -82,10 +86,10 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
     if tuple(command) != PROGRAM or torch.version.cuda is not None:
         return False
-    if _lasting(env) != _PLAIN:
+    if _lasting(env) != _plain():
         return False
     _CONTEXT.set_forkserver_preload(_MODULES)
-    with mock.patch.dict(os.environ, _PLAIN, clear=True):
+    with mock.patch.dict(os.environ, _plain(), clear=True):
         forkserver.ensure_running()
     return True
 

@@ -8,6 +8,7 @@ ever asked for, which torch loads with `weights_only`.
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -46,14 +47,14 @@ class _Unpickler(pickle.Unpickler):
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 name a member of an enum
-            return _memory_format
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _memory_format(kind: Any, name: str) -> Any:
-    if kind is not _MEM_FORMAT_ENCODING:
+def _member(kind: Any, name: str) -> Any:
+    if not isinstance(kind, EnumMeta):  # of the allowed names only that of memory formats is one
         raise pickle.UnpicklingError(f"it names {kind}.{name}")
-    return _MEM_FORMAT_ENCODING[name]
+    return kind[name]
 
 
 class SafeReader(FileSystemReader):
