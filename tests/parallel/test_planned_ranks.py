@@ -15,7 +15,7 @@ from trainapp.training import loop
 from trainapp.training.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]
-REPEATS = 4
+REPEATS = 8
 OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.techniques=false")
 UNEVEN = ("data.vocab_size=29", "data.val_size=37", "batch.global_size=10", "batch.micro_size=2")
 TWO = [
@@ -60,11 +60,19 @@ def measure(rank, config):
     return steps, evaluation
 
 
+def least(measured, again):
+    """Of each rank, the smaller of both peaks in each step, and of both evaluations."""
+    return [
+        ([min(both) for both in zip(steps, steps_again, strict=True)], min(evaluation, evaluation_again))
+        for (steps, evaluation), (steps_again, evaluation_again) in zip(measured, again, strict=True)
+    ]
+
+
 def compare(pool, folder, world, overrides):
     """The plan, and each rank's peaks of training by step and of evaluation, as measured.
 
-    gloo's threads may free a message a moment late, so that the next allocation meets it: such a run of FSDP measures
-    more than it needs, and is repeated.
+    gloo's threads may free a message a moment late, so that the next allocation meets it: about half of FSDP's steps
+    measure a little more than they need, and never less. Repeated runs keep the least of each rank's each step.
     """
     settings = [*OVER, "batch.eval_micro_size=4", *overrides, f"plan.world={world}"]
     config = compose.from_command_line(settings, str(folder))
@@ -74,12 +82,17 @@ def compare(pool, folder, world, overrides):
         (estimator.peak(config, sizes[0], 0, rank).total, estimator.peak(config, 0, sizes[1], rank).total)
         for rank in range(world)
     ]
-    for _ in range(REPEATS):
-        measured = pool.run(world, measure, dataclasses.replace(config, run_dir=str(folder)))
+    measured = None
+    for _ in range(1 if "parallel=ddp" in overrides else REPEATS):
+        again = pool.run(world, measure, dataclasses.replace(config, run_dir=str(folder)))
+        assert all(
+            max(steps) >= training and evaluation >= evaluated
+            for (steps, evaluation), (training, evaluated) in zip(again, traced, strict=True)
+        )
+        measured = least(measured, again) if measured else again
         peaks = [(max(steps), evaluation) for steps, evaluation in measured]
-        if peaks == traced or "parallel=ddp" in overrides:
+        if peaks == traced:
             break
-        assert all(a >= b for peak, plan in zip(peaks, traced, strict=True) for a, b in zip(peak, plan, strict=True))
     assert peaks == traced
     highest = [max(peak) for peak in peaks]
     assert facts["peak_bytes"] == max(highest) == sum(facts["categories"].values())
