@@ -158,7 +158,7 @@ def test_rates_of_every_schedule(tmp_path, shape, factors):
     [
         ([], (10, 1)),
         (["batch.micro_size=4"], (4, 3)),  # 4, 4, 2
-        (["accumulation=fixed", "accumulation.steps=3"], (4, 3)),  # 4, 3, 3
+        (["accumulation=fixed", "accumulation.steps=3"], (4, 3)),  # 4, 4, 2
         (["accumulation=fixed"], (3, 4)),  # 3, 3, 2, 2
     ],
 )

@@ -152,7 +152,7 @@ def _watch(session: Session, record: Record) -> None:
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)
-        used = pieces(progress.epoch, progress.consumed, session.sizes.train.size, session.sizes.parts)
+        used = pieces(progress.epoch, progress.consumed, session.sizes.train.size)
         record.samples[key] = [index for piece in used for index in piece]
         advance(progress)
 

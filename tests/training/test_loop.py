@@ -22,7 +22,7 @@ CASES = {
 }
 CUTS = {
     "greedy": ("batch.micro_size=3",),  # 3, 3, 2, 2
-    "evenly": ("accumulation=fixed", "accumulation.steps=3"),  # 4, 3, 3
+    "steps": ("accumulation=fixed", "accumulation.steps=3"),  # 4, 4, 2
     "single": ("batch.micro_size=1",),
 }
 
@@ -54,7 +54,7 @@ def big_batch(run, task):
 def mean_of_means(run, task):
     """A common mistake: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
-    parts = list(run.batches.micro_batches(run.state.progress, run.sizes.train.size, run.sizes.parts))
+    parts = list(run.batches.micro_batches(run.state.progress, run.sizes.train.size))
     for micro in parts:
         loss, count, _ = getattr(losses, task)(run.state.model, micro.data)
         (loss / count / len(parts)).backward()
@@ -62,7 +62,7 @@ def mean_of_means(run, task):
 
 
 @pytest.mark.parametrize(
-    ("case", "cut"), [("mlp", "evenly"), ("groupnorm", "greedy"), ("gpt", "single"), ("padded", "greedy")]
+    ("case", "cut"), [("mlp", "steps"), ("groupnorm", "greedy"), ("gpt", "single"), ("padded", "greedy")]
 )
 def test_accumulated_is_the_big_batch(prepare, case, cut):
     overrides, task = CASES[case]
@@ -75,7 +75,7 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(("case", "cut", "wrong"), [("mlp", "evenly", 0.01), ("padded", "single", 0.1)])
+@pytest.mark.parametrize(("case", "cut", "wrong"), [("mlp", "steps", 0.01), ("padded", "single", 0.1)])
 def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")

@@ -88,26 +88,24 @@ class TrainBatches:
         """The first `samples` samples as a batch, on the CPU. A stream's stay to be trained."""
         return self._loader.example(self.source.first(samples), samples)
 
-    def accumulation(self, size: int, parts: int | None = None) -> int:
+    def accumulation(self, size: int) -> int:
         """Micro-batches of a full step on this rank."""
-        local = -(-self.global_size // self.world)
-        return max(-(-local // size), parts or 1)
+        return -(-self.global_size // self.world // size)
 
-    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(self, progress: Progress, size: int) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
-        parts: cut evenly into at least this many; None cuts off `size` at a time. Batches fetched ahead for another
-        position or another cut are dropped, and their samples fetched again.
+        Batches fetched ahead for another position or another size are dropped, and their samples fetched again.
         """
         update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
         sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
         step = progress.step if max(self.every) > 1 else 0  # a skipped step does not count
-        position = (progress.epoch, progress.consumed, step, update, sizes, parts)
+        position = (progress.epoch, progress.consumed, step, update, sizes)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._loader.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._pieces(progress.epoch, progress.consumed, size, parts)
+        pieces = self._pieces(progress.epoch, progress.consumed, size)
         for number, piece in enumerate(pieces, start=1):
             yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, number == len(pieces))
         if self.source.looks_ahead:
@@ -137,28 +135,25 @@ class TrainBatches:
 
     def _requests(self, *position: Any) -> Iterator[Request]:
         while True:
-            epoch, consumed, _, update, sizes, parts = position
-            for piece in self._pieces(epoch, consumed, sizes[update], parts):
+            epoch, consumed, _, update, sizes = position
+            for piece in self._pieces(epoch, consumed, sizes[update]):
                 yield Request(epoch, piece or DUMMY)
             if not self.source.looks_ahead:
                 return
             position = self._after_update(*position)
 
-    def _after_update(
-        self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], parts: int | None
-    ) -> tuple:
+    def _after_update(self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...]) -> tuple:
         """The position of the next update: of the same samples, or of the next step's."""
         later = [number for number in due_updates(step, self.every) if number > update]
         if later:
-            return epoch, consumed, step, later[0], sizes, parts
+            return epoch, consumed, step, later[0], sizes
         after = self.source.share(epoch, consumed, self.global_size).after
-        return *after, step + (max(self.every) > 1), 0, sizes, parts
+        return *after, step + (max(self.every) > 1), 0, sizes
 
-    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
+    def _pieces(self, epoch: int, consumed: int, size: int) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
         numbers, _, largest, _ = self.source.share(epoch, consumed, self.global_size)
-        count = max(-(-largest // size), min(parts or 1, largest))
-        pieces = cut(numbers, size) if parts is None else cut_evenly(numbers, count)
+        count, pieces = -(-largest // size), cut(numbers, size)
         if len(pieces) < count:
             pieces = cut_evenly(numbers, count)
         return pieces + [[]] * (count - len(pieces))

@@ -27,19 +27,17 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
     in all later ones: two are taken. (Of less than three, the second one need not be full.) all_at_once: all are, since
     each leaves something for the next.
     """
-    whole, parts = config.batch.global_size, config.accumulation.steps
-    share = -(-whole // world)
-    as_given = parts != "auto" and size == -(-share // parts)
-    global_size = whole if as_given or all_at_once or share < 3 * size else 2 * size * world
+    whole = config.batch.global_size
+    global_size = whole if all_at_once or -(-whole // world) < 3 * size else 2 * size * world
     changes: dict[str, Any] = {
         "batch": dataclasses.replace(
             config.batch,
             global_size=global_size,
-            micro_size="auto" if as_given else size,
+            micro_size=size,
             eval_micro_size=eval_size,
             micro_schedule=None,
         ),
-        "accumulation": dataclasses.replace(config.accumulation, steps=parts if as_given else "auto"),
+        "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
         "loader": dataclasses.replace(config.loader, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_loss=False),

@@ -86,12 +86,12 @@ class Planner:
     @property
     def given(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
-        batch, parts = self.config.batch, self.config.accumulation.steps
+        batch, steps = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
             plans = [plan for own in batch.schedules.values() for plan in own.values()]
             return min(self.share, max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans))
-        if parts != "auto":
-            return -(-self.share // parts)
+        if steps != "auto":
+            return -(-self.share // steps)
         return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
 
     @functools.cached_property

@@ -98,7 +98,6 @@ class Work:
         engine, state, batches = self.engine, self.engine.state, self.parts.batches
         samples = batches.share(state.progress).total
         logs = self.config.every.log is not None  # sooner or later every run logs a step, which computes metrics, too
-        parts = None if self.config.accumulation.steps == "auto" else self.config.accumulation.steps
         for update in state.updates:
             engine.attempt.phase = Phase.START
             with engine.alone(update):
@@ -108,7 +107,7 @@ class Work:
                 engine.attempt.phase = Phase.DATA
                 with self.memory.watch(self.meter.resident()):
                     totals = Totals()
-                    cut = self.of_training(batches.micro_batches(state.progress, self.size, parts))
+                    cut = self.of_training(batches.micro_batches(state.progress, self.size))
                     for micro in engine.micro_batches(cut, self._watched):
                         with engine.strategy.micro_batch(micro.last), self._watched(micro.data):
                             loss, totals = engine.forward(micro, totals)

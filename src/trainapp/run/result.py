@@ -76,7 +76,7 @@ def result_of(session: Session, seconds: float) -> RunResult:
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
-        accumulation=session.batches.accumulation(size, session.sizes.parts),
+        accumulation=session.batches.accumulation(size),
         oom_restarts=session.ranks.all_reduce_max(session.sizes.oom_restarts)[0],
         micro_schedule=session.sizes.micro_schedule(),
         peak_memory_bytes=max(peak for peak, _ in peaks),
@@ -142,10 +142,9 @@ def opening_lines(session: Session) -> list[str]:
 
 def opening_line(session: Session) -> str:
     """Model, device, precision; in training also how the global batch is cut."""
-    state, batches, parts = session.state, session.batches, session.sizes.parts
+    state, batches, micro_size = session.state, session.batches, session.sizes.train.size
     parameters = sum(p.numel() for p in state.model.parameters())
-    count = batches.accumulation(session.sizes.train.size, parts)
-    micro_size = -(-session.config.batch.global_size // count) if parts else session.sizes.train.size
+    count = batches.accumulation(micro_size)
     name = session.config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
@@ -229,7 +228,7 @@ def _micro_batches(session: Session) -> str:
     """Size and number; where there are several updates, those of each."""
     parts = []
     for name, own in session.sizes.by_update.items():
-        parts.append(f"{name} {own.size} x {session.batches.accumulation(own.size, session.sizes.parts)}".lstrip())
+        parts.append(f"{name} {own.size} x {session.batches.accumulation(own.size)}".lstrip())
     return f"{', '.join(parts)} accumulated"
 
 

@@ -30,12 +30,12 @@ class Sizes:
     """Micro-batch sizes, in samples per forward on one rank. `train` are those of the update that `turn_to` has chosen:
     another loss needs other sizes.
 
-    by_update: by name, which is empty for the only update of a step. parts: `accumulation.steps`, the minimum number of
-    micro-batches per step. `oom_restarts`: the number of recoveries since the run began, in whatever process.
+    by_update: by name, which is empty for the only update of a step. `oom_restarts`: the number of recoveries since the
+    run began, in whatever process.
     """
 
-    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, parts: int | None = None):
-        self.by_update, self.evaluation, self.parts = by_update, evaluation, parts
+    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes):
+        self.by_update, self.evaluation = by_update, evaluation
         self.train, self.oom_restarts = next(iter(by_update.values())), 0
         self.autotuner: Autotuner | None = None
 
@@ -61,7 +61,7 @@ class Sizes:
         return {
             "batch/global_size": batches.global_size,
             "batch/micro_size": self.train.size,
-            "batch/accumulation": batches.accumulation(self.train.size, self.parts),
+            "batch/accumulation": batches.accumulation(self.train.size),
             "batch/eval_micro_size": self.evaluation.size,
         }
 
@@ -173,18 +173,14 @@ def initial_sizes(
         evaluation.load_state_dict(restart[EVALUATION], is_lower=True)
     elif not (batch.eval_micro_size == "auto" and _load(evaluation, saved.get(EVALUATION))) and plan and plan[0]:
         evaluation.start = min(plan[0].evaluation or evaluation.start, evaluation.start)
-    return Sizes(by_update, evaluation, _parts(config))
-
-
-def _parts(config: Config) -> int | None:
-    return None if config.accumulation.steps == "auto" else config.accumulation.steps
+    return Sizes(by_update, evaluation)
 
 
 def _given(config: Config, share: int) -> int | None:
     """The size that the configuration names for training; None where it is to be found."""
-    parts, size = _parts(config), config.batch.micro_size
-    if parts is not None:
-        return -(-share // parts)
+    steps, size = config.accumulation.steps, config.batch.micro_size
+    if steps != "auto":
+        return -(-share // steps)
     return min(size, share) if isinstance(size, int) else None
 
 

@@ -104,7 +104,7 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
 def note_batchnorm(session: Session, step: Step) -> None:
     """Note once that BatchNorm depends on the micro-batch."""
     size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
-    if session.batches.accumulation(size, session.sizes.parts) > 1 and has_batchnorm(session.state.model):
+    if session.batches.accumulation(size) > 1 and has_batchnorm(session.state.model):
         session.tracker.warn_once(
             f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
             f"of the global batch; {instead_of_batchnorm(session.config.model)} does not depend on it",
