@@ -49,7 +49,7 @@ def rows(path: Path) -> Iterator[Row]:
 def values(name: str) -> str:
     """What the schema allows, as text; empty for the arguments of a class."""
     node: Any = Config
-    for part in re.sub(r"^data\.", "loader.", name).split("."):
+    for part in name.split("."):
         node = typing.get_type_hints(node).get(part) if is_dataclass(node) else None
     return ", ".join(dict.fromkeys(_texts(node)))
 

@@ -79,15 +79,15 @@ REFUSED |= {
 }
 REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16: its loss"
 REFUSED |= {
-    frozenset(("optimizer.in_backward=true", other)): f"optimizer.in_backward=true with {setting}: "
-    for other, setting in {
-        "train.compile=true": "train.compile=true",
-        "train.nonfinite=skip": "train.nonfinite=skip",
-        "precision=fp16": "precision=fp16",
-        "parallel=ddp": "parallel=ddp",
-        "parallel=fsdp": "parallel=fsdp",
-        "parallel=hsdp": "parallel=fsdp",
-    }.items()
+    frozenset(("optimizer.in_backward=true", other)): "optimizer.in_backward=true: a parameter is updated in the middle"
+    for other in (
+        "train.compile=true",
+        "train.nonfinite=skip",
+        "precision=fp16",
+        "parallel=ddp",
+        "parallel=fsdp",
+        "parallel=hsdp",
+    )
 }
 REFUSED[frozenset(("adapter=lora", "model=resnet"))] = (
     r"adapter\.targets=auto: no linear layers in the blocks of ResNet"

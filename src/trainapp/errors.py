@@ -6,6 +6,10 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def __init__(self, *message: object):
+        # From a loader's worker torch raises it again, with that process's traceback before the message.
+        super().__init__(*(str(text).rpartition("trainapp.errors.UserError: ")[2].strip() for text in message))
+
 
 class TrainingStopped(UserError):
     """Training cannot continue (a non-finite loss, no smaller micro-batch to try); saved checkpoints are kept."""

@@ -8,8 +8,6 @@ from trainapp.errors import UserError
 TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, parameters: [y]}]"
 REFUSED = [
     ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
-    ("batch.micro_size=65", "batch.micro_size=65 with accumulation.steps=auto with batch.global_size=64: the global"),
-    ("accumulation.steps=65", "batch.micro_size=auto with accumulation.steps=65 with batch.global_size=64: the global"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
     ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: its loss scale lets"),
     ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
@@ -22,7 +20,7 @@ REFUSED = [
     *(
         (
             f"optimizer.in_backward=true train.grad_clip=null {other}",
-            f"optimizer.in_backward=true with {other}: a param",
+            "optimizer.in_backward=true: a parameter is",
         )
         for other in (
             "train.grad_clip=1.0",
@@ -39,10 +37,6 @@ REFUSED = [
     ("precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16", "precision=bf16_pure with train.ema=0.9: an average"),
     ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel.fsdp.meta_init=false with"),
     (
-        "+parallel.fsdp.meta_init=true",
-        "parallel.fsdp.cpu_offload=false with parallel.fsdp.meta_init=true with parallel=single: both are about shards",
-    ),
-    (
         "adapter=lora adapter.base_dtype=bf16",
         "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in",
     ),
@@ -56,7 +50,6 @@ REFUSED = [
     ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: a"),
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: a process of it has the"),
     ("mode=generate checkpointing.resume=x generate.prompts=['']", "mode=generate with generate.prompts: there is"),
-    ("mode=lr_find lr_find.min=1 lr_find.max=0.1", "lr_find.min=1.0 with lr_find.max=0.1: the rates grow"),
     (f"mode=lr_find|{TWO}", "mode=lr_find with updates: the losses of several optimizers"),
     ("mode=lr_find checkpointing.resume=x", "mode=lr_find with checkpointing.resume=x: it begins with initial weights"),
     (
@@ -81,5 +74,5 @@ def test_the_default_is_not_refused_and_every_row_says_what_to_do():
 
 def test_all_that_are_broken_are_reported():
     with pytest.raises(UserError) as refused:
-        compose.from_command_line(["batch.micro_size=100", "stopping.patience=2", "every.eval=null"])
+        compose.from_command_line(["train.max_epochs=null", "stopping.patience=2", "every.eval=null"])
     assert len(str(refused.value).splitlines()) == 2

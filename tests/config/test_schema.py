@@ -76,7 +76,7 @@ def test_the_default_is_accepted_and_keeps_its_values():
     assert config.optimizer.lr == PLAIN["optimizer"]["lr"]
     assert set(config.optimizer.arguments) == {"betas", "eps"}
     assert config.data.arguments == {"augment": PLAIN["data"]["augment"]}
-    assert config.loader.num_workers == "auto"
+    assert config.data.num_workers == "auto"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def leaves(kind=Config, path=""):
     """The dotted name of every setting of the dataclasses, as a user writes it."""
     found = set()
     for field in fields(kind):
-        name = {"loader": "data", "target": "_target_"}.get(field.name, field.name)
+        name = {"target": "_target_"}.get(field.name, field.name)
         if field.name in ("run_dir", "command", "arguments", "task_arguments", "given"):
             continue
         dotted = f"{path}.{name}" if path else name

@@ -117,26 +117,21 @@ def test_neither_ranks_nor_batches_change_the_draws(world):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("qualty", "must be balanced, an attribute of the data set with one weight per sample, or the path of a .npy"),
-        ("missing.npy", "the file cannot be read as an array"),
-        ("spec", "must have one entry per sample, 600, but its shape is"),
+        ("qualty", "must be balanced .* each of the 600 samples; there are none"),
+        ("missing.npy", "cannot be read as weights, .*No such file"),
+        ("short", "each of the 600 samples; their shape is \\[599\\]"),
         ("negative", "weights must be finite, not negative and not all 0"),
         ("undefined", "weights must be finite, not negative and not all 0"),
         ("nothing", "weights must be finite, not negative and not all 0"),
-        ("words", "must be numbers, but its entries are of type"),
+        ("words", "cannot be read as weights, an array of numbers: could not convert"),
     ],
 )
 def test_weights_that_are_none(weights, message):
     data = Rare()
     data.negative, data.undefined = [-1] + [1] * 599, [float("nan")] + [1] * 599
-    data.spec, data.words, data.nothing = {"a": 1}, ["x"] * 600, [0] * 600
+    data.short, data.words, data.nothing = [1] * 599, ["x"] * 600, [0] * 600
     with pytest.raises(UserError, match=rf"^data\.sampling\.weights={weights}: .*{message}"):
         weighted_order(0, data, weights)
-
-
-def test_labels_that_are_none():
-    with pytest.raises(UserError, match=r"^data\.sampling\.weights=balanced \(targets\): every sample needs a label"):
-        weighted_order(0, Rare({0: 1.0, 1: 2.0, 2: float("nan")}), "balanced")
 
 
 def test_a_run_draws_by_class_and_resumes(tmp_path):

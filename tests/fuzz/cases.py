@@ -67,7 +67,7 @@ def settings_of(draw: Any, name: str) -> dict[str, Any]:
         "batch.eval_micro_size": draw(st.one_of(st.just("auto"), st.integers(1, 12))),
         "data.size": draw(st.one_of(st.integers(16, 40), st.integers(1, 40))),
         "data.val_size": draw(st.integers(1, 12)),
-        "loader.drop_last": draw(st.booleans()),
+        "data.drop_last": draw(st.booleans()),
         "train.seed": draw(st.integers(0, 3)),
         "train.grad_clip": draw(st.sampled_from([None, 0.1, 1.0])),
         "train.ema": draw(st.sampled_from([None, 0.9])),

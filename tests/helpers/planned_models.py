@@ -141,46 +141,6 @@ class Padded(Stacked):
         return {"inputs": rows, "targets": torch.tensor([target for _, target in samples])}
 
 
-class Texts(Stacked):
-    """Strings, of which a few are long; the model makes tensors of them."""
-
-    def __init__(self, split: str):
-        super().__init__(split)
-        self.long = 40 if split == "train" else -1
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return "x" * (64 if index == self.long else 16), index % 10
-
-
-class Lengths(Texts):
-    """Rows that are padded to 64, with their lengths as a list; and how many there are."""
-
-    def collate(self, samples: list[tuple[Any, int]]) -> dict[str, Any]:
-        lengths = [len(text) for text, _ in samples]
-        inputs = {"rows": torch.ones(len(samples), 64, 8), "lengths": lengths, "count": len(samples)}
-        return {"inputs": inputs, "targets": torch.tensor([target for _, target in samples])}
-
-
-class Counts(Lengths):
-    """All rows are as long."""
-
-    def __init__(self, split: str):
-        super().__init__(split)
-        self.long = -1
-
-
-class OfAnyLength(Meaned):
-    """Takes strings, or rows with their lengths."""
-
-    def forward(self, inputs: Any) -> Tensor:
-        if isinstance(inputs, dict):
-            return super().forward(inputs["rows"][:, : max(inputs["lengths"])])
-        return super().forward(torch.ones(len(inputs), max(map(len, inputs)), 8))
-
-
 class Normed(nn.Module):
     """Cannot train on a single sample."""
 

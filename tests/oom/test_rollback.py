@@ -1,6 +1,5 @@
-"""The order of a rollback, errors of the device that surface only in it, and batches that were fetched ahead."""
+"""The order of a rollback, and errors of the device that surface only in it."""
 
-import contextlib
 import logging
 import weakref
 
@@ -127,59 +126,4 @@ def test_a_second_lack_of_memory_is_covered_by_the_same_recovery(tmp_path, caplo
     assert len(raised) == 1
     assert "while waiting for the device after it had run out of memory: CUDA error: out of memory" in caplog.text
     assert run.sizes.oom_restarts == 1
-    assert torch.equal(weights(run.state.model), weights(plain.run.state.model))
-
-
-# Batches fetched ahead: on the CPU there is nothing to copy, so streams are played; the rest is the real loader.
-
-
-class Stream:
-    """A stream on which everything has happened already."""
-
-    def __init__(self, device):
-        pass
-
-    def wait_stream(self, other):
-        assert isinstance(other, Stream)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """Lets the loader copy ahead on the CPU."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
-
-@pytest.mark.usefixtures("streams")
-def test_a_rollback_drops_batches_fetched_ahead(tmp_path):
-    config = tiny(tmp_path, *cell("mlp", "fp32"))
-    run = runner.prepare(config, StopRequest(), SingleRank())
-    run.batches._loader._pinned = True
-    injector, fetched, alive = Injector("forward", 2), [], []
-    injector.attach(run)
-    move, release = run.batches._loader._move, run.memory.release
-
-    def moving(batch):
-        fetched.append(weakref.ref(batch["inputs"]))
-        return move(batch)
-
-    def releasing():
-        release()
-        alive.append(sum(batch() is not None for batch in fetched))
-
-    run.batches._loader._move, run.memory.release = moving, releasing
-    with injector:
-        failure = runner.attempt(run)
-        assert len(fetched) == 4  # two micro-batches of the first step, one of the second, and one ahead
-        assert sum(batch() is not None for batch in fetched) == 2  # the generator holds its last one and the next
-        while failure is not None:
-            runner.recover(run, failure)
-            failure = runner.attempt(run)
-    run.close()
-    assert alive == [0]
-    assert run.state.progress.samples == 4 * 16
-    plain = Recorded(tiny(tmp_path / "plain", *cell("mlp", "fp32")), Injector("forward", 2))
     assert torch.equal(weights(run.state.model), weights(plain.run.state.model))

@@ -1,7 +1,6 @@
 """Batches that differ: the longest of the first ones stands for all, and the plan says so."""
 
 import measured
-import pytest
 import runs
 import torch
 
@@ -15,7 +14,6 @@ OVER = (
     "every.eval=1", "train.max_steps=100", "train.check_loss=false", "model=mlp", "~model.width", "~model.depth",
     "~model.dropout", "data=digits", "~data.augment", "task=classification",
 )  # fmt: skip
-OF_ANY_LENGTH = ("model._target_=planned_models.OfAnyLength", "batch.micro_size=16", "batch.eval_micro_size=16")
 PADDED = (
     "model._target_=planned_models.Meaned", "data._target_=planned_models.Padded", "+data.size=250", "+data.long=-1",
     "batch.global_size=10", "batch.micro_size=10", "batch.eval_micro_size=20",
@@ -29,14 +27,6 @@ def plan(*overrides):
 
 def varies(facts):
     return any(note.startswith(VARIES) for note in facts["notes"])
-
-
-@pytest.mark.parametrize(("data", "differ"), [("Texts", True), ("Lengths", True), ("Counts", False)])
-def test_strings_and_numbers_that_differ_are_lengths(tmp_path, data, differ):
-    overrides = (*OF_ANY_LENGTH, f"data._target_=planned_models.{data}")
-    facts = plan(*overrides)
-    assert varies(facts) is differ
-    assert max(measured.peaks(tmp_path, *OVER, *overrides)) <= facts["peak_bytes"]
 
 
 def test_texts_of_different_lengths(tmp_path):

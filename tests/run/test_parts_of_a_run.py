@@ -79,7 +79,7 @@ def test_only_what_is_changed_differs_from_the_runs_data(trained, tmp_path):
     config = of_run(trained, tmp_path, "data.seed=3", "+data.more.deep=[1]", "data.num_workers=2")
     assert config.data.target == "trainapp.data.sets.digits.Digits"
     assert config.data.arguments == {"augment": True, "seed": 3, "more": {"deep": [1]}}
-    assert (config.loader.num_workers, config.loader.drop_last) == (2, False)
+    assert (config.data.num_workers, config.data.drop_last) == (2, False)
     assert config.model.arguments["width"] == 24
     assert of_run(trained, tmp_path, "~data.augment").data.arguments == {}
 

@@ -63,7 +63,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, target=f"zoo.{cell.model}", arguments={}),
-        data=Target(f"zoo.{cell.data}", {}),
+        data=dataclasses.replace(config.data, target=f"zoo.{cell.data}", arguments={}),
         task=f"zoo.{cell.task}",
         metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
         updates=[
@@ -75,7 +75,8 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
     for name, value in {**dict(cell.changes), **(changes or {})}.items():
         section, key = name.split(".")
         part = getattr(config, section)
-        change = {"arguments": {**part.arguments, key: value}} if section in ("data", "model") else {key: value}
+        is_argument = section in ("data", "model") and not hasattr(part, key)
+        change = {"arguments": {**part.arguments, key: value}} if is_argument else {key: value}
         config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
     return config
 

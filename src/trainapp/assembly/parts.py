@@ -108,7 +108,6 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "seed": config.train.seed,
         "device": device,
         "workers": _workers(config, components, local_ranks, owners),
-        "ahead": not owners,
         "ranks": ranks,
         "split": _split_of_training(components),
     }
@@ -128,13 +127,13 @@ def _split_of_training(components: Components) -> Any:
 
 
 def _train_batches(config: Config, components: Components, arguments: dict[str, Any]) -> TrainBatches:
-    size, data, loader = config.batch.global_size, components.train_data, config.loader
+    size, data, settings = config.batch.global_size, components.train_data, config.data
     if is_stream(data):
         _require_streamable(config)
-        shards = shards_per_rank(data, loader.num_workers, arguments["workers"])
+        shards = shards_per_rank(data, settings.num_workers, arguments["workers"])
         return TrainBatches(data, global_size=size, shards=shards, **arguments)
-    weights = loader.sampling.weights
-    batches = TrainBatches(data, global_size=size, drop_last=loader.drop_last, weights=weights, **arguments)
+    weights = settings.sampling.weights
+    batches = TrainBatches(data, global_size=size, drop_last=settings.drop_last, weights=weights, **arguments)
     if batches.epoch_samples == 0:
         raise UserError(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
@@ -151,38 +150,25 @@ def _require_streamable(config: Config) -> None:
             f"train.max_steps=null: data={name} is a stream, whose epochs have no known length, so that the run's end "
             f"is not known (train.max_epochs={config.train.max_epochs} alone does not tell); set train.max_steps"
         )
-    if config.loader.drop_last:
+    if config.data.drop_last or config.data.sampling.weights is not None:
         raise UserError(
-            f"data.drop_last=true: data={name} is a stream, whose end is known only when it is reached; let the stream "
-            "itself leave out the last samples"
-        )
-    if config.loader.sampling.weights is not None:
-        raise UserError(
-            f"data.sampling.weights={config.loader.sampling.weights}: data={name} is a stream, from which no sample "
-            "can be chosen; let the stream itself repeat or omit samples"
+            f"data.drop_last, data.sampling.weights: data={name} is a stream, whose samples come in turn; "
+            "leave these settings out, and let the stream itself omit or repeat samples"
         )
 
 
 def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
     """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
-    setting = config.loader.num_workers
+    setting = config.data.num_workers
     count = worker_count(setting, components.train_data, local_ranks)
     if not (count and owners):
         return count
-    names = ", ".join(owners)
-    if setting == "auto":
-        log.info("data.num_workers=auto: 0, since the data has a state (%s) that follows the steps", names)
-        return 0
-    if any(owner.kind == "data" for owner in owners.values()):
-        raise UserError(
-            f"data.num_workers={setting}: the data has a state ({names}) that worker processes would each change by "
-            "themselves, ahead of the steps; use data.num_workers=0, or make a sample a function of its index"
-        )
+    is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())
     log.warning(
-        "data.num_workers=%s: the data owns generators (%s), from which workers draw ahead of the steps: a retried or "
-        "resumed step may see other numbers. Draw from the global generators, which are seeded per sample, or use "
-        "data.num_workers=0",
+        "data.num_workers=%s: the data has a state (%s), which workers would each change by themselves, ahead of the "
+        "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it",
         setting,
-        names,
+        ", ".join(owners),
+        "there are none" if is_off else "a retried or resumed step may see other numbers",
     )
-    return count
+    return 0 if is_off else count

@@ -18,12 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from trainapp.config import command_line, excludes
-from trainapp.config.schema import Config, Loader, Update
+from trainapp.config.schema import Config, Update
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
 
-FILLED_IN = ("run_dir", "command", "loader", "given", "task_arguments")
+FILLED_IN = ("run_dir", "command", "given", "task_arguments")
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -106,13 +106,8 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
 
 
 def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
-    """In the layout of `Config`: how data is loaded apart from the data, and a task's arguments apart from its name."""
+    """In the layout of `Config`: a task's arguments apart from its name."""
     sections = _with_task(plain)
-    data = plain.get("data")
-    if isinstance(data, dict):
-        loading = {own.name for own in dataclasses.fields(Loader)}
-        sections["data"] = {key: value for key, value in data.items() if key not in loading}
-        sections["loader"] = {key: value for key, value in data.items() if key in loading}
     for group in ("metrics", "callbacks", "tracker"):
         nodes = plain.get(group)
         if nodes is None or isinstance(nodes, dict):
@@ -147,8 +142,7 @@ def _as_written(line: str) -> str:
     setting, value = re.split(r"[=:]", line.partition(": ")[0] + "=", maxsplit=2)[:2]
     if former := command_line.renamed(setting, value):
         return former
-    line = re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
-    return re.sub(r"^loader\.", "data.", line)
+    return re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

@@ -65,23 +65,17 @@ def _misses_updates(config: Config) -> bool:
 
 _HUGGING_FACE = "trainapp.models.huggingface.build"
 
-# What `optimizer.in_backward` excludes: a setting, which of its values, and the one to use.
-_NOT_IN_BACKWARD: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("train.grad_clip", lambda value: value is not None, "null"),
-    ("precision", lambda value: value == "fp16", "bf16"),
-    ("train.nonfinite", lambda value: value == "skip", "stop"),
-    ("train.compile", bool, "false"),
-    ("parallel", lambda value: value != "single", "single"),
-    ("optimizer.offload", bool, "false"),
-)
 
-
-def _not_in_backward(setting: str, is_excluded: Callable[[Any], bool], allowed: str) -> Exclusion:
-    return Exclusion(
-        ("optimizer.in_backward=true", setting),
-        lambda c: c.optimizer.in_backward and is_excluded(value_of(c, OF_GROUP.get(setting, setting))),
-        "a parameter is updated as soon as its own gradient is complete, in the middle of the backward",
-        f"use {setting}={allowed}, or optimizer.in_backward=false",
+def _is_not_in_backward(config: Config) -> bool:
+    """Whether a setting needs a moment between the backward and the update of a parameter."""
+    train = config.train
+    return (
+        train.grad_clip is not None
+        or train.nonfinite == "skip"
+        or train.compile
+        or config.precision.mode == "fp16"
+        or config.parallel.strategy != "single"
+        or config.optimizer.offload
     )
 
 
@@ -97,14 +91,6 @@ EXCLUSIONS = (
         lambda c: c.mode == "train" and c.train.max_steps is None and c.train.max_epochs is None,
         "the run would never end",
         "set one of them",
-    ),
-    Exclusion(
-        ("batch.micro_size", "accumulation.steps", "batch.global_size"),
-        lambda c: any(
-            isinstance(size, int) and size > c.batch.global_size for size in (c.batch.micro_size, c.accumulation.steps)
-        ),
-        "the global batch is all samples of a step, over all micro-batches and ranks",
-        "use at most batch.global_size, or auto",
     ),
     Exclusion(
         ("accumulation.steps", "batch.micro_size"),
@@ -180,7 +166,14 @@ EXCLUSIONS = (
         "an average in bf16 would stand still, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
     ),
-    *(_not_in_backward(*row) for row in _NOT_IN_BACKWARD),
+    Exclusion(
+        ("optimizer.in_backward=true",),
+        lambda c: c.optimizer.in_backward and _is_not_in_backward(c),
+        "a parameter is updated in the middle of the backward, as soon as its gradient is complete: no moment is left "
+        "for clipping, a loss scale, a skipped step, other ranks or the host",
+        "use train.grad_clip=null, train.nonfinite=stop, train.compile=false, parallel=single, optimizer.offload=false "
+        "and another precision than fp16",
+    ),
     Exclusion(
         ("optimizer.offload=true", "parallel"),
         lambda c: _is_with_fsdp(c, lambda own: own.offload),
@@ -247,12 +240,6 @@ EXCLUSIONS = (
         "give texts, as in 'generate.prompts=[\"import \"]'",
     ),
     # mode=lr_find
-    Exclusion(
-        ("lr_find.min", "lr_find.max"),
-        lambda c: c.mode == "lr_find" and c.lr_find.min >= c.lr_find.max,
-        "the rates grow from the first to the second",
-        "use a smaller lr_find.min",
-    ),
     Exclusion(
         ("mode", "updates"),
         lambda c: c.mode == "lr_find" and bool(c.updates),

@@ -180,7 +180,9 @@ class Sampling:
 
 
 @dataclass(config=STRICT)
-class Loader:
+class Data(Target):
+    """How samples are loaded; `arguments` go to the data set unchanged."""
+
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
     on_change: Literal["refuse", "next_epoch"] = "refuse"
@@ -382,8 +384,7 @@ class Config:
     the settings that the command line names.
     """
 
-    data: Target
-    loader: Loader
+    data: Data
     model: Model
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)

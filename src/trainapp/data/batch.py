@@ -38,22 +38,6 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return [] if opened is None else [tensor for child in opened[0] for tensor in tensors_in(child)]
 
 
-def sizes_in(batch: Any) -> list[Any]:
-    """Of what a batch holds beside tensors: numbers, the lengths of strings, the shapes of arrays; else the lengths of
-    what has one. In order.
-    """
-    if isinstance(batch, (torch.Tensor, type(None))):
-        return []
-    if isinstance(batch, (bool, int, float)):
-        return [batch]
-    opened = opened_container(batch)
-    if opened is not None:
-        return [size for child in opened[0] for size in sizes_in(child)]
-    if hasattr(batch, "shape"):
-        return [tuple(batch.shape)]
-    return [len(batch)] if hasattr(type(batch), "__len__") else []
-
-
 def elements_in(batch: Any) -> int:
     """The elements of all the batch's tensors."""
     return sum(tensor.numel() for tensor in tensors_in(batch))

@@ -1,7 +1,6 @@
-"""Fetches batches and moves them to the device: worker processes, per-sample seeds, pinned copies ahead of time."""
+"""Fetches batches and moves them to the device: worker processes, per-sample seeds, copies from pinned memory."""
 
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.sampler import Draw
-from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
 
@@ -90,7 +88,7 @@ class Results:
         self._loader = None
         if workers:
             self._loader = DataLoader(
-                _ErrorsReturned(dataset),
+                dataset,
                 batch_size=None,  # a request is a batch already
                 collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
                 sampler=self._requests,
@@ -107,7 +105,7 @@ class Results:
             return map(self._dataset.__getitem__, requests)
         self._requests.coming = requests
         with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
-            return map(_raise_if_error, iter(self._loader))
+            return iter(self._loader)
 
     def close(self) -> None:
         """End the processes. What they have computed ahead is lost."""
@@ -124,27 +122,6 @@ class _Requests(IterableDataset):
         return iter(self.coming)
 
 
-class _ErrorsReturned(Dataset):
-    """The data set of a worker, with a UserError returned instead of raised: torch would put the worker's traceback
-    before its message (torch 2.13, _utils.py, ExceptionWrapper).
-    """
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __getitem__(self, request: Any) -> Any:
-        try:
-            return self.dataset[request]
-        except UserError as error:
-            return error
-
-
-def _raise_if_error(item: Any) -> Any:
-    if isinstance(item, UserError):
-        raise item
-    return item
-
-
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -157,25 +134,15 @@ def _leave_ctrl_c(worker: int) -> None:
 class BatchLoader:
     """Turns requests into batches on the device.
 
-    workers: processes that fetch; 0 fetches in this process. ahead: whether the next batch may be fetched while the
-    current one is in use: not from data whose state is to follow the steps. split: cuts a fetched batch, unless the
-    data set has a method `split` of its own; None, without such a method: samples are collated again to cut a batch.
+    workers: processes that fetch; 0 fetches in this process. split: cuts a fetched batch, unless the data set has a
+    method `split` of its own; None, without such a method: samples are collated again to cut a batch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        seed: int,
-        workers: int,
-        device: torch.device,
-        ahead: bool = True,
-        split: Split | None = None,
-    ):
-        self.fetcher, self.seed, self.device, self.ahead = Fetcher(dataset, seed), seed, device, ahead
+    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device, split: Split | None = None):
+        self.fetcher, self.seed, self.device = Fetcher(dataset, seed), seed, device
         # Often a data set has an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self._pinned = device.type == "cuda"
-        self._copy_stream: torch.cuda.Stream | None = None
         self._results = Results(self.fetcher, workers, self._pinned)
         self.close = self._results.close
 
@@ -184,11 +151,11 @@ class BatchLoader:
         return Fetcher(dataset, self.seed)[Request(0, list(range(min(samples, len(dataset)))))]
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
+        """Batches on the device, in the order of the requests; from pinned memory, the host does not wait."""
         fetched = self._results(requests)
         if self._pinned and not self._results.workers:
             fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
-        return self._copied_ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
+        return map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
         """Samples [start, end) of a fetched batch on their own, on the device.
@@ -204,35 +171,6 @@ class BatchLoader:
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
-
-    def _copied_ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Copy the next batch on a stream of its own while the current one is in use.
-
-        One stream for all iterations: cached blocks serve the stream on which they were allocated alone, and a new
-        stream is one of a pool of 32 (torch 2.13, c10/cuda/CUDAStream.cpp), each of which would keep some.
-        """
-        copy_stream = self._copy_stream = self._copy_stream or torch.cuda.Stream(self.device)
-
-        def start_copy() -> Any:
-            batch = next(fetched, None)
-            if batch is None:
-                return None
-            with torch.cuda.stream(copy_stream):
-                return self._move(batch)
-
-        next_batch = start_copy()
-        while next_batch is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(copy_stream)
-            batch = map_tensors(functools.partial(_used_on, current), next_batch)
-            next_batch = start_copy()
-            yield batch
-
-
-def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    """Mark the tensor as in use on `stream`, so that its memory is not reused too early. Returns it."""
-    tensor.record_stream(stream)
-    return tensor
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

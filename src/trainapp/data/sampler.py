@@ -5,16 +5,15 @@ same samples. The order of an epoch is a keyed permutation, computed where it is
 with the data set. With `data.sampling.weights` each position is a draw with replacement instead.
 """
 
-import functools
 import hashlib
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from trainapp.data.counter_rng import permuted, uniform
 from trainapp.errors import UserError
 
 BLOCK = 8192  # positions computed at a time: a step alone would take 0.2 ms, of which its share of a block is 0.01
@@ -106,7 +105,7 @@ class Sampler(Source):
         else:
             self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
         self.order_name = self.order.name
-        self._shares = functools.lru_cache(maxsize=2)(self._share)  # the present step's and the next
+        self._shares = lru_cache(maxsize=2)(self._share)  # the present step's and the next
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
         """See `Source`."""
@@ -137,7 +136,7 @@ class Permutation:
 
     def __init__(self, seed: int, samples: int):
         self.seed, self.samples = seed, samples
-        self._block = functools.lru_cache(maxsize=1)(self._computed)
+        self._block = lru_cache(maxsize=1)(self._computed)
 
     def indices(self, epoch: int, start: int, end: int) -> list[int]:
         """The samples at the positions [start, end) of an epoch."""
@@ -182,51 +181,119 @@ class Weighted:
 def weights_of(dataset: Any, weights: str) -> np.ndarray:
     """One weight per sample, float64 [N].
 
-    weights: `balanced`, where all classes of the data set's `targets` (or `labels`) are equally frequent; the name of
-    an attribute of the data set; or the path of a .npy file. Raises UserError where that gives no array with one number
-    per sample.
+    weights: `balanced`, where all classes of the data set's `targets` (or `labels`) are equally frequent, and within a
+    class all samples; the name of an attribute of the data set; or the path of a .npy file. Raises UserError where that
+    gives no array with one number per sample.
     """
     setting = f"data.sampling.weights={weights}"
-    if weights == BALANCED:
-        return _balanced(dataset, setting)
-    values = getattr(dataset, weights, None) if weights.isidentifier() else None
-    array = _one_per_sample(_loaded(weights, setting) if values is None else values, dataset, setting)
-    if array.dtype.kind not in "biuf":
-        raise UserError(f"{setting}: must be numbers, but its entries are of type {array.dtype}")
-    return array.astype(np.float64)
-
-
-def _balanced(dataset: Any, setting: str) -> np.ndarray:
-    """Every class with the same probability, and within a class every sample."""
-    name = next((name for name in ("targets", "labels") if getattr(dataset, name, None) is not None), None)
-    if name is None:
+    names = ("targets", "labels") if weights == BALANCED else (weights,)
+    values = next((own for name in names if (own := getattr(dataset, name, None)) is not None), None)
+    try:
+        if values is None and weights.endswith(".npy"):
+            values = np.load(Path(weights).expanduser())
+        array = np.asarray(values) if weights == BALANCED else np.asarray(values, np.float64)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{setting}: cannot be read as weights, an array of numbers: {error}") from None
+    if values is None or array.shape != (len(dataset),):
+        found = "there are none" if values is None else f"their shape is {list(array.shape)}"
         raise UserError(
-            f"{setting}: {type(dataset).__name__} does not say which class a sample belongs to; give it an attribute "
-            "`targets` with one label per sample, or weights of your own"
+            f"{setting}: must be {BALANCED} (by the data set's attribute `targets`), the name of an attribute, or the "
+            f"path of a .npy file, with one label or weight for each of the {len(dataset)} samples; {found}"
         )
-    labels = _one_per_sample(getattr(dataset, name), dataset, f"{setting} ({name})")
-    if (labels != labels).any():  # nan
-        raise UserError(f"{setting} ({name}): every sample needs a label, such as 'unknown'")
-    _, numbers = np.unique(labels, return_inverse=True)
+    if weights != BALANCED:
+        return array
+    _, numbers = np.unique(array, return_inverse=True)
     return 1.0 / np.bincount(numbers)[numbers]
 
 
-def _loaded(path: str, setting: str) -> np.ndarray:
-    if not path.endswith(".npy"):
-        raise UserError(
-            f"{setting}: must be {BALANCED}, an attribute of the data set with one weight per sample, or the path of a "
-            ".npy file with them"
-        )
-    try:
-        return np.load(Path(path).expanduser(), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{setting}: the file cannot be read as an array: {error}") from None
+# --- stateless random numbers and permutations
+#
+# A value is a function of where it is used, not of what was drawn before it: an augmentation drawn from (seed, epoch,
+# sample index) is the same one in whatever batch, worker or retry the sample turns up. Method: the splitmix64 generator
+# (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose n-th output is a hash of
+# `state + n * GAMMA`: no earlier one is needed.
+
+GAMMA = 0x9E3779B97F4A7C15
+_WORD = 2**64
+_ROUNDS = 8
+_ORDER_SALT = 0x6F72646572  # the order of an epoch shares no random numbers with augmentation, which has the same seed
 
 
-def _one_per_sample(values: Any, dataset: Any, setting: str) -> np.ndarray:
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    if array.shape != (len(dataset),):
-        raise UserError(
-            f"{setting}: must have one entry per sample, {len(dataset)}, but its shape is {list(array.shape)}"
-        )
-    return array
+def splitmix64(state: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64: a bijective hash of uint64 values, elementwise; `state` is unchanged."""
+    z = state ^ (state >> np.uint64(30))
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+@lru_cache(maxsize=64)
+def key(seed: int, epoch: int) -> np.uint64:
+    """A hash of the two, which may be any integers, taken modulo 2**64."""
+    hashed = splitmix64(np.array([(seed + GAMMA) % _WORD], dtype=np.uint64))
+    return splitmix64(hashed + np.uint64((epoch + 1) * GAMMA % _WORD))[0]
+
+
+@lru_cache(maxsize=64)
+def _steps(count: int) -> np.ndarray:
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
+
+
+def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    """Random numbers in [0, 1): float64 [len(indices), count], row i a function of (seed, epoch, indices[i]).
+
+    A larger `count` appends columns and leaves the first ones unchanged. seed and epoch may be any integers,
+    taken modulo 2**64.
+    """
+    index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
+    streams = splitmix64((index + np.uint64(1)) * np.uint64(GAMMA) + key(seed, epoch))
+    bits = splitmix64(streams[:, None] + _steps(count))
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.ndarray:
+    """Where a permutation of range(samples) takes these positions: int64 [N] -> int64 [N]. Its tables take 64 bytes per
+    row, 2 MB for 10^9 samples.
+
+    A Feistel network on the cells of a rectangle with at least `samples` cells: row and column are in turn shifted by a
+    hash of the other, which is invertible whatever the hash. A position that leaves range(samples) walks on along its
+    cycle until it is back; the rectangle has fewer than one row too many, so that few do. Source: J. Black, P. Rogaway,
+    "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking); the hash is splitmix64.
+    """
+    columns = math.isqrt(samples - 1) + 1
+    rows = -(-samples // columns)
+    shifts = _shifts(seed, epoch, rows, columns)
+    found = _shifted(positions, rows, columns, shifts)
+    outside = np.flatnonzero(found >= samples)
+    while len(outside):
+        found[outside] = _shifted(found[outside], rows, columns, shifts)
+        outside = outside[found[outside] >= samples]
+    return found
+
+
+def _shifted(cells: np.ndarray, rows: int, columns: int, shifts: Sequence[np.ndarray]) -> np.ndarray:
+    """The network itself, a permutation of range(rows * columns)."""
+    row, column = np.divmod(cells, columns)
+    for of_row, of_column in zip(shifts[::2], shifts[1::2], strict=True):
+        row += of_row[column]
+        row %= rows
+        column += of_column[row]
+        column %= columns
+    row *= columns
+    row += column
+    return row
+
+
+@lru_cache(maxsize=4)
+def _shifts(seed: int, epoch: int, rows: int, columns: int) -> tuple[np.ndarray, ...]:
+    """Of each round, by how much each column shifts a row, or each row a column: a table, since hashes take longer."""
+    counters = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA)
+    keys = splitmix64(counters + key(seed + _ORDER_SALT, epoch))
+    hashed = splitmix64(np.arange(max(rows, columns), dtype=np.uint64) * np.uint64(GAMMA) + keys[:, None])
+    sizes = [(columns, rows), (rows, columns)] * (_ROUNDS // 2)
+    return tuple(
+        (hashes[:inputs] % np.uint64(outputs)).astype(np.int64)
+        for hashes, (inputs, outputs) in zip(hashed, sizes, strict=True)
+    )

@@ -24,7 +24,7 @@ DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step wit
 class TrainBatches:
     """The training samples, step by step, as micro-batches on the device.
 
-    global_size: samples per optimizer step over all ranks; it may change between two steps. workers, ahead, split: see
+    global_size: samples per optimizer step over all ranks; it may change between two steps. workers, split: see
     `BatchLoader`; shards: see `Stream`; drop_last, weights: see `Sampler`. Attributes: `sizes_of_updates`, where a step
     has several updates, the micro-batch of each, and `every`, the steps in which each is made, so that their batches,
     too, are fetched ahead.
@@ -42,7 +42,6 @@ class TrainBatches:
         shards: int = 1,
         drop_last: bool = False,
         weights: str | None = None,
-        ahead: bool = True,
         split: Split | None = None,
     ):
         ranks = ranks or SingleRank()
@@ -56,7 +55,7 @@ class TrainBatches:
             self.source = Sampler(dataset, seed=seed, drop_last=drop_last, weights=weights, **place)
         self.samples = self.source.samples  # in the data set; 0 where that is unknown
         self._drop_last = drop_last
-        self._loader = BatchLoader(self.source.fetched, seed, workers, device, ahead, split)
+        self._loader = BatchLoader(self.source.fetched, seed, workers, device, split)
         self.sizes_of_updates: tuple[int, ...] = ()
         self.every: tuple[int, ...] = (1,)
         self._open: Iterator[Any] = iter(())
@@ -162,7 +161,7 @@ class TrainBatches:
 class EvalBatches:
     """The samples of an evaluation set in its order, split evenly over the ranks; each sample is seen once.
 
-    workers, ahead, split: see `BatchLoader`. Attributes: `samples` in the data set, 0 where that is unknown;
+    workers, split: see `BatchLoader`. Attributes: `samples` in the data set, 0 where that is unknown;
     `is_stream`, whether an evaluation can only begin at the first sample; `equal`, whether every rank has the same
     number of batches, for models whose forward is collective.
     """
@@ -175,7 +174,6 @@ class EvalBatches:
         device: torch.device,
         ranks: Ranks | None = None,
         workers: int = 0,
-        ahead: bool = True,
         split: Split | None = None,
     ):
         ranks = ranks or SingleRank()
@@ -186,8 +184,8 @@ class EvalBatches:
         self._stream = None
         if self.is_stream:
             self._stream = EvalStream(dataset, seed, ranks.rank, ranks.world, in_process=workers == 0)
-            dataset, workers, ahead = self._stream.fetched, 0, False
-        self._loader = BatchLoader(dataset, seed, workers, device, ahead, split)
+            dataset, workers = self._stream.fetched, 0
+        self._loader = BatchLoader(dataset, seed, workers, device, split)
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples of an indexable data set as a batch, on the CPU. The same on every rank."""

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
+from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.memory.live_tensors import LiveTensors
@@ -38,7 +37,7 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
             micro_schedule=None,
         ),
         "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
-        "loader": dataclasses.replace(config.loader, num_workers=0),
+        "data": dataclasses.replace(config.data, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
@@ -63,9 +62,8 @@ def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
 
 
 def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
-    """Of the first SURVEYED samples, the micro-batch with the most elements; where these are equal, with the longest
-    string or the highest number beside the tensors, which a model may take for lengths. None where all are alike.
-    Those with fewer samples than the first do not count.
+    """Of the first SURVEYED samples, the micro-batch with the most elements; None where all are alike. Those with fewer
+    samples than the first do not count.
     """
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:
@@ -73,7 +71,7 @@ def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
     samples, varies = first.samples, False
     for micro in micro_batches:
         if micro.samples == first.samples and _shape_of(micro.data) != _shape_of(first.data):
-            varies, chosen = True, max(chosen, micro, key=_extent)
+            varies, chosen = True, max(chosen, micro, key=lambda one: elements_in(one.data))
         samples += micro.samples
         if samples >= max(SURVEYED, 2 * first.samples):
             break
@@ -82,17 +80,10 @@ def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
 
 def _shape_of(batch: Any) -> Any:
     """What memory may depend on."""
-    tensors = [
+    return [
         (tuple(t.shape), t.dtype, *(part.untyped_storage().nbytes() for part in strided_parts(local(t))))
         for t in tensors_in(batch)
     ]
-    return tensors, sizes_in(batch)
-
-
-def _extent(micro: MicroBatch) -> tuple[Any, ...]:
-    """Larger for a micro-batch that presumably needs more."""
-    sizes = [size for size in sizes_in(micro.data) if isinstance(size, (int, float)) and size == size]
-    return elements_in(micro.data), max(sizes, default=0), sum(sizes)
 
 
 # --- batches without values
@@ -117,15 +108,3 @@ def without_values(
             return map_tensors(fake, batch)
 
         yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)
-
-
-def copied_ahead(micro_batches: Iterator[MicroBatch], held: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """The same ones; the next is copied to the device while one is in use, as on CUDA, and `held` there: after the last
-    one the next step's.
-    """
-    current = next(micro_batches, None)
-    while current is not None:
-        following = next(micro_batches, None)
-        held[:] = [following or current._replace(data=map_tensors(torch.empty_like, current.data))]
-        yield current
-        current = following

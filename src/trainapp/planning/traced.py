@@ -23,7 +23,7 @@ from trainapp.models.inspect import is_of_transformers, lazy_modules
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.batches import copied_ahead, longest, longest_in_training, planned_config, without_values
+from trainapp.planning.batches import longest, longest_in_training, planned_config, without_values
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     from trainapp.planning.absent_gpu import AbsentGpu
 
 UNTRAINED = 2  # samples of a micro-batch where no training is traced; most models can train on as few
-_VARIES = (
-    "the batches differ in shape, or in strings or numbers beside the tensors: the longest of the first ones counts, "
-    "and a longer one needs more"
-)
+_VARIES = "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with others it may need more"
 
 
@@ -132,11 +129,8 @@ def _on_fakes(
         stack.enter_context(document_borders(bool(components.spec.get("packed"))))
         engine.is_first = False  # what it looks at more closely in the first step are values
 
-        ahead: list[MicroBatch] = []
-
         def of_training(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            fakes = without_values(fetched, fake, longest_batch, recorder)
-            return fakes if gpu is None else copied_ahead(fakes, ahead)
+            return without_values(fetched, fake, longest_batch, recorder)
 
         def of_evaluation(name: str, fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             return without_values(fetched, fake, longest_evaluated.get(name))

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
 from trainapp.config import resume_rules
-from trainapp.config.schema import INFERENCE, Config, Loader
+from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.training.session import Session
@@ -82,7 +82,6 @@ def as_saved(config: Config, path: Path) -> Config:
 BUILT_FROM = (
     "model",
     "data",
-    "loader",
     "task",
     "task_arguments",
     "adapter",
@@ -91,6 +90,8 @@ BUILT_FROM = (
     "precision",
 )
 _MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
+# Settings below `data` that are not for the data set.
+_LOADING = {own.name for own in dataclasses.fields(Data)} - {own.name for own in dataclasses.fields(Target)}
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:
@@ -100,11 +101,11 @@ def _with_parts_of(config: Config, path: Path) -> Config:
     """
     saved = read_manifest(path)["config"]
     taken = {name: saved[name] for name in _missing(config) if name in saved}
-    for name, values in (("data", config.data.arguments), ("loader", dataclasses.asdict(config.loader))):
-        if name in taken:
-            own = taken[name]["arguments"] if name == "data" else taken[name]
-            for setting in _settings_of_data(config)[name]:
-                _change(own, values, setting.split("."))
+    if "data" in taken:
+        own, values = taken["data"], dataclasses.asdict(config.data)
+        for setting in _settings_of_data(config):
+            names = setting.split(".")
+            _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
     return saved_config(path, dataclasses.asdict(config) | taken)
 
 
@@ -127,24 +128,19 @@ def _missing(config: Config) -> list[str]:
     if config.chooses("experiment"):
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
-    chosen = {"data": is_other_data, "loader": is_other_data, "task_arguments": config.chooses("task")}
+    chosen = {"data": is_other_data, "task_arguments": config.chooses("task")}
     if config.mode in INFERENCE:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
             chosen["eval"] = True  # no other data is opened
-    elif is_other_data or _settings_of_data(config)["data"]:
+    elif is_other_data or any(setting.partition(".")[0] not in _LOADING for setting in _settings_of_data(config)):
         chosen["eval"] = True  # sets that go with the run's own data
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 
-def _settings_of_data(config: Config) -> dict[str, list[str]]:
-    """Settings below `data` that the command line names: arguments of the data set, and how it is loaded."""
-    named = [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
-    loading = {own.name for own in dataclasses.fields(Loader)}
-    own: dict[str, list[str]] = {"data": [], "loader": []}
-    for name in named:
-        own["loader" if name.partition(".")[0] in loading else "data"].append(name)
-    return own
+def _settings_of_data(config: Config) -> list[str]:
+    """Settings below `data` that the command line names."""
+    return [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
 
 
 def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:
@@ -217,7 +213,7 @@ def _follow_data(session: Session, path: Path) -> None:
         change = f"the training data has {batches.samples} samples, and had {state.data_samples} when {path} was saved"
     if change is None:
         return
-    if session.config.loader.on_change == "refuse":
+    if session.config.data.on_change == "refuse":
         raise UserError(
             f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or have another "
             "length; restore the data, or use data.on_change=next_epoch, or begin a new run (checkpointing.resume=none)"

@@ -76,7 +76,7 @@ def _settings_of(path: Path, user_packages: Sequence[str]) -> Config:
         "mode": "export",
         "user_packages": list(user_packages),
         "train": dataclasses.replace(config.train, **on_cpu),  # type: ignore[arg-type]
-        "loader": dataclasses.replace(config.loader, num_workers=0),
+        "data": dataclasses.replace(config.data, num_workers=0),
         # The weights come from the checkpoint; with adapters, it has those alone.
         "model": dataclasses.replace(config.model, init_from=None) if config.adapter.kind == "none" else config.model,
         # The others differ from fp32 in how they compute; this one in what the weights are.

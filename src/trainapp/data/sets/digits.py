@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainapp.data.counter_rng import uniform
+from trainapp.data.sampler import uniform
 from trainapp.data.sets.batched import BatchedDataset
 from trainapp.validation import Bool, NonNegativeInt
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainapp.data.counter_rng import uniform
+from trainapp.data.sampler import uniform
 from trainapp.data.sets.batched import BatchedDataset
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
