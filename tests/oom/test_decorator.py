@@ -90,52 +90,29 @@ def test_reduce_batch_size_fn(kind):
     assert reduce.calls == ([(100,), (90,), (70,)] if kind == "with_size" else [(), (), ()])
 
 
-def test_a_function_that_does_not_reduce_is_an_error():
-    with pytest.raises(ValueError, match="returned 128 after batch size 128"):
-        find_executable_batch_size(fits(20, []), reduce_batch_size_fn=lambda: 128)()
-
-
-def test_passing_the_batch_size_is_explained():
-    @find_executable_batch_size
-    def train(batch_size, model, optimizer):
-        return batch_size
-
-    with pytest.raises(TypeError, match="Batch size was passed into `train` as the first argument") as caught:
-        train(128, "model", "optimizer")
-    assert "`train(model='model', optimizer='optimizer')`" in str(caught.value)
-    with pytest.raises(TypeError, match="Batch size was passed into `train`"):
-        train(batch_size=64)
-
-
 def test_any_number_of_arguments_is_no_mistake():
-    # Accelerate counts *args as one parameter and refuses the second argument.
+    # Accelerate counts *args as one parameter and refuses the second argument. Too many are Python's own TypeError.
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size, *parts):
         return batch_size, parts
 
     assert train("a", "b", "c") == (4, ("a", "b", "c"))
+    with pytest.raises(TypeError, match="batch_size"):
+        train(batch_size=64)
 
 
-def test_zero_or_the_minimum_ends_it():
+def test_zero_ends_it():
     tried: list[int] = []
     with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero.*CUDA out of memory\. Tried"):
         find_executable_batch_size(fits(0, tried), starting_batch_size=10)()
     assert tried == [10, 5, 2, 1]
-    tried.clear()
-    with pytest.raises(RuntimeError, match="No executable batch size found, reached 12"):
-        find_executable_batch_size(fits(0, tried), starting_batch_size=100, minimum_batch_size=20)()
-    assert tried == [100, 50, 25]
-    for minimum in (200, 0):
-        with pytest.raises(ValueError, match=f"minimum_batch_size={minimum}: the minimum must be at least 1"):
-            find_executable_batch_size(fits(0, tried), starting_batch_size=100, minimum_batch_size=minimum)
 
 
 @pytest.mark.parametrize("start", [0, -4])
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_a_start_at_zero_is_an_error_of_the_call_as_it_is_accelerates(start, kind):
+def test_a_start_at_zero_is_an_error_of_the_call_as_it_is_accelerates(start):
     tried: list[int] = []
     train = find_executable_batch_size(starting_batch_size=start)(fits(8, tried))
-    with pytest.raises(kind, match=r"^No executable batch size found, reached zero\."):
+    with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\."):
         train()
     assert tried == []
 

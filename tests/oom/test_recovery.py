@@ -224,62 +224,6 @@ def test_an_error_of_the_users_passes(tmp_path):
         Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Mistake("forward", 2, 1))
 
 
-CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-ALLOCATOR = "CUDA out of memory. Tried to allocate 20.00 MiB."
-
-
-class WithCache(Injector):
-    """On a device whose allocator keeps `unused` bytes. With several phases, each error is in the next of them."""
-
-    def __init__(self, *phases: str, step: int = 2, error: Exception | None = None, unused: int = 2**30, **options):
-        super().__init__(phases[0], step, 0, **options)
-        self.phases, self.unused = phases, unused
-        self.error = error or RuntimeError(CUBLAS)
-
-    def attach(self, run):
-        super().attach(run)
-        run.memory.unused_cache = lambda: self.unused
-
-    def fail(self):
-        self.fired += 1
-        self.seen = 0
-        self.phase = self.phases[self.fired % len(self.phases)]
-        raise type(self.error)(*self.error.args)
-
-
-def sizes_of(folder, injector, **changes) -> list[tuple[int, int]]:
-    recorded = Recorded(tiny(folder, *cell("mlp", "fp32"), changes=changes), injector)
-    return [(f.old_size, f.new_size) for f in recorded.failures]
-
-
-@pytest.mark.slow
-def test_released_cache_may_be_enough(tmp_path):
-    """cuBLAS and cuDNN allocate outside the cache: the same size is retried, once per step and size."""
-    assert sizes_of(tmp_path, WithCache("forward", times=3)) == [(8, 8), (8, 4), (4, 4)]
-    assert sizes_of(tmp_path, WithCache("forward", times=1, unused=0)) == [(8, 4)]
-
-
-def test_the_allocator_has_released_its_cache_before_it_fails(tmp_path):
-    error = torch.OutOfMemoryError(ALLOCATOR)
-    assert sizes_of(tmp_path, WithCache("forward", error=error)) == [(8, 4)]
-    assert sizes_of(tmp_path, WithCache("forward", error=RuntimeError(ALLOCATOR))) == [(8, 4)]  # before torch 1.13
-
-
-@pytest.mark.slow
-def test_a_proven_size_is_retried_once(tmp_path):
-    """It has fitted before, so memory is fragmented: in step 4, after three clean ones."""
-    error = torch.OutOfMemoryError(ALLOCATOR)
-    assert sizes_of(tmp_path, WithCache("forward", step=4, error=error, times=2)) == [(8, 8), (8, 4)]
-    small = WithCache("forward", step=4, error=error, unused=19 * 2**20)  # less than it asks for
-    assert sizes_of(tmp_path, small) == [(8, 4)]
-
-
-@pytest.mark.slow
-def test_alternating_phases_are_not_retried_for_ever(tmp_path):
-    injector = WithCache("forward", "backward", above=1)
-    assert sizes_of(tmp_path, injector) == [(8, 8), (8, 4), (4, 4), (4, 2), (2, 2), (2, 1)]
-
-
 def test_recovery_runs_outside_except(tmp_path, monkeypatch):
     import sys
 

@@ -76,7 +76,6 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     if config.train.compile:
         _compile(config, model)
     strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
-    strategy.note_buffer = parts.memory.note_buffer
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:

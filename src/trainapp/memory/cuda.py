@@ -3,21 +3,18 @@
 import contextlib
 import gc
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.live_tensors import Category, Events, Kinds, Resident
-from trainapp.parallel.strategy import local
+from trainapp.memory.live_tensors import Resident
 from trainapp.torch_private import memory_snapshot, record_memory_history
 
 MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
-_BEFORE = -1_000_000_000  # the number, in `events`, of what was allocated before the record begins
 HEADROOM = 2**30  # bytes; CUDA's context, the libraries' handles and NCCL take theirs past torch's allocator
 
 
@@ -48,8 +45,6 @@ class CudaMemory(DeviceMemory):
         # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
-        self._resident: list[tuple[Category, int, int]] = []  # address, bytes
-        self._kind_at: dict[int, Category] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
         self._lapped = (0, 0)  # the highest peaks of the laps since the last window: allocated, reserved
 
@@ -82,13 +77,9 @@ class CudaMemory(DeviceMemory):
     def watch(self, resident: Resident) -> Iterator[None]:
         """Records the allocator's history, if it keeps one. The cap is enforced inside and outside the block."""
         if self.watching:
-            self._kind_at |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
             yield
             return
-        self.watching, self._kind_at, self._snapshot = True, {}, None
-        self._resident = [
-            (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
-        ]
+        self.watching, self._snapshot = True, None
         try:
             with self._recording(), self.module_path.watch():
                 yield
@@ -112,41 +103,6 @@ class CudaMemory(DeviceMemory):
         finally:
             record_memory_history(None)
 
-    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
-        """From the allocator's history of the last watched block that failed, or was recorded for a timeline.
-
-        Resident tensors come first, as one allocation per kind with a negative number. Where the record holds only the
-        last part of the block, what was allocated before it comes next, as one allocation of activations.
-        """
-        if self._snapshot is None:
-            return [], {}
-        kind_at = self._kind_at | {g.data_ptr(): Category.GRADIENTS for g in map(local, gradients)}
-        totals: dict[Category, int] = {}
-        for kind, _, size in self._resident:
-            totals[kind] = totals.get(kind, 0) + size
-        events = [(-1 - i, size) for i, size in enumerate(totals.values())]
-        kinds = {-1 - i: kind for i, kind in enumerate(totals)}
-        resident_at = {address: kind for kind, address, _ in self._resident}
-        number_at: dict[int, int] = {}
-        trace = self._snapshot["device_traces"][self.device.index or 0]
-        for number, entry in enumerate(trace):
-            address = entry.get("addr")  # the entry of a failed allocation has none
-            if entry["action"] == "alloc":
-                number_at[address] = number
-                kinds[number] = kind_at.get(address, Category.ACTIVATIONS)
-                events.append((number, entry["size"]))
-            elif entry["action"] == "free_completed":
-                freed = number_at.pop(address, None)
-                if freed is None:  # allocated before the block
-                    freed, kinds[number] = number, resident_at.get(address, Category.ACTIVATIONS)
-                events.append((freed, -entry["size"]))
-        if len(trace) >= MAX_HISTORY:
-            earlier = _allocated(self._snapshot, self.device.index or 0) - sum(size for _, size in events)
-            if earlier > 0:
-                events.insert(len(totals), (_BEFORE, earlier))
-                kinds[_BEFORE] = Category.ACTIVATIONS
-        return events, kinds
-
     def dump(self, path: Path) -> bool:
         """The allocator's snapshot of the last watched block, for the viewer at pytorch.org/memory_viz."""
         if self._snapshot is None:
@@ -157,9 +113,6 @@ class CudaMemory(DeviceMemory):
 
     def forget_record(self) -> None:
         self._snapshot = None  # which holds a Python stack for each of its entries
-
-    def unused_cache(self) -> int:
-        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)
@@ -184,14 +137,3 @@ class CudaMemory(DeviceMemory):
         self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _allocated(snapshot: dict[str, Any], device: int) -> int:
-    """Bytes in use on the device when the snapshot was taken, as they were requested."""
-    return sum(
-        block["requested_size"]
-        for segment in snapshot["segments"]
-        if segment["device"] == device
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    )

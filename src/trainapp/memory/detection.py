@@ -1,4 +1,4 @@
-"""Classifies errors: out of memory, on every backend, or a lost device."""
+"""Which errors mean out of memory, on every backend."""
 
 import contextlib
 import errno
@@ -56,20 +56,6 @@ _AMBIGUOUS = re.compile(
 _FULL = 256 * 2**20  # bytes free on the device; the libraries' handles and workspaces need about this much
 
 
-# After these every call to the device fails, and only another process can use it.
-_DEVICE_LOST = re.compile(
-    r"device-side assert triggered|an illegal memory access was encountered|an illegal instruction was encountered"
-    r"|unspecified launch failure|misaligned address|invalid program counter|hardware stack error"
-    r"|the launch timed out and was terminated|uncorrectable ECC error|GPU is lost|fallen off the bus"
-    r"|Invalid access of peer GPU memory|operation not supported on global/shared address space"
-    r"|(?:CUDA|HIP)(?: driver)? error: unknown error"
-    r"|!handles_\.at\(i\) INTERNAL ASSERT FAILED"  # of expandable segments, after what `broken_part` describes
-    r"|CUDA_ERROR_(?:LAUNCH_FAILED|ILLEGAL_ADDRESS|ASSERT|ECC_UNCORRECTABLE|LAUNCH_TIMEOUT)"
-    r"|hipError(?:LaunchFailure|IllegalAddress|Assert)|HSA_STATUS_ERROR_EXCEPTION|UR_RESULT_ERROR_DEVICE_LOST",
-    re.IGNORECASE,
-)
-
-
 # Out-of-memory errors after which part of this process fails for good.
 _BREAKING = {
     # The driver refuses to map memory that the allocator has already noted as mapped, so that later maps fail on an
@@ -101,11 +87,6 @@ def broken_part(error: BaseException) -> str | None:
     """What an out-of-memory error has broken until this process ends; None where the process can recover."""
     texts = [own_text(e) for e in causes(error) if isinstance(e, RuntimeError)]
     return next((part for part, wording in _BREAKING.items() if any(map(wording.search, texts))), None)
-
-
-def is_device_lost(error: BaseException) -> bool:
-    """Whether `error` left the device's context unusable: only a new process can continue."""
-    return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(own_text(e)) for e in causes(error))
 
 
 def requested_bytes(message: str) -> int | None:

@@ -123,14 +123,13 @@ class DeviceMemory:
         return None
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
-        """Allocations and frees of the last watched block, and the categories of their storages, for `timeline`."""
+        """Allocations and frees of the last watched block, and the categories of their storages, for `timeline`. Empty
+        where the allocator has a record of its own, see `dump`.
+        """
         return [], {}
 
     def note_step(self) -> None:
         """Note that the last watched block was a whole step of training."""
-
-    def note_buffer(self, buffer: Tensor) -> None:
-        """Note a tensor that the present watched block has allocated as a buffer for communication."""
 
     def dump(self, path: Path) -> bool:
         """Write the allocator's own record of the last watched block. False where there is none."""
@@ -149,10 +148,6 @@ class DeviceMemory:
         """How many allocations have failed in this process, whether or not something caught the error. 0 where the
         allocator does not count them. Waits for no kernel.
         """
-        return 0
-
-    def unused_cache(self) -> int:
-        """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""
         return 0
 
     def window(self) -> dict[str, float]:
@@ -234,10 +229,6 @@ class CpuMemory(DeviceMemory):
 
     def note_step(self) -> None:
         self._step_peak = self.counter.peak
-
-    def note_buffer(self, buffer: Tensor) -> None:
-        if self.watching:
-            self.counter.label(Category.COMMUNICATION_BUFFERS, buffer)
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""

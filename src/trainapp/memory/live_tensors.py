@@ -41,7 +41,7 @@ class Category(str, Enum):
     WEIGHT_AVERAGE = "weight_average"
     BATCH = "batch"
     GRADIENTS = "gradients"
-    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views; FSDP's messages
+    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views
     KEPT = "kept"  # what lives on from earlier steps and is none of these: a memory bank in a list, a teacher
     ACTIVATIONS = "activations"  # whatever is not one of the others
     # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's

@@ -1,6 +1,6 @@
 """Out-of-memory errors: what counts as one, and how to recover. These names are for users' code."""
 
-from trainapp.memory.detection import is_device_lost, is_out_of_memory
+from trainapp.memory.detection import is_out_of_memory
 from trainapp.oom.decorator import NoExecutableBatchSize, find_executable_batch_size
 
-__all__ = ["NoExecutableBatchSize", "find_executable_batch_size", "is_device_lost", "is_out_of_memory"]
+__all__ = ["NoExecutableBatchSize", "find_executable_batch_size", "is_out_of_memory"]

@@ -15,9 +15,9 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.memory.cuda import refused_allocations
-from trainapp.memory.detection import is_device_lost, is_out_of_memory, out_of_memory_in
+from trainapp.memory.detection import is_out_of_memory, out_of_memory_in
 from trainapp.memory.timeline import Picture
-from trainapp.oom.report import OomReport, as_markdown, final_message, one_line, write
+from trainapp.oom.report import OomReport, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
@@ -26,18 +26,6 @@ from trainapp.training.transaction import rollback
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
-
-
-def stop_if_device_lost(session: Session, error: Exception) -> None:
-    """Raises TrainingStopped, from `error`, where it means that this process has lost its device.
-
-    With several ranks the launcher restarts all of them.
-    """
-    if session.ranks.world == 1 and is_device_lost(error):
-        raise TrainingStopped(
-            f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
-            f"it; continue from the last checkpoint with\n  {session.config.command}"
-        ) from error
 
 
 def wait_for_device(session: Session) -> None:
@@ -50,7 +38,6 @@ def wait_for_device(session: Session) -> None:
     try:
         session.memory.synchronize()
     except Exception as error:
-        stop_if_device_lost(session, error)
         if not is_out_of_memory(error):
             raise
         log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
@@ -94,13 +81,12 @@ def roll_back(session: Session, failure: OomReport) -> None:
 def change_size(session: Session, failure: OomReport) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
-    Retries the same size where giving back the allocator's cache may be enough, and for work that has no size, once per
-    step and size; otherwise follows the search.
+    Work that has no size is retried as it is, once per step.
     """
     sizes = _sizes_of(session, failure)
     failure.old_size = failure.new_size = sizes.size_at_work
-    if _retries_same_size(session, failure, sizes):
-        failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
+    if _retries_as_it_is(session, failure):
+        failure.action = f"retrying with micro-batch {failure.old_size}, after freeing what is no longer used"
         return
     changed = None
     if failure.phase.depends_on_size:
@@ -116,26 +102,16 @@ def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
     return session.sizes.evaluation if failure.evaluating else session.sizes.train
 
 
-def _retries_same_size(session: Session, failure: OomReport, sizes: MicroBatchSizes) -> bool:
-    """Whether the same size is tried again, once per step and size, on all ranks. Collective.
-
-    The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So giving
-    it back helps only a size that has fitted before, in fragmented memory, or a library that allocates for itself.
+def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
+    """Whether no rank was at work that a smaller size would help, for the first time in this step. Collective: ranks
+    may be in different phases.
     """
-    has_size = failure.phase.depends_on_size
-    has_cache = failure.unused_cache > (failure.requested or 0)
-    cache_helps = has_cache and (not failure.by_allocator or sizes.is_validated(sizes.current_bucket or 0))
-    may_fit = not has_size or failure.by_peer or cache_helps
-    may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
-    # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
-    attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
-    ranks = SingleRank() if failure.alone else session.ranks
-    if not ranks.all_reduce_min(
-        int(may_fit and attempt not in session.attempt.retried)
-    ):  # they may be in different phases
-        return False
-    session.attempt.retried = {tried for tried in session.attempt.retried if tried[0] == failure.step} | {attempt}
-    return True
+    attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
+    has_no_size = failure.by_peer or not failure.phase.depends_on_size
+    retries = ranks.all_reduce_min(int(has_no_size and attempt.retried != failure.step)) == 1
+    if retries:
+        attempt.retried = failure.step
+    return retries
 
 
 def report(session: Session, failure: OomReport) -> None:
@@ -155,7 +131,7 @@ def _write_report(session: Session, failure: OomReport) -> None:
     try:
         path = write(failure, folder, session.sizes.oom_restarts, session.ranks.world)
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
-        session.tracker.oom_report(as_markdown(failure), failure.step)
+        session.tracker.oom_report(one_line(failure), failure.step)
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))

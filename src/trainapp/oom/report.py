@@ -44,8 +44,6 @@ class OomReport:
     new_size: int = 0
     action: str = ""
     seconds_lost: float = 0.0
-    unused_cache: int = 0
-    by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
     alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
@@ -94,8 +92,6 @@ def describe(session: Session, error: BaseException) -> OomReport:
         limit=memory.enforced,
         by_category=_by_category(session, used, events, kinds),
         trace=traceback.format_exc(),
-        unused_cache=memory.unused_cache(),
-        by_allocator=isinstance(error, torch.OutOfMemoryError) or requested_bytes(str(error)) is not None,
         rank=session.ranks.rank,
         alone=session.ranks.world == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
@@ -161,7 +157,7 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def one_line(report: OomReport) -> str:
-    """For the terminal."""
+    """For the terminal and the trackers."""
     where = f"{report.phase}{f' ({report.module})' if report.module else ''}"
     where += f" of update {report.update}" if report.update else ""
     if report.swallowed:
@@ -173,38 +169,17 @@ def one_line(report: OomReport) -> str:
     )
 
 
-def as_markdown(report: OomReport) -> str:
-    """The whole report."""
-    rows = {
-        "phase": report.phase,
-        "module": report.module or "not inside a module",
-        "rank": report.rank,
-        "requested": bytes_text(report.requested) if report.requested else "unknown",
-        "used": bytes_text(report.used),
-        "limit": bytes_text(report.limit),
-        **{kind.label: bytes_text(size) for kind, size in _by_size(report)},
-        "micro-batch": f"{report.old_size} -> {report.new_size}",
-        "time lost": f"{report.seconds_lost:.3f} s",
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        f"# Out of memory at step {report.step}\n\n{one_line(report)}.\n\n| what | value |\n|---|---|\n{table}\n\n"
-        f"```\n{report.trace.rstrip()}\n```\n"
-    )
-
-
 def _by_size(report: OomReport) -> list[tuple[Category, int]]:
     return sorted(((Category(kind), size) for kind, size in report.by_category.items()), key=lambda item: -item[1])
 
 
 def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
-    """Write `folder/NNN_step_S.md` and `.json`, with the rank if there are several. Returns the Markdown file."""
+    """Write `folder/NNN_step_S.json`, with the rank if there are several. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = f"_rank_{report.rank}" if world > 1 else ""
-    path = folder / f"{number:03d}_step_{report.step}{rank}.md"
-    path.write_text(as_markdown(report))
+    path = folder / f"{number:03d}_step_{report.step}{rank}.json"
     facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}
-    path.with_suffix(".json").write_text(strict_json(facts, indent=1) + "\n")
+    path.write_text(strict_json(facts | {"trace": report.trace.splitlines()}, indent=1) + "\n")
     return path
 
 

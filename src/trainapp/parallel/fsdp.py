@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state in shards over the ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,7 @@ class FSDP(SingleDevice):
         self._sharded = [self._root, *sharded]
         replicas = meshes["replicate"].get_group() if settings.replicas > 1 else None
         self._groups = (self._shard_group, replicas)
-        _gate_collectives(task_module, ranks, lambda buffer: self.note_buffer(buffer), replicas)
+        _gate_collectives(task_module, ranks, replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
@@ -170,13 +170,10 @@ def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map(lambda t: t.float() if torch.is_tensor(t) and t.is_floating_point() else t, output)
 
 
-def _gate_collectives(
-    root: nn.Module, ranks: Ranks, note: Callable[[torch.Tensor], None], replicas: dist.ProcessGroup | None
-) -> None:
+def _gate_collectives(root: nn.Module, ranks: Ranks, replicas: dist.ProcessGroup | None) -> None:
     """Vote before every gather and reduction, and sum gradients instead of averaging them.
 
-    note: called with each buffer for them. replicas: the ranks that hold the same shard, where there is more than one
-    copy of the model.
+    replicas: the ranks that hold the same shard, where there is more than one copy of the model.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -190,23 +187,16 @@ def _gate_collectives(
         if isinstance(module, FSDPModule):  # these methods are not recursive
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(_gated(all_gather, ranks, note))
-            module.set_custom_reduce_scatter(_gated(reduce_scatter, ranks, note))
+            module.set_custom_all_gather(_gated(all_gather, ranks))
+            module.set_custom_reduce_scatter(_gated(reduce_scatter, ranks))
             if replicas is not None:
                 module.set_all_reduce_hook(sum_over_replicas)
 
 
-def _gated(kind: type, ranks: Ranks, note: Callable[[torch.Tensor], None]) -> Any:
-    """One of FSDP2's collectives with a vote before it. `allocate` runs before that, so that a buffer that does not fit
-    is covered too.
-    """
+def _gated(kind: type, ranks: Ranks) -> Any:
+    """One of FSDP2's collectives with a vote before it, which covers its buffer, too: that is allocated earlier."""
 
     class Gated(kind):  # type: ignore[misc]
-        def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            buffer: torch.Tensor = super().allocate(*args, **kwargs)
-            note(buffer)
-            return buffer
-
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with ranks.collective():
                 return super().__call__(*args, **kwargs)

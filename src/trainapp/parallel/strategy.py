@@ -28,7 +28,6 @@ class SingleDevice:
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
         # Called with the buffers that exist only during an exchange.
-        self.note_buffer: Callable[[torch.Tensor], None] = lambda buffer: None
 
     @property
     def recovers_in_place(self) -> bool:

@@ -154,7 +154,6 @@ def attempt(session: Session) -> OomReport | None:
     try:
         work(session)
     except Exception as error:
-        recovery.stop_if_device_lost(session, error)
         may_retry = session.config.oom.enabled and session.attempt.phase is not Phase.SAVE
         if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
             raise

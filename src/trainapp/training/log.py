@@ -30,13 +30,17 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
 
 
 def draw_timeline(session: Session) -> None:
-    """Queue a plot of this step's memory, by kind."""
+    """Queue a plot of this step's memory, by kind; on CUDA, write the allocator's snapshot instead."""
     session.attempt.phase = Phase.LOG
     step, started = session.state.progress.step, time.monotonic()
     events, kinds = session.memory.events(session.engine.gradients())
+    path = session.tracker.run_dir / "memory_timeline.png"
+    try:
+        session.memory.dump(path.with_suffix(".snapshot.pickle"))
+    except OSError as error:  # the run matters more than its record
+        session.tracker.unwritable(path.parent, error)
     session.memory.forget_record()
     if events:
-        path = session.tracker.run_dir / "memory_timeline.png"
         title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
         session.tracker.picture("memory_timeline", Picture(events, kinds, session.memory.budget, title, path), step)
     session.memory.keep_events = False

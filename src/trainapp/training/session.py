@@ -154,7 +154,7 @@ class Attempt:
 
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
-    retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
+    retried: int = -1  # the last step that was retried at the same size
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
     micro_batches: int = 0  # begun in it
