@@ -97,8 +97,8 @@ def pair(name: str, part: int) -> dict[str, Any]:
 
 
 def run(*overrides: str) -> tuple[Any, float, float]:
-    """The result of a run, its seconds, and those of its failed attempts. Pictures of errors are left out: a process
-    draws them in the background.
+    """The result of a run, its seconds, and those of its failed attempts. Pictures of errors are left out: each takes
+    half a second when the run ends.
     """
     from trainapp.config import compose
     from trainapp.run import runner

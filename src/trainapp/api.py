@@ -226,7 +226,7 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
 def _logged(run_dir: Path) -> Iterator[None]:
     """The run's log in its directory, and on the terminal unless the program has handlers of its own."""
     logger = logging.getLogger("trainapp")
-    file = terminal.LogFile(run_dir / "trainapp.log")
+    file = logging.FileHandler(run_dir / "trainapp.log")
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file, *([] if logger.hasHandlers() else [terminal.Handler(sys.stderr)])]
     level = logger.level

@@ -72,6 +72,15 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that has one per line; without those that an error or a kill has left half written."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [facts for facts in found if isinstance(facts, dict)]
+
+
 def strict_json(value: Any, **options: Any) -> str:
     """`json.dumps`, with null for each number that is not finite.
 

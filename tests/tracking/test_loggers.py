@@ -9,9 +9,6 @@ import pytest
 import runs
 from helpers import evaluations, metrics, scalars
 
-from trainapp.tracking.loggers import Csv
-from trainapp.tracking.tracker import Tracker
-
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
 
 
@@ -26,7 +23,13 @@ def nothing_seen():
 
 
 def test_csv_beside_tensorboard(tmp_path):
-    runs.run(tmp_path, *MLP, "tracker=[tensorboard,csv]")
+    """Of a resumed run each step once, in the columns of all its parts."""
+    chosen = (*MLP, "tracker=[tensorboard,csv]")
+    runs.run_until(tmp_path, 2, *chosen)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n{"st')  # a step after the checkpoint, and a killed process's half line
+    runs.run(tmp_path, *chosen, "train.peak_flops=1e9")
+    assert "mfu" in metrics(tmp_path)[-1]
     lines, table = metrics(tmp_path), rows(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in table] == [1, 2, 3, 4]
     assert [float(row["loss"]) for row in table] == [line["loss"] for line in lines]
@@ -34,26 +37,6 @@ def test_csv_beside_tensorboard(tmp_path):
         line["accuracy"] for line in evaluations(tmp_path)
     ]
     assert set(scalars(tmp_path)["train/loss"]) == {1, 2, 3, 4}
-
-
-def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
-    chosen = (*MLP, "tracker=csv")
-    runs.run_until(tmp_path, 2, *chosen)
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("3,1.0\n1")  # a step after the checkpoint, and of step 12 a killed process's half row
-    runs.run(tmp_path, *chosen)
-    assert [row["step"] for row in rows(tmp_path / "metrics.csv")] == ["1", "2", "3", "4"]
-    assert all(float(row["loss"]) > 0 for row in rows(tmp_path / "metrics.csv"))
-
-
-def test_csv_gains_a_column(tmp_path):
-    tracker = Tracker(tmp_path, 0, None, {}, loggers={"csv": Csv()})
-    tracker.scalars({"a": 1.0}, 1)
-    tracker.scalars({"a": 2.0, "b": 3.0}, 2)
-    tracker.scalars({"a": 4.0}, 3)
-    tracker.close()
-    found = [(row["step"], row["a"], row["b"]) for row in rows(tmp_path / "callbacks.csv")]
-    assert found == [("1", "1.0", ""), ("2", "2.0", "3.0"), ("3", "4.0", "")]
 
 
 @pytest.mark.parametrize(("method", "calls"), [("start", 0), ("scalars", 2), ("close", 0)])

@@ -166,7 +166,7 @@ def _log_to(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ next to it."""
     path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [terminal.LogFile(path)]
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
     handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     if rank == 0:
         handlers.append(terminal.Handler(sys.stderr))

@@ -18,7 +18,7 @@ from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
-from trainapp.memory.timeline import Drawing, Picture
+from trainapp.memory.timeline import Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.batches import planned_config
 from trainapp.planning.measured import Measured
@@ -253,7 +253,7 @@ def answer(config: Config, only: Collection[str], picture: Path | None, method: 
         return {FAILED: f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")}
     if picture is not None and found.events:
         title = f"planned memory, micro-batch {facts['micro_size']}: {found.phase.replace('_', ' ')} binds"
-        Drawing([Picture(found.events, found.numbered, facts["limit_bytes"], title, picture)]).wait()
+        draw(Picture(found.events, found.numbered, facts["limit_bytes"], title, picture))
     return facts
 
 

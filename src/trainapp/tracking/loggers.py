@@ -9,8 +9,6 @@ import json
 import logging
 import math
 import os
-import socket
-import struct
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainapp.files import atomic_write
+import numpy as np
+
+from trainapp.files import atomic_write, json_lines
 from trainapp.validation import Str
 
 log = logging.getLogger(__name__)
-CSV_NAMES = {"train": "metrics", "eval": "evaluations"}  # other groups: as they are called
 LONGEST = 500  # characters of a parameter of MLflow; older servers take no more
 MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one request to MLflow
 
@@ -91,108 +90,52 @@ def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 class TensorBoard(Logger):
-    """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows.
-
-    Each call is one record, handed to the system at once. torch's SummaryWriter queues ten of them for a thread that an
-    error ends, and then raises in whatever comes next.
-    """
+    """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows."""
 
     def start(self, start: Start) -> None:
         """Steps that come again replace what was recorded of them. Raises OSError."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # late: importing TensorBoard takes 0.15 s
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import SummaryWriter  # late: importing TensorBoard takes 0.15 s
 
-        folder = start.run_dir / "tensorboard"
-        folder.mkdir(exist_ok=True)
-        # TensorBoard reads files with this beginning, in the order of their names.
-        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter((folder / name).open("xb"))
-        self._write(file_version="brain.Event:2")
-        if start.continues:
-            self._write(step=start.step + 1, session_log=SessionLog(status=SessionLog.START))
+        purged = start.step + 1 if start.continues else None
+        self._writer: Any = SummaryWriter(start.run_dir / "tensorboard", purge_step=purged)
         indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
         self.text("config", indented, start.step)  # Markdown shows indented text verbatim
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        tags = tagged(group, values)
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()])
-        self._write(step=step, summary=summary)
+        for tag, value in tagged(group, values).items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
 
     def text(self, tag: str, text: str, step: int) -> None:
-        from torch.utils.tensorboard.summary import text as summary_of
-
-        self._write(step=step, summary=summary_of(tag, text))
+        self._writer.add_text(tag, text, step)
+        self._writer.flush()
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from PIL import Image
 
-        png = path.read_bytes()
-        width, height = struct.unpack(">II", png[16:24])  # from the PNG header
-        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+        self._writer.add_image(tag, np.asarray(Image.open(path)), step, dataformats="HWC")
 
     def close(self) -> None:
-        self._records.close()
-
-    def _write(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
+        self._writer.close()
 
 
 class Csv(Logger):
-    """`tracker=csv`: metrics.csv and evaluations.csv, for spreadsheets and pandas.
-
-    A table per group, one row per call. A number that appears later adds a column.
+    """`tracker=csv`: metrics.csv and evaluations.csv, the tables of metrics.jsonl and evaluations.jsonl, written when
+    the run ends.
     """
 
     def start(self, start: Start) -> None:
-        self._start = start
-        self._columns: dict[Path, list[str]] = {}
-        for name in CSV_NAMES.values():
-            self._open(start.run_dir / f"{name}.csv")
+        self._run_dir = start.run_dir
 
-    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """The row is handed to the system when this returns. Raises OSError."""
-        path = self._start.run_dir / f"{CSV_NAMES.get(group, group)}.csv"
-        if path not in self._columns:
-            self._open(path)
-        row, columns = {"step": step, **values}, self._columns[path]
-        new = [name for name in row if name not in columns]
-        if new:
-            rows = _read_table(path)
-            self._columns[path] = columns = columns + new
-            _write_table(path, columns, [*rows, row])
-            return
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
-
-    def _open(self, path: Path) -> None:
-        """Of an earlier part of the run, keep the rows up to the step at which it resumes."""
-        rows = _read_table(path)
-        self._columns[path] = list(rows[0]) if rows else []
-        last = self._start.step if self._start.continues else math.inf
-        kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) <= last]
-        if len(kept) < len(rows) or (path.exists() and not path.read_bytes().endswith(b"\n")):
-            _write_table(path, self._columns[path], kept)
-
-
-def _read_table(path: Path) -> list[dict[str, str]]:
-    """Without the half row that a killed run may have left."""
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")
-    return list(csv.DictReader(whole.splitlines(), restval=""))
-
-
-def _write_table(path: Path, columns: list[str], rows: list[Any]) -> None:
-    with atomic_write(path) as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    def close(self) -> None:
+        for name in ("metrics", "evaluations"):
+            rows = json_lines(self._run_dir / f"{name}.jsonl")
+            columns = dict.fromkeys(column for row in rows for column in row)
+            if rows:
+                with atomic_write(self._run_dir / f"{name}.csv") as file:
+                    writer = csv.DictWriter(file, columns, lineterminator="\n")
+                    writer.writeheader()
+                    writer.writerows(rows)
 
 
 def remembered(run_dir: Path, name: str) -> dict[str, Any]:

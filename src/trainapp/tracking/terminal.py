@@ -19,23 +19,6 @@ class Handler(logging.StreamHandler):
             self.handleError(record)
 
 
-class LogFile(logging.FileHandler):
-    """A log file. If it cannot be written, such as when the disk is full, it says so once: logging would print a
-    traceback for each record.
-    """
-
-    _has_complained = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
-        """Called inside `except`."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._has_complained:
-            self._has_complained = True
-            print(f"{self.baseFilename} cannot be written ({error}); the log continues here alone", file=sys.stderr)
-
-
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 

@@ -3,17 +3,15 @@ terminal. A full disk costs lines of the record, not the run.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainapp.files import atomic_write, strict_json
-from trainapp.memory.timeline import Drawing, Picture
+from trainapp.files import atomic_write, json_lines, strict_json
+from trainapp.memory.timeline import Picture, draw
 from trainapp.tracking.loggers import Guarded, Logger, Start
 from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
@@ -23,36 +21,6 @@ EVALUATIONS = "evaluations.jsonl"
 RESULT = "result.json"
 MOST_SHOWN = 12  # numbers of an evaluation on the terminal; a metric may have one for each of 100 classes
 log = logging.getLogger(__name__)
-
-
-class Unwritable:
-    """Warns once per file that it cannot be written."""
-
-    def __init__(self) -> None:
-        self._about: set[Path] = set()
-
-    def __call__(self, path: Path, error: Exception) -> None:
-        """path: the file, or the folder of several that are alike."""
-        if path not in self._about:
-            self._about.add(path)
-            log.warning("%s cannot be written (%s); the run continues without what belongs there", path, error)
-
-
-def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append a line of JSON, whole or not at all: what is written after an error does not join half a line.
-
-    Raises OSError.
-    """
-    line = (strict_json(facts) + "\n").encode()
-    with path.open("ab", buffering=0) as file:
-        end = os.fstat(file.fileno()).st_size
-        try:
-            if file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            with contextlib.suppress(OSError):  # a device has no end to cut
-                file.truncate(end)
-            raise
 
 
 class Tracker:
@@ -72,26 +40,22 @@ class Tracker:
         loggers: Mapping[str, Any] | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.unwritable = run_dir, Unwritable()
+        self.run_dir, self.progress = run_dir, Progress(total, step)
+        self._warned: set[str] = set()
+        self._pictures: list[tuple[str, int, Picture]] = []
+        self.loggers: Mapping[str, Logger] = loggers or {}
+        self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
+        self._tell("start", Start(run_dir, step, config, continues))
         for name in (METRICS, EVALUATIONS) if continues else ():
             try:
                 _forget_after(run_dir / name, step)
             except OSError as error:
                 self.unwritable(run_dir / name, error)
-        self.loggers: Mapping[str, Logger] = loggers or {}
-        self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
-        self._tell("start", Start(run_dir, step, config, continues))
-        self._warned: set[str] = set()
-        self._pictures: list[tuple[str, int, Picture]] = []
-        self._drawing: Drawing | None = None  # of the first `_drawn` pictures
-        self._drawn = 0
-        self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """One log step: every scalar to the loggers and the file, the main ones to the terminal."""
         self._record(METRICS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
-        self._draw()
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
             shown[metric] = f"{scalars[metric]:.3f}"
@@ -111,7 +75,8 @@ class Tracker:
     def _record(self, name: str, facts: Mapping[str, Any]) -> None:
         """Each line is tried, also after an error: there may be room again."""
         try:
-            append_line(self.run_dir / name, facts)
+            with (self.run_dir / name).open("a") as file:
+                file.write(strict_json(facts) + "\n")
         except OSError as error:
             self.unwritable(self.run_dir / name, error)
 
@@ -144,35 +109,27 @@ class Tracker:
             log.warning("%s", text)
             self.text("notes", text, self.progress.step)
 
+    def unwritable(self, path: Path, error: Exception) -> None:
+        """Warn once that a file, or a folder of several that are alike, cannot be written."""
+        self.warn_once(f"{path} cannot be written ({error}); the run continues without what belongs there", str(path))
+
     def oom_report(self, text: str, step: int) -> None:
         """The report of an out-of-memory error, flushed at once."""
         self.text("out_of_memory", text, step)
         self._tell("flush")
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """Queue a picture: drawn in the background after the next log step, together with all others queued."""
+        """Queue a picture: drawn when the run closes."""
         self._pictures.append((tag, step, picture))
 
-    def _draw(self) -> None:
-        """Pass finished pictures to the loggers and start drawing queued ones."""
-        if self._drawing is not None and self._drawing.ended:
-            for tag, step, picture in self._pictures[: self._drawn]:
-                self.image(tag, picture.path, step)
-            self._pictures, self._drawing = self._pictures[self._drawn :], None
-        if self._pictures and self._drawing is None:
-            try:
-                self._drawing = Drawing([picture for _, _, picture in self._pictures])
-                self._drawn = len(self._pictures)
-            except OSError as error:  # the run matters more than its record
-                self.unwritable(self._pictures[0][2].path, error)
-                self._pictures.clear()
-
     def close(self) -> None:
-        """Flush everything to disk."""
-        while self._pictures:
-            if self._drawing is not None:
-                self._drawing.wait()
-            self._draw()
+        """Draw the pictures, and flush everything to disk."""
+        for tag, step, picture in self._pictures:
+            try:
+                draw(picture)
+            except (OSError, MemoryError) as error:  # the run matters more than its record
+                self.unwritable(picture.path, error)
+            self.image(tag, picture.path, step)
         self.progress.close()
         self._tell("close")
 
@@ -181,7 +138,7 @@ class SilentTracker:
     """For ranks other than 0: writes nothing but pictures, which go next to the reports of errors."""
 
     def __init__(self, run_dir: Path, loggers: Mapping[str, Logger] | None = None):
-        self.run_dir, self.loggers, self.unwritable = run_dir, loggers or {}, Unwritable()
+        self.run_dir, self.loggers = run_dir, loggers or {}
         self.progress = Progress(None, 0, is_silent=True)
         self._pictures: list[Picture] = []
 
@@ -191,27 +148,18 @@ class SilentTracker:
 
     def close(self) -> None:
         """Draw the pictures."""
-        with contextlib.suppress(OSError):
-            if self._pictures:
-                Drawing(self._pictures).wait()
+        with contextlib.suppress(OSError, MemoryError):
+            for picture in self._pictures:
+                draw(picture)
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = scalars = text = image = note = warn_once = oom_report = _nothing
+    log = evaluated = scalars = text = image = note = warn_once = unwritable = oom_report = _nothing
 
 
 def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be repeated: those after the checkpoint. Of a new run, an empty file."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
     with atomic_write(path) as file:
-        file.writelines(kept)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for a half-written line or one that is not JSON."""
-    try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        file.writelines(json.dumps(facts) + "\n" for facts in kept)
