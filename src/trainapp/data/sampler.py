@@ -142,12 +142,12 @@ class Permutation:
         """The samples at the positions [start, end) of an epoch."""
         indices: list[int] = []
         for first in range(start - start % BLOCK, end, BLOCK):
-            indices += self._block(epoch, first)[max(0, start - first) : end - first].tolist()
+            indices += self._block(epoch, first)[max(0, start - first) : end - first]
         return indices
 
-    def _computed(self, epoch: int, first: int) -> np.ndarray:
+    def _computed(self, epoch: int, first: int) -> list[int]:
         positions = np.arange(first, min(first + BLOCK, self.samples))
-        return permuted(self.seed, epoch, positions, self.samples)
+        return permuted(self.seed, epoch, positions, self.samples).tolist()
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:

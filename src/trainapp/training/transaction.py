@@ -127,13 +127,11 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     sizes.current_bucket = micro.bucket
     is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
     watching = watched(session, sizes, session.ranks, micro.data, None if is_first else micro.samples)
-    with session.strategy.micro_batch(micro.last), watching:
-        if step.is_logged and micro.real:
-            # The samples that were seen since this update was last made.
-            with session.meter.counting_flops(step.update.name, micro.samples * step.update.every):
-                yield
-        else:
-            yield
+    flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if step.is_logged and micro.real:  # of the samples that were seen since this update was last made
+        flops = session.meter.counting_flops(step.update.name, micro.samples * step.update.every)
+    with session.strategy.micro_batch(micro.last), watching, flops:
+        yield
     if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
         attempt.phase = Phase.DATA
 
