@@ -15,7 +15,7 @@ from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
 from trainapp.errors import UserError
-from trainapp.hooks.callbacks import labels_of
+from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.models.adapters import base_of
@@ -43,8 +43,7 @@ def build(
     memory: the previous session's in the same process, with its limit and counters; None builds a new one.
     resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
     """
-    parts = load_parts(config, ranks, memory=memory)
-    parts.resumes = resumes
+    parts = load_parts(config, ranks, memory=memory, resumes=resumes)
     try:
         session = session_of(config, parts, stop, ranks)
     except BaseException:
@@ -72,7 +71,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
     engine.nonfinite.last_checkpoint = checkpointer.newest_name
-    whole = losses.needs_whole_batch(components.task)
+    whole, metrics = losses.needs_whole_batch(components.task), hooks.metrics_of(config, components.hooks, engine)
     session = Session(
         config=config,
         engine=engine,
@@ -82,16 +81,26 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         limits=Limits.of(config, batches, state.progress),
         sizes=initial_sizes(config, ranks.world, config.batch.global_size, eval_samples(eval_sets), whole=whole),
         memory=memory,
-        meter=Meter(state, memory, engine.strategy.communication_buffers),
+        meter=Meter(
+            state,
+            memory,
+            engine.strategy.communication_buffers,
+            metrics.tensors,
+            # of the last update, whose count is that of a finished step
+            losses.counts_tokens([engine.evaluated_task, *engine.tasks.values()][-1]),
+            hooks.utilisation_of(config, engine),
+        ),
         tracker=SilentTracker(Path(config.run_dir), components.hooks.loggers),
         checkpointer=checkpointer,
         stop=stop,
         objective=Objective.of(config, components.train_data, sets),
+        metrics=metrics,
+        callbacks=Callbacks(callbacks),
     )
     if config.train.check_exactness:
         session.attempt.rehearsals = exactness.STEPS * len(state.updates)
     session.schedule_rates()
-    return hooks.attached(session, components.hooks, callbacks)
+    return session
 
 
 def _begin_at_weights(config: Config, state: TrainState) -> None:

@@ -11,13 +11,14 @@ from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.hooks.callbacks import Callbacks, EarlyStopping
+from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import EVERY, StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.tracking.meter import Utilisation, peak_of
+from trainapp.training.engine import Engine
 from trainapp.training.evaluate import no_such_metric
 from trainapp.training.session import Objective, Phase, Session
 
@@ -89,44 +90,31 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
     return {**chosen_by_name, EARLY_STOPPING: early}
 
 
-def attached(session: Session, hooks: Hooks, callbacks: Mapping[str, Any]) -> Session:
-    """The run, with what is called in it. callbacks: see `callbacks_of`. Raises UserError for parts that do not fit."""
-    session.metrics = _metrics_of(session, hooks)
-    session.engine.stateful_metrics = session.metrics.names
-    session.callbacks = Callbacks(callbacks)
-    session.meter.utilisation = _utilisation_of(session)
-    last = [session.task, *session.engine.tasks.values()][-1]  # the update whose count is that of a finished step
-    session.meter.counts_tokens = losses.counts_tokens(last)
-    session.meter.hook_tensors = session.metrics.tensors
-    return session
-
-
-def _metrics_of(session: Session, hooks: Hooks) -> StatefulMetrics:
-    """On the device, where their states count as memory."""
-    metrics = StatefulMetrics(hooks.metrics, hooks.metrics)
-    loss_chunk = session.config.memory.loss_chunk
-    if metrics.names and loss_chunk is not None and losses.is_built_in(session.task):
+def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
+    """On the device, where their states count as memory. Raises UserError for metrics that do not fit the loss."""
+    metrics, task = StatefulMetrics(hooks.metrics), engine.evaluated_task
+    loss_chunk = config.memory.loss_chunk
+    if metrics.names and loss_chunk is not None and losses.is_built_in(task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
             "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
         )
     for metric in hooks.metrics.values():
         if isinstance(metric, (Counts, FirstPredictions)) and metric.class_dim.dim is None:
-            metric.class_dim.dim = losses.class_dim(session.task)
-    metrics.to(session.state.device)
+            metric.class_dim.dim = losses.class_dim(task)
+    metrics.to(engine.state.device)
     return metrics
 
 
-def _utilisation_of(session: Session) -> Utilisation | None:
+def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     """What counts the model's FLOPs, where the device's peak is known, and the compiler does not hide operations."""
-    config = session.config
     if config.train.compile:
         return None
-    peak = peak_of(session.state.device, config.precision.mode, config.train.peak_flops)
+    peak = peak_of(engine.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None:
         return None
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak * session.ranks.world, lambda: session.attempt.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(peak * engine.ranks.world, lambda: engine.attempt.phase is Phase.BACKWARD, recomputes)
 
 
 # --- before the first step

@@ -80,8 +80,6 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
-    for evaluated in parts.eval_sets.values():
-        evaluated.equal = strategy.forward_is_collective
     state = TrainState(
         model=model,
         updates=updates.build(config, model, names, precision, device),
@@ -94,8 +92,15 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     for module in state.stateful.modules.values():
         module.to(device)
     evaluated_task, tasks = _checked_tasks(config, components)
-    around = None if offloading is None else offloading.around
-    return _kind_of_engine(config, components)(state, strategy, evaluated_task, tasks, config.train, around)
+    return _kind_of_engine(config, components)(
+        state,
+        strategy,
+        evaluated_task,
+        tasks,
+        config.train,
+        around=None if offloading is None else offloading.around,
+        stateful_metrics=frozenset(components.hooks.metrics),
+    )
 
 
 def _kind_of_engine(config: Config, components: Components) -> type[Engine]:

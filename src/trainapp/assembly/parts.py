@@ -65,12 +65,16 @@ class Parts:
 
 
 def load_parts(
-    config: Config, ranks: Ranks, components: Components | None = None, memory: DeviceMemory | None = None
+    config: Config,
+    ranks: Ranks,
+    components: Components | None = None,
+    memory: DeviceMemory | None = None,
+    resumes: bool = False,
 ) -> Parts:
     """Opens the data, limits the memory and seeds the generators, from which `assemble` draws the parameters.
 
-    components: as an earlier call has opened them. memory: see `build`. Raises UserError for mistakes in names and
-    arguments.
+    components: as an earlier call has opened them. memory, resumes: see `build`. Raises UserError for mistakes in names
+    and arguments.
     """
     seed_everything(config.train.seed)  # for what a data set or a task draws
     components = components or load_components(config)
@@ -80,7 +84,8 @@ def load_parts(
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
+    batches, eval_sets = data_batches(config, components, device, ranks)
+    return Parts(components, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
 def data_batches(
@@ -89,7 +94,8 @@ def data_batches(
     """Of training, and of evaluation by name. Raises UserError for settings that do not suit the data."""
     arguments = _batch_arguments(config, components, device, ranks)
     batches = _train_batches(config, components, arguments)
-    arguments["split"] = attribute(components.task, "split")
+    forward_is_collective = ranks.world > 1 and config.parallel.strategy == "fsdp"
+    arguments |= {"split": attribute(components.task, "split"), "equal": forward_is_collective}
     return batches, {name: EvalBatches(data, **arguments) for name, data in components.eval_data.items()}
 
 

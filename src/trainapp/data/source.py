@@ -161,9 +161,9 @@ class TrainBatches:
 class EvalBatches:
     """The samples of an evaluation set in its order, split evenly over the ranks; each sample is seen once.
 
-    workers, split: see `BatchLoader`. Attributes: `samples` in the data set, 0 where that is unknown;
-    `is_stream`, whether an evaluation can only begin at the first sample; `equal`, whether every rank has the same
-    number of batches, for models whose forward is collective.
+    workers, split: see `BatchLoader`. equal: whether every rank has the same number of batches, for models whose
+    forward is collective. Attributes: `samples` in the data set, 0 where that is unknown; `is_stream`, whether an
+    evaluation can only begin at the first sample.
     """
 
     def __init__(
@@ -175,9 +175,10 @@ class EvalBatches:
         ranks: Ranks | None = None,
         workers: int = 0,
         split: Split | None = None,
+        equal: bool = False,
     ):
         ranks = ranks or SingleRank()
-        self.dataset, self.equal, self.is_stream = dataset, False, is_stream(dataset)
+        self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
         self.state_owner = None if self.is_stream else dataset
         self.start, self.end = (self.samples * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))

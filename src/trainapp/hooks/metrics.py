@@ -43,13 +43,11 @@ class StatefulMetrics:
     """The metrics of a run's evaluations, by name. Raises UserError for an object that is none.
 
     An error of a metric is raised as it is, with a note that names the setting.
-
-    names: those of the configured metrics; by default all of `metrics`. A plan has names alone.
     """
 
-    def __init__(self, metrics: Mapping[str, Any] | None = None, names: Collection[str] = ()):
-        self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in (metrics or {}).items()}
-        self.names = frozenset(names or self._held)
+    def __init__(self, metrics: Mapping[str, Any]):
+        self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in metrics.items()}
+        self.names = frozenset(self._held)
         self._updated: set[str] = set()
         self._before: dict[str, Any] = {}  # states before an update that may still be undone
 

@@ -75,7 +75,7 @@ class Meter:
     """Counts samples and seconds since the last log step, and since the start.
 
     communication_buffers, hook_tensors: functions that give tensors in memory which neither model nor optimizer hold;
-    the latter what metrics and callbacks keep.
+    the latter what metrics keep.
     counts_tokens: whether the counts of the loss are numbers of tokens. utilisation: None where it is not known.
     """
 
@@ -83,13 +83,14 @@ class Meter:
         self,
         state: TrainState,
         memory: DeviceMemory,
-        communication_buffers: Callable[[], Iterable[torch.Tensor]] = tuple,
+        communication_buffers: Callable[[], Iterable[torch.Tensor]],
+        hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple,
+        counts_tokens: bool = False,
+        utilisation: "Utilisation | None" = None,
     ):
         self.state, self.memory, self.host = state, memory, HostMemory()
-        self.communication_buffers = communication_buffers
-        self.hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
-        self.counts_tokens = False
-        self.utilisation: Utilisation | None = None
+        self.communication_buffers, self.hook_tensors = communication_buffers, hook_tensors
+        self.counts_tokens, self.utilisation = counts_tokens, utilisation
         self._window_count: Any = 0  # of tokens; a tensor stays on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)

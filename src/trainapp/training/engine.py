@@ -98,8 +98,9 @@ class Engine:
     """Gradients summed over micro-batches, then one update. Call `begin` first.
 
     evaluated_task: the loss; in `tasks`, that of each update by name, where there are several. around: what a forward
-    is computed within, such as offload; called with `strategy.compute`.
-    Attributes: stateful_metrics, names of metrics that are not numbers; is_first, whether nothing has been committed
+    is computed within, such as offload; called with `strategy.compute`. stateful_metrics: names of metrics that are not
+    numbers.
+    Attributes: is_first, whether nothing has been committed
     in this process: until then, losses and gradients are checked further; rehearses, whether gradients are computed
     only to be compared (`train.check_exactness`).
     """
@@ -112,6 +113,7 @@ class Engine:
         tasks: Mapping[str, Task],
         settings: Train,
         around: Callable[[Compute], Compute] | None = None,
+        stateful_metrics: frozenset[str] = frozenset(),
     ):
         self.state, self.strategy, self.ranks = state, strategy, strategy.ranks
         self.evaluated_task, self.tasks = evaluated_task, tasks
@@ -119,7 +121,7 @@ class Engine:
         self.snapshot = Snapshot.of(state.stateful, verified=2 * len(state.updates))
         self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.stateful_metrics: frozenset[str] = frozenset()
+        self.stateful_metrics = stateful_metrics
         self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
         self.is_first = True

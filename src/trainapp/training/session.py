@@ -179,8 +179,8 @@ class Session:
     checkpointer: Checkpointer | NullCheckpointer
     stop: StopRequest
     objective: Objective
-    metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
-    callbacks: Callbacks = field(default_factory=Callbacks)
+    metrics: StatefulMetrics
+    callbacks: Callbacks
     evaluation: Evaluation = field(default_factory=Evaluation)
 
     @property
