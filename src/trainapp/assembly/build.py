@@ -58,7 +58,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     components, memory = parts.components, parts.memory
     batches, eval_sets = parts.batches, parts.eval_sets
     sets = list(components.eval_data)
-    callbacks = hooks.callbacks_of(config, components.hooks, components.train_data, sets)
+    callbacks = hooks.callbacks_of(config, components.hooks, components.task, sets)
     engine = assemble(config, parts, ranks, callbacks)
     state = engine.state
     _begin_at_weights(config, state)
@@ -93,7 +93,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         tracker=SilentTracker(Path(config.run_dir), components.hooks.loggers),
         checkpointer=checkpointer,
         stop=stop,
-        objective=Objective.of(config, components.train_data, sets),
+        objective=Objective.of(config, components.task, sets),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
     )

@@ -67,11 +67,11 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     return hooks
 
 
-def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -> dict[str, Any]:
+def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
     """The callbacks, with the one that `stopping.patience` asks for; without it where nothing is trained. Raises
     UserError where there is nothing to evaluate.
 
-    data: the training data set. sets: the names of those that are evaluated.
+    task, sets: see `Objective.of`.
     """
     stopping = config.stopping
     chosen_by_name = dict(hooks.callbacks)
@@ -83,7 +83,7 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
             "counts evaluations; set stopping.patience=null"
         )
     if stopping.metric == "auto":
-        direction, metric = Objective.of(config, data, sets)
+        direction, metric = Objective.of(config, task, sets)
     else:
         direction, metric = stopping.metric.split()
     early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)

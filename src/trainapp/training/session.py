@@ -13,7 +13,7 @@ from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
-from trainapp.losses.losses import Task
+from trainapp.losses.losses import Task, class_dim
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
@@ -117,18 +117,17 @@ class Objective(NamedTuple):
     metric: str
 
     @classmethod
-    def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":
-        """From `objective`; auto goes by the task. data: the training data set. sets: names of those that are
-        evaluated; auto is of the first, which is the data's own validation split (""), if there is one.
+    def of(cls, config: Config, task: Task, sets: Sequence[str]) -> "Objective":
+        """From `objective`; auto is the accuracy of classification, and the loss of any other task.
+
+        task: what is evaluated. sets: names of those that are; auto is of the first, which is the data's own validation
+        split (""), if there is one.
         """
         if config.objective != "auto":
             direction, metric = config.objective.split()
             return cls(direction, metric)
         prefix = f"{sets[0]}/" if sets and sets[0] else ""
-        if config.task == "auto" and config.updates:  # the last update's task is evaluated
-            return cls("min", f"{prefix}loss")
-        classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
-        return cls("max", f"{prefix}accuracy") if classifies else cls("min", f"{prefix}loss")
+        return cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
 
 
 class Evaluated(NamedTuple):
