@@ -27,7 +27,6 @@ class SingleDevice:
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
-        # Called with the buffers that exist only during an exchange.
 
     @property
     def recovers_in_place(self) -> bool:
