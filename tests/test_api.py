@@ -142,7 +142,6 @@ def test_the_result_is_that_of_the_command_line_and_of_the_finished_run(tmp_path
         ("model=mlp", "a", "must be a list of strings"),
         (["model=mlp"], 3, "trainapp.train: run_dir=3 must be the path"),
         (["model=mlp"], "", "trainapp.train: run_dir='' must be the path"),
-        (["model=mlp", "parallel=ddp", "parallel.nodes=2"], "a", "trainapp.train: parallel.nodes=2 is started on each"),
         (["model=mlp"], "file", "file: File exists; .*must name a folder"),
     ],
 )

@@ -18,7 +18,7 @@ from parallel.pool import Pool
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.launch import worker
+from trainapp.launch import elastic
 from trainapp.run import runner
 
 QUICKEST = ("parallel=single", "activation_checkpointing=none")  # first: they fill rows that need no other
@@ -279,7 +279,7 @@ def pool():
 
 def train(rank: int, config: Config) -> None:
     """On a worker of the pool."""
-    with worker.process_group(config) as ranks:
+    with elastic.process_group(config) as ranks:
         runner.run(config, ranks)
 
 

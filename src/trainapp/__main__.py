@@ -40,7 +40,7 @@ def job(composed: DictConfig) -> float | None:
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
-        with launch.locked(run_dir, composed):
+        with launch.locked(run_dir):
             given = command_line.overrides(hydra_config)
             command = command_line.resume_command(hydra_config, run_dir)
             config = compose.from_hydra(composed, run_dir, command, given)

@@ -171,11 +171,6 @@ def _settings(function: str, overrides: Iterable[str]) -> list[str]:
 
 def _run(config: Config) -> None:
     """Train or predict as `config` says, which has an absolute `run_dir`. Raises KeyboardInterrupt after Ctrl-C."""
-    if config.parallel.nodes > 1:
-        raise UserError(
-            f"trainapp.{config.mode}: parallel.nodes={config.parallel.nodes} is started on each node by its command "
-            f"line, {config.command}"
-        )
     try:
         if config.parallel.strategy == "single":
             _run_here(config)

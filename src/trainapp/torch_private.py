@@ -421,10 +421,10 @@ class Restart(Enum):
 
 
 @contextlib.contextmanager
-def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[None]:
+def asked_before_restarts(decide: Callable[[], Restart]) -> Iterator[None]:
     """Inside the block, the launcher asks `decide` before it restarts failed workers; on its own it only counts them.
 
-    decide: called with the ranks of this node's workers, once for each time that one of them failed.
+    decide: called once for each time that a worker failed.
     """
     api: Any = importlib.import_module("torch.distributed.launcher.api")  # late: one process does not need it
     standard = api.LocalElasticAgent
@@ -433,7 +433,7 @@ def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[No
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                decision = decide([worker.global_rank for worker in worker_group.workers])
+                decision = decide()
                 if decision is Restart.REFUSED:
                     self._remaining_restarts = 0
                 elif decision is Restart.FREE:

@@ -5,13 +5,10 @@ import json
 import pytest
 import torch
 
-from trainapp.launch.elastic import Failures
-from trainapp.launch.worker import error_file, leave_error
+from trainapp.launch.elastic import Failures, leave_error
 from trainapp.parallel.ranks import SingleRank
 from trainapp.sizes.record import RESTART, take_restart
 from trainapp.torch_private import Restart
-
-RANKS = [0, 1]
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def leave(run_dir, recoveries):
 
 
 def fail(run_dir, error, step=3):
-    error_file(run_dir, 1).parent.mkdir(exist_ok=True)
+    (run_dir / "ranks").mkdir(exist_ok=True)
     error.__notes__ = [f"at step {step}"]
     leave_error(run_dir, 1, error)
 
@@ -32,27 +29,27 @@ def fail(run_dir, error, step=3):
 def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
     for recoveries in range(1, 7):
         leave(tmp_path, recoveries)
-        assert failures.decide(RANKS) is Restart.FREE
+        assert failures.decide() is Restart.FREE
         assert take_restart(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
-    assert failures.decide(RANKS) is Restart.COUNTED  # nothing was left
+    assert failures.decide() is Restart.COUNTED  # nothing was left
     assert failures.count == 1
     assert failures.for_memory == 6
 
 
 def test_sizes_that_do_not_reach_the_workers_are_counted(tmp_path, failures):
-    """On another node's disk, say: they find the same size again, and fail again, with the same count."""
+    """They end before they read them, say."""
     leave(tmp_path, 1)
-    assert [failures.decide(RANKS) for _ in range(4)] == [Restart.FREE, Restart.COUNTED] * 2
+    assert [failures.decide() for _ in range(4)] == [Restart.FREE, Restart.COUNTED] * 2
 
 
 def test_a_crash_between_does_not_make_them_count(tmp_path, failures):
     """It leads back to a checkpoint that knows of fewer recoveries."""
     for recoveries in (1, 2, None, 1, 2):
         if recoveries is None:
-            assert failures.decide(RANKS) is Restart.COUNTED
+            assert failures.decide() is Restart.COUNTED
             continue
         leave(tmp_path, recoveries)
-        assert failures.decide(RANKS) is Restart.FREE
+        assert failures.decide() is Restart.FREE
         take_restart(tmp_path, True, SingleRank())
     assert failures.count == 1
 
@@ -60,23 +57,23 @@ def test_a_crash_between_does_not_make_them_count(tmp_path, failures):
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_an_unreadable_file_is_counted(tmp_path, failures, text):
     (tmp_path / RESTART).write_text(text)
-    assert failures.decide(RANKS) is Restart.COUNTED
+    assert failures.decide() is Restart.COUNTED
 
 
 def test_a_repeated_error_is_refused_whatever_was_left(tmp_path, failures):
     for step in (3, 4):  # each for the first time
         fail(tmp_path, OSError("a slow disk"), step)
-        assert failures.decide(RANKS) is Restart.COUNTED
+        assert failures.decide() is Restart.COUNTED
     fail(tmp_path, OSError("a slow disk"), 4)
     (tmp_path / RESTART).write_text(json.dumps({"oom_restarts": 1}))
-    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.decide() is Restart.REFUSED
     assert failures.incurable == "OSError: a slow disk (at step 4)"
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake"), KeyError("x")])
 def test_an_error_of_code_is_refused_at_once(tmp_path, failures, error):
     fail(tmp_path, error)
-    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.decide() is Restart.REFUSED
     assert failures.incurable.endswith(" (at step 3)")
     assert failures.count == 0
 
@@ -87,28 +84,32 @@ def test_an_error_of_code_is_refused_at_once(tmp_path, failures, error):
 )
 def test_an_error_that_may_come_from_outside_is_worth_a_restart(tmp_path, failures, error):
     fail(tmp_path, error)
-    assert failures.decide(RANKS) is Restart.COUNTED
+    assert failures.decide() is Restart.COUNTED
 
 
 def test_an_error_that_one_from_outside_has_caused_is_worth_a_restart(tmp_path, failures):
     error = ValueError("no sample 7")
     error.__cause__ = ConnectionResetError("reset")
     fail(tmp_path, error)
-    assert failures.decide(RANKS) is Restart.COUNTED
+    assert failures.decide() is Restart.COUNTED
     error.__cause__ = None
     fail(tmp_path, error)
-    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.decide() is Restart.REFUSED
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "3"])
 def test_a_damaged_error_is_none(tmp_path, failures, text):
-    path = error_file(tmp_path, 0)
-    path.parent.mkdir()
-    path.write_text(text)
-    assert failures.decide(RANKS) is Restart.COUNTED
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank_0.error").write_text(text)
+    assert failures.decide() is Restart.COUNTED
 
 
 def test_killed_workers_are_counted(failures):
-    assert [failures.decide(RANKS) for _ in range(2)] == [Restart.COUNTED] * 2
+    assert [failures.decide() for _ in range(2)] == [Restart.COUNTED] * 2
     assert failures.count == 2
     assert failures.for_memory == 0
+
+
+def test_errors_of_an_earlier_run_are_none_of_this_one(tmp_path):
+    fail(tmp_path, ValueError("a mistake"))
+    assert Failures(tmp_path).decide() is Restart.COUNTED

@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.launch import environment, worker
+from trainapp.launch import elastic, environment
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -119,9 +119,9 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
     settings = compose.from_command_line(["train.device=cuda"])
     if expected is None:
         with pytest.raises(UserError, match="this machine shows 1 GPUs"):
-            worker._device(settings, 1)
+            elastic._device(settings, 1)
     else:
-        assert worker._device(settings, 1) == torch.device("cuda", expected)
+        assert elastic._device(settings, 1) == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
 )
 def test_the_backends_that_ranks_talk_through(device, overrides, expected):
     """Gradients in the host's memory need one that NCCL is not."""
-    backend = worker._backend(compose.from_command_line(overrides), torch.device(device))
+    backend = elastic._backend(compose.from_command_line(overrides), torch.device(device))
     by_device = torch.distributed.distributed_c10d.BackendConfig(torch.distributed.Backend(backend))
     found = by_device.get_device_backend_map()
     assert {name: found[name] for name in expected} == expected

@@ -19,7 +19,7 @@ from trainapp.data.batch import map_tensors
 from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
-from trainapp.launch import worker
+from trainapp.launch import elastic
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
@@ -75,7 +75,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
             if single:
                 _run(config, SingleRank(), record)
             else:
-                with worker.process_group(config) as ranks:
+                with elastic.process_group(config) as ranks:
                     _run(config, ranks, record)
     except UserError as error:
         record.error = str(error)
@@ -282,7 +282,7 @@ def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
         return noted
 
     noted_collectives = {name: noting(name, getattr(dist, name)) for name in COLLECTIVES}
-    with worker.process_group(config) as ranks:
+    with elastic.process_group(config) as ranks:
         session = runner.prepare(config, StopRequest(), ranks)
         for_the_host = {
             group.group_name for group in (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)

@@ -152,12 +152,6 @@ def test_single_inside_torchrun_is_refused(tmp_path):
     assert "choose parallel=ddp or parallel=fsdp" in done.stderr
 
 
-def test_several_nodes_need_names(tmp_path):
-    ended = launch(tmp_path / "run", "parallel=ddp", "parallel.nodes=2")
-    assert ended.code == 2
-    assert "parallel.endpoint=HOST:PORT" in ended.text
-
-
 # The scripts that simulate two hosts and a Slurm on one machine, where permissions and tools allow
 
 

@@ -7,7 +7,7 @@ import runs
 import torch
 
 from trainapp.config import compose
-from trainapp.launch import worker
+from trainapp.launch import elastic
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -44,7 +44,7 @@ def some(cases, *numbers):
 
 def measure(rank, config):
     """Peaks of each of three steps, and of an evaluation. On a worker of the pool."""
-    with worker.process_group(config) as ranks:
+    with elastic.process_group(config) as ranks:
         run = runner.prepare(config, StopRequest(), ranks)
         steps = []
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_resharding_frees_what_is_counted():
 
 
 def evaluated_in_between(rank, config, evaluates):
-    with worker.process_group(config) as ranks:
+    with elastic.process_group(config) as ranks:
         run = runner.prepare(config, StopRequest(), ranks)
         for _ in range(3):
             loop.train_step(run)

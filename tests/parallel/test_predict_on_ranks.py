@@ -11,7 +11,7 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.inference.rows import Predictor
-from trainapp.launch import worker
+from trainapp.launch import elastic
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 
@@ -55,7 +55,7 @@ def _predict(rank: int, config: Config, single: bool, fails: bool = False, error
         if single:
             runner.run(config, SingleRank())
         else:
-            with worker.process_group(config) as ranks:
+            with elastic.process_group(config) as ranks:
                 runner.run(config, ranks)
     except UserError:
         _leave_group()

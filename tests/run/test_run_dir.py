@@ -23,7 +23,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from trainapp.run import run_dir
-run_dir.acquire(Path(sys.argv[1]), is_shared=len(sys.argv) > 2)
+run_dir.acquire(Path(sys.argv[1]))
 if not os.fork():  # a loader's worker may outlive a killed run for a while
     os.close(1)
     time.sleep(60)
@@ -36,9 +36,9 @@ sys.stdin.read()
 class Holder:
     """Another process that holds the lock of a directory until it is told to end."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder), *arguments],
+            [sys.executable, "-c", HOLD, str(folder)],
             env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdout.readline() == "held\n"
@@ -76,21 +76,9 @@ def test_the_second_is_refused_until_the_first_is_dead(tmp_path):
         assert f"hydra.run.dir={folder}: another run is using this directory" in str(refused.value)
         assert f"process {first.process.pid} on host {socket.gethostname()}, since 20" in str(refused.value)
         assert (folder / run_dir.LOCK).read_text() == before
-        with pytest.raises(UserError, match="another run is using"):
-            run_dir.acquire(folder, is_shared=True)
         first.kill()  # its forked child lives
         run_dir.acquire(folder)
         assert f"process {os.getpid()} on" in (folder / run_dir.LOCK).read_text()
-
-
-@pytest.mark.slow
-def test_launchers_of_several_nodes_share_it(tmp_path):
-    with Holder(tmp_path, "shared"):
-        run_dir.acquire(tmp_path, is_shared=True)
-        run_dir.release(tmp_path)
-        assert (tmp_path / run_dir.LOCK).exists()  # the other still holds it
-        with pytest.raises(UserError, match="another run is using"):
-            run_dir.acquire(tmp_path)
 
 
 @pytest.mark.slow

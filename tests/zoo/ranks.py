@@ -10,7 +10,7 @@ from unittest import mock
 from parallel.faults import Fault, injected
 
 from trainapp.config.schema import Config
-from trainapp.launch import worker
+from trainapp.launch import elastic
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.tracking.tracker import Tracker
@@ -45,7 +45,7 @@ def train(rank: int, config: Config, name: str, faults: Sequence[Fault], folder:
         mock.patch.object(runner, "attempt", functools.partial(attempt, runner.attempt)),
         mock.patch.object(Tracker, "picture"),
         injected(faults, Path(folder)) if faults else contextlib.nullcontext(),
-        worker.process_group(config) as ranks,
+        elastic.process_group(config) as ranks,
     ):
         result = runner.run(config, ranks)
     return OneRank(state_of(runs[-1], catalogue.ALL[name]), result.micro_schedule, failures)

@@ -1,6 +1,7 @@
 """What a configuration opens before anything is assembled: its data, as batches; device, memory and numerics."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ def eval_roots(evaluated: dict[str, Any]) -> dict[str, Any]:
 
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     """What training and evaluation batches have in common."""
-    local_ranks = ranks.world // config.parallel.nodes
+    local_ranks = min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)))  # of this machine
     evaluated = {name: data for name, data in components.eval_data.items() if not is_stream(data)}
     train = None if is_stream(components.train_data) else components.train_data  # a stream's state is its position
     owners = Stateful(data=train, **eval_roots(evaluated)).owners

@@ -126,6 +126,9 @@ RENAMED = {
     "oom.plan": "is gone: an out-of-memory error is answered with what the failed step measured",
     "oom.remember": "is gone: a run depends on its configuration and its checkpoint alone",
     "optimizer=adamw_fp8": "is gone; use optimizer=adamw_8bit",
+    "parallel.endpoint": "is gone: start a run on several machines by torchrun or srun",
+    "parallel.nodes": "is gone: start a run on several machines by torchrun or srun",
+    "parallel.run_id": "is gone: name the run's directory, hydra.run.dir=outputs/NAME",
     "plan.levers": "is now plan.techniques",
 }
 

@@ -264,9 +264,6 @@ class Fsdp:
 class Parallel:
     strategy: Literal["single", "ddp", "fsdp"] = "single"
     devices: Auto | PositiveInt = "auto"
-    nodes: PositiveInt = 1
-    endpoint: Str | None = None
-    run_id: Str | None = None
     max_restarts: NonNegativeInt = 3
     timeout: PositiveFloat = 600.0
     vote_on_oom: Literal["unvalidated", "always", "never"] = "unvalidated"

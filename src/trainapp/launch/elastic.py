@@ -1,56 +1,79 @@
-"""Starts the workers of a run through torch's elastic launcher, which restarts all of them when one dies."""
+"""The ranks of a run: workers that this process starts and restarts through torch's elastic launcher, or this process,
+where torchrun or a scheduler started it as one of them.
+"""
 
+import contextlib
+import datetime
+import gc
+import json
 import logging
 import os
+import re
 import signal
-import socket
+import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.launch.worker import Outcome, run_worker, take_error
+from trainapp.launch import environment
+from trainapp.memory import host
+from trainapp.memory.detection import causes
+from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
+from trainapp.run import run_dir
 from trainapp.signals import StopRequest, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
+from trainapp.tracking import terminal
+
+if TYPE_CHECKING:  # the launcher need not wait for it
+    from trainapp.run.result import RunResult
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
+COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Outcome:
+    """How a worker ended, in plain values that can be sent to the parent. `error`: a message for the user.
+
+    result: None after an error or a signal.
+    """
+
+    result: "RunResult | None" = None
+    error: str | None = None
+    exit_code: int = 0
+
+
+# The launcher
+
+
 def run_workers(config: Config) -> Outcome:
-    """Run the workers of this node until they end.
+    """Run the workers on this machine until they end.
 
     Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
     with an error that a restart would only repeat, twice with the same error at the same step, or more than
     `parallel.max_restarts` times (see `Failures`).
     """
     settings = config.parallel
-    if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
-        raise UserError(
-            f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and "
-            "parallel.run_id=NAME, both the same on every node"
-        )
-    endpoint = settings.endpoint or "127.0.0.1:0"
-    is_host, address = None, None
-    if settings.nodes > 1:
-        is_host, address, interface = _places(endpoint)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo's default is what the host name resolves to
     launch = LaunchConfig(
-        min_nodes=settings.nodes,
-        max_nodes=settings.nodes,
-        nproc_per_node=workers_per_node(config),
-        run_id=settings.run_id or uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers_to_start(config),
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=endpoint,
-        rdzv_configs={} if is_host is None else {"is_host": is_host},
-        local_addr=address,
+        rdzv_endpoint="127.0.0.1:0",
         rdzv_timeout=int(settings.timeout),
         max_restarts=settings.max_restarts,
         monitor_interval=0.1,
@@ -74,8 +97,8 @@ def run_workers(config: Config) -> Outcome:
 
 
 class Failures:
-    """How often workers of this node failed, and with which error, if a restart cannot cure it: one of Python code
-    (see `leave_error`), or any for the second time at the same step.
+    """How often workers failed, and with which error, if a restart cannot cure it: one of Python code (see
+    `leave_error`), or any for the second time at the same step.
 
     A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
@@ -83,18 +106,18 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
+        take_errors(run_dir)  # those of an earlier run
         self._before: set[str] = set()
         self._recoveries = 0
 
-    def decide(self, ranks: list[int]) -> Restart:
+    def decide(self) -> Restart:
         """Called after each failure, before the workers are restarted."""
-        left = [error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None]
+        left = take_errors(self.run_dir)
         self.incurable = min((own.text for own in left if own.repeats or own.text in self._before), default=None)
         if self.incurable is not None:
             return Restart.REFUSED
         self._before = {error.text for error in left}
-        # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
-        # for ever, uncounted.
+        # Free only if the count has risen: workers that end before they read restart.json would fail for ever.
         recoveries = (read_restart(self.run_dir) or {}).get("oom_restarts", 0)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
@@ -119,8 +142,8 @@ def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
     )
 
 
-def workers_per_node(config: Config) -> int:
-    """How many processes to start on this node: one per GPU, or `parallel.devices`. Raises UserError for too many."""
+def workers_to_start(config: Config) -> int:
+    """How many processes to start: one per GPU, or `parallel.devices`. Raises UserError for too many."""
     wanted = config.parallel.devices
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if wanted == "auto":
@@ -134,18 +157,130 @@ def workers_per_node(config: Config) -> int:
     return available if wanted == "auto" else wanted
 
 
-def _places(endpoint: str) -> tuple[bool, str, str]:
-    """Whether the endpoint is on this machine, which then hosts the rendezvous; the address and the interface with
-    which this machine reaches it. Sends nothing.
-    """
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"parallel.endpoint={endpoint}: must be HOST:PORT of the first node")
+# A worker
+
+
+def run_worker(config: Config) -> Outcome:
+    """Entry point of a worker. Its rank and those of its peers come from the environment: RANK, WORLD_SIZE, ..."""
+    host.prepare_allocator()
+    _log_to(Path(config.run_dir), int(os.environ["RANK"]))
+    from trainapp.run import runner
+
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
-            address, remote = probe.getsockname()[0], probe.getpeername()[0]
-    except OSError as error:
-        raise UserError(f"parallel.endpoint={endpoint}: this machine has no route to it: {error}") from None
-    interfaces = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    return remote in interfaces, address, interfaces.get(address, "lo")
+        with process_group(config) as ranks:
+            answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
+            return Outcome(runner.run(config, ranks))
+    except UserError as error:
+        return Outcome(error=str(error), exit_code=error.exit_code)
+    except runner.Interrupted as error:
+        code = int(error.code or 0)
+        _exit_if_not_collected(code)
+        return Outcome(exit_code=code)
+    except Exception as error:
+        log.exception("this rank failed")
+        leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
+        raise
+
+
+class LeftError(NamedTuple):
+    """An error in one line, with its step. repeats: whether restarted workers would only run into it again."""
+
+    text: str
+    repeats: bool
+
+
+# Of errors from outside of the program, such as a full disk or a lost device, some pass.
+MAY_PASS = (OSError, RuntimeError, EOFError, MemoryError)
+
+
+def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
+    """Leave the error for `take_errors`. Not where it only says that another rank is gone."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", text, re.IGNORECASE):
+        return
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # an address is another one in another process
+    place = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    repeats = not any(isinstance(cause, MAY_PASS) for cause in causes(error))
+    with contextlib.suppress(OSError):  # then all restarts are tried
+        left = json.dumps([f"{type(error).__name__}: {text}{place}", repeats])
+        (run_dir / "ranks" / f"rank_{rank}.error").write_text(left)
+
+
+def take_errors(run_dir: Path) -> list[LeftError]:
+    """The errors that the last workers have left. A killed one leaves none."""
+    taken = []
+    for path in sorted((run_dir / "ranks").glob("*.error")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            text, repeats = json.loads(path.read_text(errors="replace"))
+            path.unlink()
+            taken.append(LeftError(str(text), repeats is True))
+    return taken
+
+
+def _exit_if_not_collected(code: int) -> None:
+    """End this process soon: a launcher that got the signal, too, collects no outcomes, and the worker would wait."""
+    timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+@contextlib.contextmanager
+def process_group(config: Config) -> Iterator[Ranks]:
+    """Join the group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe. Yields the ranks."""
+    device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
+    timeout = config.parallel.timeout
+    dist.init_process_group(
+        _backend(config, device),
+        timeout=datetime.timedelta(seconds=timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
+    ranks = DistributedRanks(device, timeout, config.parallel.vote_on_oom)
+    try:
+        yield ranks
+    finally:
+        # After an error a peer may be gone, and destroying the group would wait for it.
+        if sys.exc_info()[0] is None:
+            ranks.release_groups()
+            dist.destroy_process_group()
+            # A group's threads end with the last reference to it, which may be in a cycle around a model. A thread that
+            # frees a tensor while the interpreter ends aborts the process.
+            gc.collect()
+
+
+def _backend(config: Config, device: torch.device) -> str:
+    """Of the default group, and of those that meshes split from it. NCCL has no collectives for tensors on the host,
+    where `cpu_offload` keeps gradients: an overflow in fp16 is found there.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    is_offloaded = config.parallel.strategy == "fsdp" and config.parallel.fsdp.cpu_offload
+    return "cpu:gloo,cuda:nccl" if is_offloaded else "nccl"
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    wanted = config.train.device
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        available = torch.cuda.device_count()
+        # srun --gpus-per-task makes only its own GPU visible to each task.
+        is_own = available == 1 and environment.scheduler_task() is not None
+        index = 0 if is_own else local_rank
+        if index >= available:
+            raise UserError(f"local rank {local_rank}: this machine shows {available} GPUs; start one rank per GPU")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    if wanted == "mps":
+        raise UserError("train.device=mps: one device only; use parallel=single")
+    return torch.device("cpu")
+
+
+def _log_to(run_dir: Path, rank: int) -> None:
+    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ next to it."""
+    path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    if rank == 0:
+        handlers.append(terminal.Handler(sys.stderr))
+        handlers[1].setFormatter(logging.Formatter("%(message)s"))
+        handlers[1].addFilter(lambda record: record.exc_info is None)  # the parent shows the traceback
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

@@ -110,14 +110,12 @@ def by_mode(of_run: str, of_plan: str, of_lr_find: str, *, _root_: DictConfig) -
     return {"plan": of_plan, "lr_find": of_lr_find}.get(str(mode), of_run)
 
 
-def default_run_name(run_id: str | None = None) -> str:
-    """`2026-01-31/12-30-00-a1b2c3`; with `parallel.run_id`, or in a worker of torchrun or Slurm, a name from that id.
+def default_run_name() -> str:
+    """`2026-01-31/12-30-00-a1b2c3`; in a worker of torchrun or Slurm a name from the launcher's id.
 
     Seconds alone would let runs that start together share a directory. A launcher's id survives requeueing, so that
     the run resumes in its directory; for Slurm it is `<job>.<step>`, one per srun.
     """
-    if run_id:
-        return f"runs/{run_id}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_id = os.environ["TORCHELASTIC_RUN_ID"]
         if run_id in ("", "none"):  # torchrun without --rdzv-id: its process identifies the run

@@ -39,12 +39,12 @@ class RefuseSecondRun(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra. In a sweep each job takes the lock of its own."""
-        name = _unchecked(config, "hydra.run.dir")
-        if name is None:
+        name = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
+        if name is None:  # reported later, with all other mistakes
             return
         run_dir = Path(str(name))
         try:
-            _claim(run_dir, config)
+            _claim(run_dir)
             _require_same_experiment(run_dir, config)
         except UserError as error:
             directory.release(run_dir)
@@ -52,25 +52,19 @@ class RefuseSecondRun(Callback):
 
 
 @contextlib.contextmanager
-def locked(run_dir: str, composed: DictConfig) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
-
-    composed: by Hydra, and not checked yet.
-    """
+def locked(run_dir: str) -> Iterator[None]:
+    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory."""
     try:
-        _claim(Path(run_dir), composed)
+        _claim(Path(run_dir))
         yield
     finally:
         directory.release(Path(run_dir))
 
 
-def _claim(run_dir: Path, composed: DictConfig) -> None:
-    """Rank 0 of those that torchrun or a scheduler started, otherwise the process of the command line. The launchers of
-    a run on several nodes share the directory.
-    """
+def _claim(run_dir: Path) -> None:
+    """Rank 0 of those that torchrun or a scheduler started, otherwise the process of the command line."""
     if environment.is_rank_zero():
-        is_shared = _unchecked(composed, "parallel.nodes") not in (None, 1)
-        directory.acquire(run_dir, is_shared, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
+        directory.acquire(run_dir, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
 
 
 def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
@@ -85,11 +79,6 @@ def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
     except UserError:  # reported by the job
         return
     directory.require_same_experiment(config)
-
-
-def _unchecked(composed: DictConfig, name: str) -> Any:
-    """The setting, None where it cannot be resolved: that is reported later, with all other mistakes."""
-    return OmegaConf.select(composed, name, throw_on_resolution_failure=False)
 
 
 # The run
@@ -123,7 +112,7 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     is_rank = environment.is_one_of_many_ranks()
-    if config.parallel.nodes == 1 and not is_rank:  # the others ask rank 0, in `run_worker`
+    if not is_rank:  # those ask rank 0, in `run_worker`
         directory.require_same_experiment(config)
     if config.parallel.strategy == "single":
         if is_rank:
@@ -134,11 +123,11 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
         from trainapp.run import runner
 
         return runner.run(config)
-    from trainapp.launch import elastic, worker
+    from trainapp.launch import elastic
 
     if is_rank:
         environment.export_torch_variables()
-    outcome = worker.run_worker(config) if is_rank else elastic.run_workers(config)
+    outcome = elastic.run_worker(config) if is_rank else elastic.run_workers(config)
     if outcome.error:
         error = UserError(outcome.error)
         error.exit_code = outcome.exit_code

@@ -14,7 +14,7 @@ from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
 def world_of(config: Config) -> int:
-    """The number of ranks to plan for: `plan.world`, else as many as the run would have on machines like this one.
+    """The number of ranks to plan for: `plan.world`, else as many as the run would have on this machine.
 
     Raises UserError for settings that conflict or do not say.
     """
@@ -24,8 +24,7 @@ def world_of(config: Config) -> int:
             raise UserError(f"plan.world={world}: parallel=single is one process; use parallel=ddp or parallel=fsdp")
         return 1
     if world is None:
-        on_this_node = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
-        world = on_this_node * parallel.nodes
+        world = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
     if not world:
         raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
     if parallel.strategy == "fsdp" and world > 1 and world % parallel.fsdp.replicas:

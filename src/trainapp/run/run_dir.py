@@ -34,12 +34,11 @@ def has_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def acquire(run_dir: Path, is_shared: bool = False, patience: float = 0.0) -> None:
+def acquire(run_dir: Path, patience: float = 0.0) -> None:
     """Lock the directory for this process, until `release` or its end. No effect if it holds the lock already.
 
-    is_shared: with others that share it, the launchers of a run on several nodes. patience: seconds to wait for a
-    process that is about to end. Raises UserError, with the host and the id of the other process, when another run uses
-    the directory, and where the lock cannot be written.
+    patience: seconds to wait for a process that is about to end. Raises UserError, with the host and the id of the
+    other process, when another run uses the directory, and where the lock cannot be written.
     """
     path = run_dir.resolve() / LOCK
     if path in _held:
@@ -47,7 +46,7 @@ def acquire(run_dir: Path, is_shared: bool = False, patience: float = 0.0) -> No
     until = time.monotonic() + patience
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)) is None:
+        while (descriptor := _locked(path)) is None:
             if time.monotonic() >= until:
                 raise UserError(
                     f"hydra.run.dir={run_dir}: another run is using this directory{_holder(path)}; wait until it has "
@@ -71,18 +70,17 @@ def release(run_dir: Path) -> None:
     path = run_dir.resolve() / LOCK
     descriptor = _held.pop(path, None)
     if descriptor is not None:
-        with contextlib.suppress(OSError):  # others that share it keep the file
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         os.close(descriptor)
 
 
-def _locked(path: Path, kind: int) -> int | None:
+def _locked(path: Path) -> int | None:
     """The descriptor of the locked file; None while another process holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):  # POSIX allows either
