@@ -117,8 +117,6 @@ def refusal(*overrides):
         ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
         ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
         ("predict", "Error parsing override 'predict'"),
-        ("seed=3", "seed: no such setting; here it is train.seed"),
-        ("train.precision=bf16", "train.precision: no such setting; here it is precision"),
         ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
     ],
 )

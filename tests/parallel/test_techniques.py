@@ -18,7 +18,8 @@ TECHNIQUES = {
     "frozen": ("model.freeze=[layers.0]", "model.tie_embeddings=false"),
     "frozen from the start": ("model.freeze=[embedding,layers.0]", "model.tie_embeddings=false"),
     "groups": (
-        "optimizer.groups=[{match: norm, lr: 0.5}, {match: layers.0.attention, freeze: true}]",
+        "optimizer.groups=[{match: norm, lr: 0.5}]",
+        "model.freeze=[layers.0.attention]",
         "optimizer.layer_decay=0.5",
     ),
 }

@@ -93,7 +93,7 @@ def test_it_recovers_from_an_out_of_memory_error(tmp_path):
 
 
 def test_groups_keep_their_ratio(tmp_path):
-    groups = "optimizer.groups=[{match: head, lr: 5e-3}, {match: stem, freeze: true}]"
+    groups = "optimizer.groups=[{match: head, lr: 5e-3}, {match: stem, eps: 1e-6}]"
     config = compose.from_command_line([*MLP, "mode=lr_find", "optimizer.lr=1e-3", groups])
     changed = lr_find.configured(config, str(tmp_path), tmp_path / "rates")
     assert changed.optimizer.lr == config.lr_find.max == 10.0

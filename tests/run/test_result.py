@@ -26,10 +26,6 @@ def trained_parts(caplog, run_dir, *overrides):
     ("overrides", "said"),
     [
         (["model.freeze=[layers]"], ["170 of 1210 parameters are trained (14.05%)"]),
-        (
-            ["model.freeze=[layers]", "optimizer.groups=[{match: head.bias, freeze: true}]"],
-            ["160 of 1210 parameters are trained (13.22%)"],
-        ),
         (["optimizer.groups=[{match: layers, lr: 0.01}]"], []),
     ],
 )

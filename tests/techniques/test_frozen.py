@@ -7,7 +7,7 @@ import torch
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
 from trainapp.models.mlp import MLP
-from trainapp.optim.groups import freeze_matching
+from trainapp.optim.optimizers import freeze_matching
 from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "model.dropout=0", "model.tie_embeddings=false", "memory.limit=1GiB")

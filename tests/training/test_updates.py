@@ -477,15 +477,6 @@ def test_checkpoints_of_other_updates_are_refused(tmp_path):
         runs.run(tmp_path / "b", *one)
 
 
-def test_frozen_groups_of_one_update_leave_the_others(tmp_path):
-    frozen = GENERATOR.replace("momentum: 0.9", "momentum: 0.9, groups: [{match: generator.0, freeze: true}]")
-    run = runs.prepare(tmp_path, *updates(DISCRIMINATOR, frozen))
-    run.close()
-    trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad}
-    assert not any(name.startswith("generator.0") for name in trained)
-    assert {"generator.3.weight", "discriminator.0.weight"} <= trained
-
-
 @pytest.mark.parametrize("task", ["mean", "detached"])
 def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
     """Seen before the first step, or while training."""

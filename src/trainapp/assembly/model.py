@@ -24,8 +24,9 @@ from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
-from trainapp.optim import groups, matmuls
+from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
+from trainapp.optim.optimizers import freeze_matching
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
@@ -57,9 +58,8 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         materialise(model, lazy, example, components.training_tasks, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
-    groups.freeze_matching(model, config.model.freeze)
+    freeze_matching(model, config.model.freeze)
     names = updates.names_of(config, model)
-    updates.freeze(config, model, names)
     for own in updates.with_one_optimizer(config):
         require_suited(Situation(own, model, components.knows_loss))
     precision.cast_parameters(model)

@@ -17,9 +17,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import blocks_of
-from trainapp.optim import groups
-from trainapp.optim.groups import all_names, matching
-from trainapp.optim.optimizers import build_optimizer, require_separable
+from trainapp.optim.optimizers import all_names, build_optimizer, matching, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
 from trainapp.units import listed
@@ -28,7 +26,9 @@ Names = list[list[str]]  # of the parameters of each update, frozen ones too; em
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Raises UserError for a pattern that matches nothing, and for parameters that two updates or none have."""
+    """Raises UserError for a pattern that matches nothing, for parameters that two updates or none have, and for an
+    update whose parameters are all frozen.
+    """
     parameters, owner = all_names(model), type(model).__name__
     found: Names = []
     taken: dict[int, str] = {}
@@ -42,6 +42,8 @@ def names_of(config: Config, model: nn.Module) -> Names:
                     f"updates: {name} is among the parameters of {other} and of {update.name}; each is trained by one "
                     "optimizer, and may be used in the losses of the others all the same"
                 )
+        if not any(parameters[name].requires_grad for name in names):
+            raise UserError(f"updates.{number}: all parameters of {update.name} are frozen; leave the update out")
         found.append(list(dict.fromkeys(names)))
     left = [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]
     if config.updates and left:
@@ -80,20 +82,6 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[str, Con
         )
         for number, update in enumerate(config.updates)
     ]
-
-
-def freeze(config: Config, model: nn.Module, names: Names) -> None:
-    """Freeze what groups of the optimizers say. Raises UserError for a pattern that matches nothing, and for an update
-    that has nothing left to train.
-    """
-    parameters, owner = all_names(model), type(model).__name__
-    if not config.updates:
-        groups.freeze(parameters, config.optimizer, owner)
-    for number, (update, own) in enumerate(zip(config.updates, names, strict=True)):
-        mine = {name: parameters[name] for name in own}
-        groups.freeze(mine, update.optimizer, f"update {update.name} of {owner}", f"updates.{number}.optimizer")
-        if not any(parameter.requires_grad for parameter in mine.values()):
-            raise UserError(f"updates.{number}: all parameters of {update.name} are frozen; leave the update out")
 
 
 def parameters_of(model: nn.Module, names: Names) -> list[list[nn.Parameter]]:

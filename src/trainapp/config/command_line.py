@@ -132,34 +132,6 @@ RENAMED = {
     "plan.levers": "is now plan.techniques",
 }
 
-# The last part of a setting in other programs, and what is meant, most likely.
-_ELSEWHERE = {
-    "batch_size": "batch.global_size=N (of the step, over all ranks; micro-batches are found)",
-    "compile": "train.compile",
-    "dataset": "data",
-    "device": "train.device",
-    "epochs": "train.max_epochs",
-    "gradient_accumulation_steps": "accumulation.steps",
-    "gradient_checkpointing": "activation_checkpointing=full",
-    "gradient_clip_val": "train.grad_clip",
-    "learning_rate": "optimizer.lr",
-    "logger": "tracker",
-    "loss": "task",
-    "lr": "optimizer.lr",
-    "lr_scheduler": "schedule",
-    "max_epochs": "train.max_epochs",
-    "max_grad_norm": "train.grad_clip",
-    "max_steps": "train.max_steps",
-    "num_train_epochs": "train.max_epochs",
-    "num_workers": "data.num_workers",
-    "output_dir": "hydra.run.dir",
-    "precision": "precision",
-    "resume_from_checkpoint": "checkpointing.resume",
-    "scheduler": "schedule",
-    "seed": "train.seed",
-    "weight_decay": "optimizer.weight_decay",
-}
-
 
 def renamed(setting: str, value: object = None) -> str | None:
     """What became of a setting, or of its value, of an earlier version; None for all others."""
@@ -196,6 +168,4 @@ def _meant(path: str, error: BaseException) -> str:
     node = getattr(error.__cause__ or error, "parent_node", None)
     listed = [str(name) for name in node] if node is not None and OmegaConf.is_dict(node) else []
     known = f"; `trainapp --cfg job` shows all; what the YAML files do not list is added with +{path}=VALUE"
-    if _ELSEWHERE.get(key, path) != path:
-        return f"; here it is {_ELSEWHERE[key]}"
     return suggest(key, [*listed, *(() if parent else (folder.name for folder in CONF.iterdir()))]) or known

@@ -76,19 +76,6 @@ def _split(node: Any, own: set[str]) -> Any:
     return settings | {"target": node["_target_"], "arguments": arguments}
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _changes_something(group: dict[str, Any]) -> dict[str, Any]:
-    is_frozen, options = group.get("freeze", False), group.keys() - {"match", "freeze"}
-    if is_frozen and options:
-        raise ValueError(f"is frozen, so that {', '.join(sorted(options))} would have no effect; leave one of them out")
-    if not is_frozen and not options:
-        raise ValueError("changes nothing; give it lr, weight_decay, another option, or freeze: true")
-    return group
-
-
 Auto = Literal["auto"]
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
@@ -109,8 +96,7 @@ class _Group(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
-    match: Annotated[list[Annotated[Str, Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
-    freeze: NotRequired[Bool]
+    match: Annotated[list[Str], NotEmpty, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
     lr: NotRequired[PositiveFloat]
     weight_decay: NotRequired[NonNegativeFloat]
 
@@ -118,7 +104,7 @@ class _Group(TypedDict):
 if TYPE_CHECKING:
     ParameterGroup = dict[str, Any]
 else:
-    ParameterGroup = Annotated[_Group, AfterValidator(_changes_something)]
+    ParameterGroup = _Group
 
 
 @dataclass(config=STRICT)

@@ -1,35 +1,28 @@
-"""Builds the optimizer: its groups, the fused kernel where available, state allocated before the first step."""
+"""Builds the optimizer: its parameter groups, the fused kernel where available, state allocated before the first step.
 
-import dataclasses
+Groups are by name (`optimizer.groups`) and by layer (`optimizer.layer_decay`, that of BEiT, arXiv:2106.08254): the rate
+of each block is the next one's times a factor. What is registered before the first block, such as an embedding, counts
+as a layer before it; what comes after the first block and is in none, such as the head, has the full rate.
+"""
+
+import fnmatch
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainapp.config import targets
-from trainapp.config.schema import Config, Optimizer
+from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
-from trainapp.optim import groups as own_groups
 from trainapp.optim.on_host import HostCopies, move_to_host
 from trainapp.torch_private import step_optimizer
+from trainapp.units import listed
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
-
-# Wording of memory errors, which do not mean that a fused kernel is missing. Incomplete on purpose (`memory.detection`
-# has the full list): a miss costs only the fused kernel.
-_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC\w*_FAILED", re.IGNORECASE)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: weights with two or more dimensions decay, norms and biases (at most one dimension) do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2]
-    plain = [p for p in trained if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+# Torch chooses one kernel for all groups; the others of these are about how it is called.
+_OF_THE_WHOLE = ("fused", "foreach", "capturable", "differentiable")
 
 
 def build_optimizer(
@@ -44,14 +37,11 @@ def build_optimizer(
     more memory than later ones.
 
     blocks: of the model, for `layer_decay`. setting: where the settings are from, for messages.
-    Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that do not
-    fit (`optim.groups`).
+    Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that match
+    nothing, only frozen parameters, or what another group matches.
     """
     kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     takes = inspect.signature(kind).parameters
-    arguments = dict(settings.arguments)
-    if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
@@ -62,18 +52,21 @@ def build_optimizer(
     is_auto, place = settings.fused == "auto", "cpu" if settings.offload else device.type
     # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
     # create it beforehand.
-    can_be_fused = "fused" in takes and not arguments.get("dampening")
+    can_be_fused = "fused" in takes and not settings.arguments.get("dampening")
     if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
         can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
 
-    def ready(arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    def ready(**kernel: bool) -> torch.optim.Optimizer:
         # Made anew because an optimizer writes its settings into the groups that it is given.
         groups = _groups(kind, settings, model, blocks, setting)
         copies = HostCopies() if settings.offload else None
         provided: dict[str, Any] = {"params": groups if copies is None else copies.of_groups(groups)}
         provided |= {} if settings.lr is None else {"lr": settings.lr}
-        optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
-        own_groups.require_known(settings, optimizer, setting)
+        optimizer: torch.optim.Optimizer
+        optimizer = targets.construct(kind, settings.arguments | kernel, setting, user_packages, provided)
+        _require_known(settings, optimizer, setting)
+        for group in optimizer.param_groups:
+            group["lr"] *= (settings.layer_decay or 1) ** group.pop("layers_after", 0)
         _allocate_state(optimizer, settings, setting)
         if copies is not None:
             move_to_host(optimizer, copies)
@@ -81,11 +74,58 @@ def build_optimizer(
 
     if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
-            return ready({**arguments, "fused": True})
-        except UserError as error:
-            if not is_auto or _MEMORY.search(str(error.__cause__)):
+            return ready(fused=True)
+        except UserError:
+            if not is_auto:
                 raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
-    return ready(arguments)
+    return ready()
+
+
+# --- parameters by name
+
+
+def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters under each of their names: tied weights have several."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
+    """The names that a pattern of `model.freeze`, `updates` or `optimizer.groups` matches: a parameter's, those in a
+    module, or by shell wildcards, whose `*` matches dots, too. Raises UserError for a pattern that names nothing.
+
+    setting: with the pattern, and owner: the model's name, for the message.
+    """
+    named = [name for name in parameters if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
+    if not named:
+        modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
+        raise UserError(
+            f"{setting}: {owner} has no parameter or module of this name; at the top are {modules or 'none'}; name one "
+            f"of them, a parameter such as {next(iter(parameters), 'weight')}, or use wildcards"
+        )
+    return named
+
+
+def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze what the patterns of `model.freeze` name. A tensor with several names (tied weights) is frozen by each.
+
+    Raises UserError for a pattern that names nothing.
+    """
+    parameters = all_names(model)
+    for pattern in patterns:
+        for name in matching(pattern, parameters, f"model.freeze=[{pattern}]", type(model).__name__):
+            parameters[name].requires_grad_(False)
+
+
+# --- parameter groups
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: weights with two or more dimensions decay, norms and biases (at most one dimension) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    plain = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str) -> list[Any]:
@@ -95,27 +135,88 @@ def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[n
         # An optimizer may treat some parameters in another way.
         groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
     if settings.groups or settings.layer_decay is not None:
-        groups = own_groups.split(groups, model, settings, kind, blocks, setting)
+        groups = _split(groups, model, settings, blocks, setting)
     return groups
 
 
-def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer, update: int = 0) -> tuple[Config, bool]:
-    """The configuration with `foreach=false` where that saves memory, and whether it does. update: the optimizer's.
+def _split(
+    groups: list[Any], model: nn.Module, settings: Optimizer, blocks: Sequence[nn.Module], setting: str
+) -> list[dict[str, Any]]:
+    """Groups, or parameters, split by what is said of each parameter, with the `label` that each is logged under."""
+    number_of = _numbers(model, settings, setting)
+    layer_of = _layer_numbers(model, blocks) if settings.layer_decay is not None else {}
+    base = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    parts: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
+    for position, group in enumerate(base):
+        for parameter in group["params"]:
+            key = position, number_of.get(id(parameter)), layer_of.get(id(parameter))
+            parts.setdefault(key, {**group, "params": []})["params"].append(parameter)
+    with_matrices = {number for (_, number, _), part in parts.items() if any(p.ndim >= 2 for p in part["params"])}
+    for (_, number, layer), part in parts.items():
+        labels = []
+        if number is not None:
+            options = _options(settings.groups[number])
+            if number in with_matrices and all(p.ndim < 2 for p in part["params"]):
+                options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
+            part.update(options)
+            labels.append(",".join(settings.groups[number]["match"]))
+        if layer is not None:
+            part["layers_after"] = len(blocks) + 1 - layer
+            labels.append(f"layer_{layer}")
+        if labels:
+            part["label"] = ":".join(labels)
+    return list(parts.values())
 
-    The foreach kernels allocate a further copy of the parameters in the step; the fused ones and the plain loop do not.
+
+def _layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
+    """By the id of each parameter: 0 before the first block, 1 to N in the N blocks, N + 1 for the rest."""
+    of_blocks: dict[int, int] = {}
+    for number, block in enumerate(blocks, start=1):
+        for parameter in block.parameters():
+            of_blocks.setdefault(id(parameter), number)
+    layers: dict[int, int] = {}
+    outside = 0
+    for parameter in model.parameters():
+        layers[id(parameter)] = of_blocks.get(id(parameter), outside)
+        outside = len(blocks) + 1 if id(parameter) in of_blocks else outside
+    return layers
+
+
+def _numbers(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
+    """By the id of each parameter that a group matches, the number of that group."""
+    parameters = all_names(model)
+    number_of: dict[int, int] = {}
+    for number, group in enumerate(settings.groups):
+        own = f"{setting}.groups.{number}"
+        patterns = [(pattern, f"{own}.match={pattern}") for pattern in group["match"]]
+        names = [n for pattern, said in patterns for n in matching(pattern, parameters, said, type(model).__name__)]
+        for name in names:
+            if (other := number_of.setdefault(id(parameters[name]), number)) != number:
+                raise UserError(f"{own}: {name} is in group {other}, too; each parameter may be in one of them")
+        if not any(parameters[name].requires_grad for name in names):
+            raise UserError(
+                f"{own}: nothing that it matches ({listed(names)}) is trained by this optimizer; leave the group out"
+            )
+    return number_of
+
+
+def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str) -> None:
+    """Raises UserError for options of groups that the optimizer does not have, or reads for all parameters alike: torch
+    takes any.
     """
-    group = optimizer.param_groups[0]
-    settings = list(config.optimizers.values())[update]
-    on_device = not settings.offload and any(p.device.type != "cpu" for p in group["params"])
-    uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
-    if not uses_foreach or group.get("fused"):
-        return config, False
-    lean = dataclasses.replace(settings, arguments={**settings.arguments, "foreach": False})
-    if not config.updates:
-        return dataclasses.replace(config, optimizer=lean), True
-    updates = list(config.updates)
-    updates[update] = dataclasses.replace(updates[update], optimizer=lean)
-    return dataclasses.replace(config, updates=updates), True
+    options = [name for name in optimizer.defaults if name not in _OF_THE_WHOLE]
+    for number, group in enumerate(settings.groups):
+        if unknown := [name for name in _options(group) if name not in options]:
+            frozen = "; parameters are frozen by model.freeze" if unknown[0] == "freeze" else ""
+            raise UserError(
+                f"{setting}.groups.{number}.{unknown[0]}: {type(optimizer).__name__} has no {unknown[0]} of a group; "
+                f"it may have {', '.join(options)}{frozen}"
+            )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group sets of its optimizer."""
+    return {name: value for name, value in group.items() if name != "match"}
 
 
 # --- state before the first step
@@ -167,9 +268,11 @@ def _is_known(kind: Any) -> bool:
 def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     """A step with zero gradients, rate and decay, which changes no parameter. Step counts are reset to zero.
 
-    Leaves the optimizer's state allocated, ready to load a checkpoint into.
+    Leaves the optimizer's state allocated, ready to load a checkpoint into, which also has what an optimizer counts in
+    its options.
     """
-    kept = [_options(group) for group in optimizer.param_groups]
+    kept: list[dict[str, Any]]
+    kept = [{name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         if group.get("weight_decay"):
@@ -178,20 +281,11 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):  # some optimizers count in their options
-        for name in group.keys() - values.keys() - {"params"}:
-            del group[name]
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
         group.update(values)
     for state in optimizer.state.values():
         if isinstance(state, dict) and "step" in state:
             state["step"] = state["step"].zero_() if torch.is_tensor(state["step"]) else 0
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a group's options, as far as they can change in place."""
-    copies: dict[type, Callable[[Any], Any]] = {torch.Tensor: torch.clone, list: list, dict: dict}
-    own = {name: value for name, value in group.items() if name != "params"}
-    return {name: copies[type(value)](value) if type(value) in copies else value for name, value in own.items()}
 
 
 # --- one parameter at a time, as its gradient is complete: LOMO's method (arXiv:2306.09782), with any optimizer whose

@@ -22,7 +22,6 @@ from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
-from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.decisions import first_sizes, with_modes
 from trainapp.run import resume, run_dir, trained
@@ -203,10 +202,7 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 
 def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
-    in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
-    config, is_leaner = session.config, False
-    if in_step:
-        config, is_leaner = lean_optimizer(session.config, session.state.optimizer, session.state.update.number)
+    config = session.config
     session.checkpointer.finish()  # what is still being written in the background may be the newest
     path = session.checkpointer.newest()
     if path is None:  # it may have begun at another's
@@ -218,14 +214,12 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
         checkpointing = dataclasses.replace(checkpointing, resume=str(path) if path else "none")
     start = "from the seed" if checkpointing.load == "all" else "with the weights of the other run"
     place = f"the checkpoint of step {checkpoint_step}" if path else f"the start, {start}"
-    if is_leaner:
-        failure.old_size = failure.new_size = session.sizes.train.size
-        change = "an optimizer without temporaries (foreach=false)"
-    else:
-        recovery.change_size(session, failure)
-        change = f"micro-batch {failure.old_size} -> {failure.new_size}"
+    recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
-    failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
+    failure.action = (
+        f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with micro-batch "
+        f"{failure.old_size} -> {failure.new_size}"
+    )
     recovery.report(session, failure)
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
