@@ -314,8 +314,8 @@ def test_it_follows_the_direction_of_the_objective(tmp_path):
     for value in (0.1, 0.2, 0.3):
         rising.evaluated(value)
         falling.evaluated(value)
-    assert [group["lr"] for group in rising.state_dict()["groups"]] == [0.1, 0.2]
-    assert [group["lr"] for group in falling.state_dict()["groups"]] == [0.025, 0.05]
+    assert rising.state_dict()["rates"] == [0.1, 0.2]
+    assert falling.state_dict()["rates"] == [0.025, 0.05]
 
 
 @pytest.mark.parametrize("stop", [1, 3])
@@ -325,15 +325,25 @@ def test_its_state_is_in_the_checkpoint(tmp_path, stop):
     runs.run(tmp_path / "b", *CONSTANT, *PLATEAU)
     assert runs.differences(runs.saved(tmp_path / "a", 6), runs.saved(tmp_path / "b", 6)) == []
     assert [line["lr"] for line in metrics(tmp_path / "b")] == [line["lr"] for line in metrics(tmp_path / "a")]
-    assert runs.saved(tmp_path / "a", 6)["schedule"]["groups"][0]["lr"] == 0.1 / 2**5
+    assert runs.saved(tmp_path / "a", 6)["schedule"]["rates"][0] == 0.1 / 2**5
 
 
 def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
+    """But for the rate, which continues."""
     runs.run_until(tmp_path / "a", 3, *CONSTANT, *PLATEAU)
     changed = ("schedule.factor=0.1", "optimizer.lr=0.2", f"checkpointing.resume={tmp_path / 'a'}")
     run = runs.prepare(tmp_path / "b", *CONSTANT, *PLATEAU, *changed)
     schedule = run.state.update.schedule
     run.close()
-    assert schedule.state_dict()["groups"][0]["lr"] == pytest.approx(0.2 / 4)  # two reductions so far, of another rate
+    assert schedule.state_dict()["rates"][0] == pytest.approx(0.1 / 4)  # two reductions so far
     schedule.evaluated(1.0)
-    assert schedule.state_dict()["groups"][0]["lr"] == pytest.approx(0.02 / 4)
+    assert schedule.state_dict()["rates"][0] == pytest.approx(0.01 / 4)
+
+
+def test_options_that_it_has_set_continue(tmp_path):
+    """OneCycleLR's constructor sets betas to where they begin; a checkpoint has those of its step."""
+    own = (*MLP, "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.5", "train.max_steps=8")
+    runs.run(tmp_path / "a", *own)
+    runs.run_until(tmp_path / "b", 4, *own)
+    runs.run(tmp_path / "b", *own)
+    assert runs.differences(runs.saved(tmp_path / "a", 8), runs.saved(tmp_path / "b", 8)) == []

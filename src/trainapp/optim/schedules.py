@@ -6,12 +6,11 @@ torch's schedulers have a state, which a checkpoint holds. Neither a retried nor
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainapp.config import schema, targets
@@ -20,7 +19,6 @@ from trainapp.errors import UserError
 
 Factor = Callable[[int], float]
 Groups = list[dict[str, Any]]
-_NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
 
 
 class Schedule:
@@ -68,7 +66,7 @@ def for_optimizer(
     """
     if settings.target is None:
         return Schedule(build(settings, run))
-    warmup, name = warmup_steps(settings, run), settings.target
+    warmup, name = _steps(settings.warmup, run), settings.target
     target = targets.locate(name, "schedule._target_", user_packages)
     provided: dict[str, Any] = {} if run.total_steps is None else {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
@@ -76,12 +74,18 @@ def for_optimizer(
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         provided["mode"] = direction
 
-    def make(stand_in: torch.optim.Optimizer) -> Any:
-        return targets.construct(
-            target, settings.arguments, "schedule", user_packages, provided | {"optimizer": stand_in}
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("initial_lr")  # a scheduler sets it anew, by its own rule
+    provided["optimizer"] = optimizer
+    scheduler = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
+    if not isinstance(scheduler, LRScheduler):
+        raise UserError(
+            f"schedule._target_={name}: with a parameter `optimizer`, it must be one of torch's schedulers or return "
+            f"one, not a {type(scheduler).__name__}"
         )
-
-    return TorchSchedule(make, optimizer, warmup, name)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return TorchSchedule(scheduler, warmup)
 
 
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -103,7 +107,7 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
     total, final = run.total_steps, settings.final
     if total is None and settings.shape != "constant":
         raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
-    warmup = warmup_steps(settings, run)
+    warmup = _steps(settings.warmup, run)
     decay = _steps(settings.decay, run) if settings.shape == "wsd" else 0
     if total is not None and parse(settings.warmup)[1] == parse(settings.decay)[1] == "percent":
         decay = min(decay, max(0, total - warmup))  # each was rounded up to at least one step
@@ -132,11 +136,6 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
     return factor
 
 
-def warmup_steps(settings: schema.Schedule, run: RunLength) -> int:
-    """Of the linear warm-up. Raises UserError where its duration does not fit the run."""
-    return _steps(settings.warmup, run)
-
-
 def _steps(duration: Any, run: RunLength) -> int:
     try:
         return to_steps(duration, run)
@@ -150,18 +149,14 @@ def _function(
     """A function whose first parameter is the step, or an instance of a class that is called like that."""
     if inspect.isclass(target):
         built: Callable[[int], Any] = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
-        if not callable(built):
-            raise UserError(
-                f"schedule._target_={settings.target}: an instance of it cannot be called; give the class a method "
-                "`__call__(self, step)` that returns the factor of the learning rate, or a parameter `optimizer`, as "
-                "torch's schedulers have"
-            )
-        return built
+        if callable(built):
+            return built
     first = next(iter(inspect.signature(target).parameters), None)
-    if first is None or first in settings.arguments:
+    if inspect.isclass(target) or first is None or first in settings.arguments:
         raise UserError(
-            f"schedule._target_={settings.target}: its first parameter must be the step; it returns the factor of the "
-            "learning rate. One of torch's schedulers is built by a function with a parameter `optimizer`"
+            f"schedule._target_={settings.target}: must be a function whose first parameter is the step and which "
+            "returns the factor of the learning rate, a class whose instances are called like that, or have a "
+            "parameter `optimizer` and return one of torch's schedulers"
         )
     options = targets.arguments_of(target, settings.arguments, "schedule", user_packages, provided | {first: 0})
     del options[first]
@@ -169,20 +164,16 @@ def _function(
 
 
 def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
-    """The function, returning floats. Raises UserError for a value that is not a number of at least 0."""
+    """The function, after the warm-up. Raises UserError for a factor that is negative or not finite."""
 
     def factor(step: int) -> float:
-        value = function(max(0, step - warmup))
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not (math.isfinite(number) and number >= 0):
+        value = float(function(max(0, step - warmup)))
+        if not 0 <= value < math.inf:
             raise UserError(
-                f"schedule._target_={name}: for step {max(0, step - warmup)} it returned {value!r}; it must return the "
+                f"schedule._target_={name}: for step {max(0, step - warmup)} it returned {value}; it must return the "
                 "factor of the learning rate, a number of at least 0"
             )
-        return number * min(1.0, (step + 1) / warmup) if warmup else number
+        return value * min(1.0, (step + 1) / warmup) if warmup else value
 
     factor(0)  # a mistake in it shows before the first step
     return factor
@@ -191,105 +182,64 @@ def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
 # --- torch's schedulers
 
 
-class _StandIn(torch.optim.Optimizer):
-    """An optimizer with the groups of another, at their configured rates, and without its parameters."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        groups = [
-            {name: value for name, value in group.items() if name not in _NOT_ITS}
-            | {"params": [nn.Parameter(torch.zeros(()))], "lr": group["initial_lr"]}
-            for group in optimizer.param_groups
-        ]
-        super().__init__(groups, dict(optimizer.defaults))
-        self.before = [dict(group) for group in self.param_groups]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: schedulers warn where none comes before their own."""
-
-
 class TorchSchedule(Schedule):
-    """The schedule of what `make` builds for an optimizer. warmup: steps of a linear warm-up before it.
+    """The schedule of one of torch's schedulers. warmup: steps of a linear warm-up before it.
 
-    A scheduler changes an optimizer whenever it is stepped. This one has a stand-in with the same groups, whose rates,
-    and other options that the scheduler sets, are given to the optimizer when an update is committed: so a step that is
-    rolled back or skipped does not advance it, and a warm-up can come before it. It is stepped once per applied step
-    after the warm-up, or once per evaluation where it is a ReduceLROnPlateau.
-    name: for messages. Raises UserError for what is no scheduler.
+    A scheduler changes its optimizer whenever it is stepped: here only when an update is committed, once per step that
+    has been applied since the warm-up, so that a step that is rolled back or skipped does not advance it; or once per
+    evaluation, where it is a ReduceLROnPlateau.
     """
 
-    def __init__(
-        self, make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer, warmup: int, name: str
-    ):
+    def __init__(self, scheduler: LRScheduler, warmup: int):
         super().__init__()
-        self._warmup, self._steps = warmup, 0
-        self._initial = [group["initial_lr"] for group in optimizer.param_groups]
-        self._stand_in = _StandIn(optimizer)
-        self._set: set[str] = {"lr"}  # options that the scheduler has ever set; the others may be the optimizer's own
-        with self._stepping():
-            self._scheduler = make(self._stand_in)
-        if not isinstance(self._scheduler, LRScheduler):
-            raise UserError(
-                f"schedule._target_={name}: with a parameter `optimizer`, it must be one of torch's schedulers or "
-                f"return one, not a {type(self._scheduler).__name__}"
-            )
-        self.follows_evaluations = isinstance(self._scheduler, ReduceLROnPlateau)
+        self._scheduler, self._warmup, self._steps = scheduler, warmup, 0
+        self._groups = scheduler.optimizer.param_groups
+        self._rates = [group["lr"] for group in self._groups]  # the scheduler's, without the factor of the warm-up
+        self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Steps the scheduler for the steps that were applied since the last call."""
         while not self.follows_evaluations and self._steps < step - self._warmup:
-            with self._stepping():
-                self._scheduler.step()
+            self._step()
             self._steps += 1
-        factor = (step + 1) / self._warmup if step < self._warmup else 1.0
-        for group, own in zip(groups, self._stand_in.param_groups, strict=True):
-            group.update({name: own[name] for name in self._set if name in group})
-            group["lr"] = own["lr"] * factor
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * min(1.0, (step + 1) / self._warmup) if self._warmup else rate
 
     def evaluated(self, objective: float) -> None:
         if self.follows_evaluations:
-            with self._stepping():
-                self._scheduler.step(objective)
+            self._step(objective)
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Around a step of the scheduler: notes the options that it sets. Raises UserError for its ValueError, such as
-        that of OneCycleLR beyond its last step.
-        """
-        self._stand_in.step()
+    def _step(self, *objective: float) -> None:
+        """Raises UserError for a ValueError, such as that of OneCycleLR beyond its last step."""
+        for group, rate in zip(self._groups, self._rates, strict=True):
+            group["lr"] = rate
         try:
-            yield
+            with warnings.catch_warnings():  # torch does not know of the steps before a resume
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
+                self._scheduler.step(*objective)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"schedule: {error}") from error
-        for own, before in zip(self._stand_in.param_groups, self._stand_in.before, strict=True):
-            self._set |= {name for name in before if name not in _NOT_ITS and own[name] != before[name]}
+        self._rates = [group["lr"] for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, and what it has set in the groups."""
-        groups = [{name: own[name] for name in sorted(self._set)} for own in self._stand_in.param_groups]
+        """The scheduler's own, and its rates. Other options that it has set are the optimizer's."""
         return {
             "scheduler": self._scheduler.state_dict(),
             "steps": self._steps,
-            "groups": groups,
-            "initial": self._initial,
+            "rates": self._rates,
             "class": type(self._scheduler).__name__,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue. The scheduler's settings, which are its constructor's parameters, stay those of the configuration;
-        where `optimizer.lr` has changed since, the rates change in proportion. The state of another class of schedulers
-        is ignored. Raises ValueError for another number of groups.
+        """Continue at the rates of the state. The scheduler's settings, which are its constructor's parameters, stay
+        those of the configuration. The state of another class of schedulers is ignored. Raises ValueError for another
+        number of groups.
         """
         if state["class"] != type(self._scheduler).__name__:
             return
-        if len(state["groups"]) != len(self._initial):
-            raise ValueError(f"a schedule of {len(state['groups'])} parameter groups instead of {len(self._initial)}")
+        if len(state["rates"]) != len(self._rates):
+            raise ValueError(f"a schedule of {len(state['rates'])} parameter groups instead of {len(self._rates)}")
         configured = {"base_lrs", *inspect.signature(type(self._scheduler)).parameters} - {"last_epoch"}
         kept = {name: value for name, value in self._scheduler.state_dict().items() if name in configured}
         self._scheduler.load_state_dict(state["scheduler"] | kept)
-        self._steps = state["steps"]
-        for own, saved, before, now in zip(
-            self._stand_in.param_groups, state["groups"], state["initial"], self._initial, strict=True
-        ):
-            own.update(saved)
-            own["lr"] = saved["lr"] if before == now else now * (saved["lr"] / before)
-            self._set |= saved.keys()
+        self._steps, self._rates = state["steps"], list(state["rates"])

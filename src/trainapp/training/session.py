@@ -291,11 +291,14 @@ class Session:
         """
         config = self.config
         for update in self.state.updates:
-            state = update.schedule.state_dict()
+            state, groups = update.schedule.state_dict(), update.optimizer.param_groups
+            kept = [{name: group[name] for name in update.optimizer.defaults if name in group} for group in groups]
             update.schedule = schedules.for_optimizer(
                 config.schedule, self.limits.length, update.optimizer, config.user_packages, self.objective.direction
             )
-            if state:
+            if state:  # torch's; its constructor has set options, such as momentum, to where they begin
+                for group, own in zip(groups, kept, strict=True):
+                    group.update(own)
                 update.schedule.load_state_dict(state)
             if update.schedule.follows_evaluations:
                 self._require_evaluations()
