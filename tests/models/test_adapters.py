@@ -194,7 +194,7 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["adapter.targets=[q_prj]"], r"adapter\.targets=\[q_prj\]: LlamaForCausalLM has no module of this name"),
+        (["adapter.targets=[q_prj]"], r"adapter=lora: Target modules .*q_prj"),
         (["adapter.train=[head]"], r"adapter\.train=\[head\]: LlamaForCausalLM has no module"),
         (["adapter.rank=0"], r"adapter\.rank=0: must be greater than 0"),
         (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: matmuls"),
@@ -259,15 +259,14 @@ def test_an_export_has_the_statistics_of_a_batchnorm_that_is_trained(tmp_path):
     assert (loaded - untrained).abs().max() > 1e-2
 
 
-def test_what_else_training_changed_beside_the_adapters_is_exported_merged_only(tmp_path):
+def test_what_else_training_changed_beside_the_adapters_is_exported_merged_only(tmp_path, caplog):
     """Statistics of BatchNorm and counts, which peft would take from the base."""
     counts = (*NORMED, "+model.counts=true")
     run = runs.run_until(tmp_path / "run", 4, *counts, "adapter=lora")
     wanted = outputs(run.state.model)
     export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", "user_packages=[own_models]")
-    with pytest.raises(UserError, match=r"training changed .*running_mean.* with export\.merge=true"):
-        runs.run(tmp_path / "out", *export)
-    assert not (tmp_path / "out/export/adapter_model.safetensors").exists()
+    runs.run(tmp_path / "out", *export)
+    assert "running_mean" in caplog.text
     runs.run(tmp_path / "whole", *export, "export.merge=true")
     weights = load_file(tmp_path / "whole/export/model.safetensors")
     model = Normed(10, counts=True)
@@ -297,22 +296,21 @@ def test_a_base_in_bf16_is_merged_in_fp32(tmp_path, base):
 
 
 @pytest.mark.slow
-def test_new_layers_that_would_not_be_trained_are_refused(tmp_path):
+def test_new_layers_are_trained(tmp_path):
     """BERT's pooler, which a language model comes without: peft would draw another one when it opens the export."""
     bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=400, **hf_files.SIZES))
     bert.save_pretrained(hf_files.tokenizer_folder(tmp_path / "bert"))
     files = hf_files.texts(tmp_path / "texts.jsonl")
     overrides = ("model=hf", "model.task=sequence_classification", f"model.path={tmp_path / 'bert'}", "adapter=lora")
     overrides = (*overrides, "data=hf", f"data.path={files}", "data.label=label")
-    with pytest.raises(UserError, match=r"pooler.*are new .* adapter\.train=\[classifier,bert\.pooler\.dense\]"):
-        runs.prepare(tmp_path / "run", *overrides)
-    run = runs.prepare(tmp_path / "run", *overrides, "adapter.train=[classifier,bert.pooler.dense]")
+    run = runs.prepare(tmp_path / "run", *overrides)
     run.close()
     trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad}
     assert "bert.pooler.dense.modules_to_save.default.weight" in trained
+    assert "classifier.modules_to_save.default.weight" in trained
 
 
-def test_an_export_of_tied_weights_has_the_adapters_alone():
+def test_an_export_of_tied_weights_has_the_adapters_alone(caplog):
     config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **hf_files.SIZES)
     model = transformers.LlamaForCausalLM(config)
     add_lora(model, Adapter(kind="lora"))
@@ -320,9 +318,10 @@ def test_an_export_of_tied_weights_has_the_adapters_alone():
     assert len(tensors) == 2 * 2 * 7
     assert all("lora_" in name for name in tensors)
     assert not settings.modules_to_save
+    assert not caplog.text
     model.model.norm.weight.requires_grad_(True)  # by code of a user's own
-    with pytest.raises(UserError, match=r"training changed model\.norm\.weight beside the adapters"):
-        exported(model)
+    exported(model)
+    assert "model.norm.weight" in caplog.text
 
 
 # A base that forwards write
@@ -392,11 +391,11 @@ def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_merged_export_has_what_forwards_wrote(tmp_path):
+def test_a_merged_export_has_what_forwards_wrote(tmp_path, caplog):
     runs.run(tmp_path / "run", *CODEBOOK)
     code = runs.saved(tmp_path / "run", 4)["model"]["code"]
     export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", *CODEBOOK)
-    with pytest.raises(UserError, match=r"training changed code .*would be lost.* with export\.merge=true"):
-        runs.run(tmp_path / "small", *export)
+    runs.run(tmp_path / "small", *export)
+    assert "code" in caplog.text
     runs.run(tmp_path / "merged", *export, "export.merge=true")
     assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)

@@ -7,10 +7,11 @@ has its digest instead of its values, since it is found again where it came from
 
 import functools
 import hashlib
+import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,20 +26,18 @@ from trainapp.snapshot import checksum
 from trainapp.torch_private import has_values
 from trainapp.units import listed
 
+log = logging.getLogger(__name__)
+
 # peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen part of a model with adapters: its parameters by name, and a digest of their values.
-
-    buffers: the digest of each, which training may change all the same (BatchNorm's statistics).
-    """
+    """The frozen part of a model with adapters: its parameters by name, and a digest of their values."""
 
     names: frozenset[str]
     digest: str  # empty of tensors without values
-    buffers: Mapping[str, str] = field(default_factory=dict)
 
 
 _bases: "weakref.WeakKeyDictionary[nn.Module, Base]" = weakref.WeakKeyDictionary()
@@ -72,9 +71,8 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     Raises UserError for names that the model does not have, and where peft is missing.
     """
     peft = require_peft()
-    trained = heads(model) if settings.train == "auto" else list(settings.train)
-    _require_modules(model, trained, "adapter.train")
-    _require_all_trained(model, trained)
+    trained = _new_modules(model) if settings.train == "auto" else list(settings.train)
+    _require_modules(model, trained)
     options = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -99,8 +97,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    _bases[model] = Base(frozenset(base), digest_of(base), buffers)
+    _bases[model] = Base(frozenset(base), digest_of(base))
 
 
 def require_same_base(model: nn.Module, saved: str | None) -> None:
@@ -152,40 +149,26 @@ def merge(model: nn.Module) -> None:
 
 def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
     """The adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and peft's
-    configuration of them.
+    configuration of them. What else may have changed, such as BatchNorm's statistics, is not in it: a warning names it.
 
-    written: names of frozen parameters that forwards have written. Raises UserError where training has changed anything
-    else: peft would load the base's values.
+    written: names of frozen parameters that forwards have written.
     """
-    base = base_of(model)
-    assert base is not None, "a model without adapters"
-    tensors = model.state_dict(keep_vars=True)
     # Otherwise it would ask the hub about the base's embeddings.
-    options = {"state_dict": tensors, "save_embedding_layers": False}
+    options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
     trained = require_peft().get_peft_model_state_dict(model, **options)
-    known, parameters = (
-        {id(tensor) for tensor in trained.values()},
-        dict(model.named_parameters(remove_duplicate=False)),
-    )
-    changed = []
-    for name, tensor in tensors.items():
-        if torch.is_tensor(tensor) and id(tensor) not in known:
-            if name in parameters:
-                is_changed = parameters[name].requires_grad or name in written
-            else:
-                is_changed = base.buffers.get(name) != digest_of({name: tensor})
-            changed += [name] * is_changed
-    if changed:
-        raise UserError(
-            f"mode=export: training changed {listed(changed)} beside the adapters, which would be lost: peft loads the "
-            "base's; export all of it with export.merge=true, or name the modules in adapter.train and train again"
+    known = {id(own) for own in trained.values()}
+    known |= {id(p) for name, p in model.named_parameters() if not p.requires_grad and name not in written}
+    if left := [name for name, own in model.state_dict(keep_vars=True).items() if id(own) not in known]:
+        log.warning(
+            "the export has the adapters and the modules in adapter.train; of %s, peft takes the values of the base. "
+            "If training has changed them, use export.merge=true",
+            listed(left),
         )
     return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, model.peft_config["default"]
 
 
 def _targets(model: nn.Module, settings: Adapter) -> list[str]:
     if settings.targets != "auto":
-        _require_modules(model, settings.targets, "adapter.targets")
         return list(settings.targets)
     found = linear_layers(model)
     # By the last part of their names, as adapters are usually published, where that names nothing else.
@@ -204,31 +187,26 @@ def linear_layers(model: nn.Module) -> list[str]:
     return found
 
 
-def _require_all_trained(model: nn.Module, trained: Iterable[str]) -> None:
-    """Raises UserError for layers that are neither pretrained nor to be trained: peft, opening an export, would draw
-    others.
-    """
-    names = tuple(trained)
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn(model))
-    left = [own for own in owners if not any(f".{name}." in f".{own}." for name in names)]
-    if left:
-        raise UserError(
-            f"adapter=lora: {listed(left)} of {type(model).__name__} are new for this task, and would stay as they are "
-            f"drawn; train them, with adapter.train=[{','.join(dict.fromkeys([*names, *left]))}]"
-        )
+def _new_modules(model: nn.Module) -> list[str]:
+    """What a task adds to a pretrained body, to be trained in full: peft, opening an export, would draw it anew."""
+    found = heads(model)
+    for owner in (name.rpartition(".")[0] for name in drawn(model)):
+        if owner and not any(f"{owner}.".startswith(f"{other}.") for other in found):
+            found.append(owner)
+    return found
 
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # GPT-2's, with a transposed weight
 
 
-def _require_modules(model: nn.Module, wanted: list[str], setting: str) -> None:
+def _require_modules(model: nn.Module, wanted: list[str]) -> None:
     names = [name for name, _ in model.named_modules() if name]
     for given in wanted:
         if not any(name == given or name.endswith(f".{given}") for name in names):
             last = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise UserError(
-                f"{setting}=[{given}]: {type(model).__name__} has no module of this name; there are {listed(last)}"
+                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; there are {listed(last)}"
             )
 
 

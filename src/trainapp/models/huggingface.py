@@ -1,4 +1,4 @@
-"""Models of Transformers from a configuration, a folder or the hub: `model=hf`. And checks of what one computes.
+"""Models of Transformers from a configuration, a folder or the hub: `model=hf`.
 
 The model is Transformers' own, with its names: what is exported is what `from_pretrained` opens. `models.inspect` reads
 it, as it reads any other.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.models.inspect import heads, positions_of, without_cache
@@ -69,7 +69,7 @@ def build(
     given, is_new = config or {}, path is None
     _follow_tokens(settings, given, is_new, vocab_size, context_length)
     if num_classes is not None:
-        _follow_classes(settings, given, is_new, num_classes, classes)
+        _follow_classes(settings, given, num_classes, classes)
     if image_shape is not None and is_new:
         _follow_images(settings, given, image_shape)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -83,8 +83,6 @@ def build(
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     without_cache(model)
-    if task == "causal_lm":
-        require_causal(model)
     if num_classes is not None and pad_token_id is not None:
         # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
         # "no gradient".
@@ -181,18 +179,8 @@ def _follow_images(settings: Any, given: dict[str, Any], shape: Sequence[int]) -
             setattr(settings, name, value)
 
 
-def _follow_classes(
-    settings: Any, given: dict[str, Any], is_new: bool, count: int, classes: Sequence[str] | None
-) -> None:
-    """Set the number and the names of the data's classes. Raises UserError where the configuration has others, or a
-    pretrained model has the same ones in another order: each would be trained as another.
-    """
-    own = [settings.id2label[number] for number in sorted(settings.id2label)]
-    if not is_new and classes is not None and own != list(classes) and sorted(own) == sorted(classes):
-        raise UserError(
-            f"model.path: its classes are {', '.join(own)}, and the data has them in another order "
-            f"({', '.join(classes)}); set data.classes=[{', '.join(own)}]"
-        )
+def _follow_classes(settings: Any, given: dict[str, Any], count: int, classes: Sequence[str] | None) -> None:
+    """Set the number and the names of the data's classes. Raises UserError where the configuration has others."""
     wanted = given.get("num_labels", len(given["id2label"]) if "id2label" in given else count)
     if wanted != count:
         raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; leave it out")
@@ -223,11 +211,10 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
     missing = [name for name in report["missing_keys"] if not name.endswith("num_batches_tracked")]
     is_same = type(model).__name__ in saved_as
     if lost := sorted(missing if is_same else (name for name in missing if not _is_of_task(model, name))):
-        saved = f", saved as {listed(saved_as)}" if saved_as else ""
         raise UserError(
             f"model.path={place}: it lacks weights of {type(model).__name__}, which would be drawn at random: "
-            f"{listed(lost)}; name a folder that is complete (this one{saved}), or choose the model.task of the saved "
-            "model"
+            f"{listed(lost)}; name a folder that is complete, or choose the model.task of the saved model "
+            f"({listed(saved_as) or 'unknown'})"
         )
     if names := sorted({*missing, *resized}):
         _drawn[model] = names
@@ -249,68 +236,16 @@ def drawn(model: nn.Module) -> list[str]:
     return _drawn.get(model, [])
 
 
-# --- checks that compute, and so need values: on meta, and in a trace, there are none
-
-
-def require_causal(model: nn.Module) -> None:
-    """Raises UserError for a model whose predictions depend on the tokens that they are to predict, such as BERT as
-    a decoder without `is_decoder`, and XLNet: it would train to read the answers.
-
-    Compares two short texts of which the later tokens differ. What fails here, the first step reports.
-    """
-    if not has_values(next(model.parameters())):
-        return
-    try:
-        first, second = (_logits(model, tokens)[:, :2] for tokens in ([0, 1, 2, 3], [0, 1, 3, 0]))
-    except Exception:
-        return
-    # Causal ones differ by the rounding of experts that get other tokens, up to 1e-7 in fp32; BERT with drawn weights
-    # by 2e-3.
-    least = max(1e-5, 4 * torch.finfo(first.dtype).eps) * float(first.abs().max())
-    if not torch.allclose(first, second, rtol=0, atol=least):
-        decoder = hasattr(getattr(model, "config", None), "is_decoder")
-        advice = "model.config.is_decoder=true where its attention follows that, or " if decoder else ""
-        raise UserError(
-            f"model.task=causal_lm: {type(model).__name__} attends to later tokens, so it would see the tokens it is "
-            f"to predict; use {advice}a model that reads from left to right"
-        )
-
-
 def require_documents_apart(model: nn.Module) -> None:
-    """Raises UserError for a model in which packed documents, told apart by their positions, see each other.
-
-    Compares two short documents in one sequence with the second by itself.
-    """
-    name, setting = type(model).__name__, "data.pack=true"
+    """Raises UserError for a model in which packed documents, told apart by their positions, would see each other."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{setting}: {name} takes no position_ids, which tell documents apart; use data.pack=false")
+        raise UserError(
+            f"data.pack=true: {type(model).__name__} takes no position_ids, which tell documents apart; use "
+            "data.pack=false"
+        )
     given: Any = model
     if "flash" in str(getattr(given.config, "_attn_implementation", "")):
         raise UserError(
-            f"{setting} with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of one "
-            "sample; use model.attention=sdpa"
+            "data.pack=true with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of "
+            "one sample; use model.attention=sdpa"
         )
-    if not has_values(next(model.parameters())):
-        return
-    together = _logits(model, [0, 1, 2, 2, 0, 1], [0, 1, 2, 0, 1, 2])[:, 3:]
-    alone = _logits(model, [2, 0, 1], [0, 1, 2])
-    if not torch.allclose(together, alone, rtol=1e-2, atol=1e-4 * float(alone.abs().max())):
-        raise UserError(
-            f"{setting}: in {name} a packed document changes what the next one computes (by "
-            f"{float((together - alone).abs().max()):.2g}): its attention does not follow position_ids; use "
-            "data.pack=false, or model.attention=sdpa"
-        )
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, tokens: list[int], positions: list[int] | None = None) -> Tensor:
-    """Of one text, in evaluation mode."""
-    device, was_training = next(model.parameters()).device, model.training
-    others = {} if positions is None else {"position_ids": torch.tensor([positions], device=device)}
-    model.eval()
-    try:
-        output = model(torch.tensor([tokens], device=device), **others)
-    finally:
-        model.train(was_training)
-    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits.float()

@@ -227,10 +227,8 @@ def _export_weights(session: Session, folder: Path, largest: int) -> list[Path]:
 
 
 def _export_adapters(session: Session, folder: Path) -> list[Path]:
-    """Write `adapter_model.safetensors` and `adapter_config.json`: of the base only modules in which training changed
-    something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
-    """
-    tensors, settings = adapters.exported(session.state.model, set(session.state.written(session.ranks)))
+    """Write `adapter_model.safetensors` and `adapter_config.json`. Collective."""
+    tensors, settings = adapters.exported(session.state.model, session.state.written(session.ranks))
     weights = _gathered(session, tensors)
     if not session.ranks.is_rank_zero:
         return []
