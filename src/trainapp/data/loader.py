@@ -80,10 +80,10 @@ def seed_generators(*numbers: int) -> None:
 
 class Results:
     """`results(requests)` are `dataset[request]` in order: each computed when it is asked for, or, with `workers`
-    processes, ahead.
+    processes, `ahead` of them by each.
     """
 
-    def __init__(self, dataset: Dataset, workers: int, pinned: bool = False):
+    def __init__(self, dataset: Dataset, workers: int, pinned: bool = False, ahead: int = 2):
         self.workers, self._dataset, self._requests = workers, dataset, _Requests()
         self._loader = None
         if workers:
@@ -93,6 +93,7 @@ class Results:
                 collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
                 sampler=self._requests,
                 num_workers=workers,
+                prefetch_factor=ahead,
                 pin_memory=pinned,
                 persistent_workers=True,
                 worker_init_fn=_leave_ctrl_c,

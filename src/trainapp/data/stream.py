@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from trainapp.data.sampler import Share, Source
-from trainapp.data.stream_reader import READ_AT_ONCE, Place, Position, Reader, Shard, has_shards
+from trainapp.data.stream_reader import Place, Position, Reader, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 
@@ -34,10 +34,7 @@ class HeldSamples(Dataset):
             return sample  # torch's collating copies it
         # A collate of the user's may take samples apart, or pass them on to a task that writes to its batch: a retry
         # must find them as they came.
-        try:
-            return copy.deepcopy(sample)
-        except Exception:  # such as an open file
-            return sample
+        return copy.deepcopy(sample)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -212,7 +209,7 @@ class EvalStream:
         """
         self._shard.go_to(Position())
         shard, skipped, first, spare = self._shard, done * self.world, 0, None
-        while read := shard.available(0, min(READ_AT_ONCE, skipped - first) if first < skipped else size * self.world):
+        while read := shard.available(0, 1 if first < skipped else size * self.world):
             if first >= skipped:
                 numbers = [number for number in range(first, first + read) if number % self.world == self.rank]
                 spare = shard.sample(read - 1)

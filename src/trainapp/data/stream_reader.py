@@ -23,7 +23,8 @@ from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
-READ_AT_ONCE = 16  # samples per chunk; a worker process keeps two of these ahead
+AHEAD = 32  # samples that a worker process keeps ready
+STATE_EVERY = 16  # samples: a position is reached again by reading on from the state before it
 log = logging.getLogger(__name__)
 
 
@@ -121,21 +122,21 @@ class Position(NamedTuple):
     base: Place = Place()
 
 
-class Chunk(NamedTuple):
-    """Samples of one epoch in a row. base: from where they can be read again. ended: whether the epoch has no more."""
-
-    base: Place
-    samples: list[Any]
-    ended: bool
-
-
 class _End(Enum):
     END = "after the last sample"  # instead of a sample
 
 
+class Read(NamedTuple):
+    """A sample, or END where the epoch has none from there on. base: from where it can be read again."""
+
+    sample: Any
+    base: Place
+    is_last: bool  # of its epoch
+
+
 class Reader(Dataset):
-    """Reads one shard of a stream: `reader[position]` is the `Chunk` from there on, `reader[None]` the next one. In a
-    worker process its pickle, because torch sends every tensor of a worker by an open file.
+    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one. In a worker
+    process its pickle, because torch sends every tensor of a worker by an open file.
 
     The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it.
     """
@@ -144,51 +145,42 @@ class Reader(Dataset):
         self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
         self._tells, self._pickles = _tells_position(self.source), False
         self._iterator: Iterator[Any] = iter(())
-        self._chunks: Iterator[Chunk] = iter(())
+        self._reads: Iterator[Read] = iter(())
 
     def __getitem__(self, start: Position | None) -> Any:
         if get_worker_info() is not None:
             become_main_process()
             self._pickles = True
         if start is not None:
-            self._chunks = self._chunks_from(start)
+            self._reads = self._from(start)
         with preserved_rng(torch.device("cpu")):
-            chunk = next(self._chunks)
-        return pickle.dumps(chunk, pickle.HIGHEST_PROTOCOL) if self._pickles else chunk
+            read = next(self._reads)
+        return pickle.dumps(read, pickle.HIGHEST_PROTOCOL) if self._pickles else read
 
-    def _chunks_from(self, start: Position) -> Iterator[Chunk]:
-        """Of this epoch and all later ones. Raises UserError if the stream ends before the position."""
+    def _from(self, start: Position) -> Iterator[Read]:
+        """The samples of this epoch and of all later ones. Raises UserError if the stream ends before the position."""
         place = base = start.base
         while True:
             epoch, number, _ = place
             sample = self._open(place)
             if not self._tells:
                 base = place  # else the end of the epoch before leads here, until there is a state in this one
-            while True:
-                # The first sample of an epoch alone: the others can then be read again from a state in it.
-                most = 1 if self._tells and number == 0 else READ_AT_ONCE
-                if epoch == start.epoch and number < start.number:
-                    most = min(most, start.number - number)
-                samples: list[Any] = []
-                after = base
-                while sample is not _End.END and len(samples) < most:
-                    samples.append(sample)
-                    number += 1
-                    if self._tells and len(samples) == most:
-                        after = Place(epoch, number, self._state())
-                    sample = self._read(epoch, number)
-                has_ended, is_there = sample is _End.END, (epoch, number) == start[:2]
-                if (epoch, number) > start[:2] or (has_ended and is_there):
-                    yield Chunk(base, [] if is_there else samples, has_ended)
-                base = after
-                if has_ended:
-                    break
+            while sample is not _End.END:
+                number, before = number + 1, base
+                if self._tells and (number == 1 or number % STATE_EVERY == 0):
+                    base = Place(epoch, number, self._state())
+                following = self._read(epoch, number)
+                if (epoch, number) > start[:2]:
+                    yield Read(sample, before, following is _End.END)
+                sample = following
             if epoch == start.epoch and number < start.number:
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
                     f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
                     "these weights by checkpointing.load=weights"
                 )
+            if epoch >= start.epoch and number == (start.number if epoch == start.epoch else 0):
+                yield Read(_End.END, base, True)
             place = Place(epoch + 1)
 
     def _open(self, place: Place) -> Any:
@@ -221,14 +213,14 @@ class Shard:
     """
 
     def __init__(self, reader: Reader, in_process: bool):
-        self._results = Results(reader, workers=0 if in_process else 1)
+        self._results = Results(reader, workers=0 if in_process else 1, ahead=AHEAD)
         self.go_to(Position())
 
     def go_to(self, position: Position) -> None:
         """Continue from this position. Nothing is read yet."""
         self.position = position
-        self._chunks: Iterator[Any] | None = None  # until the first read
-        self._buffer: list[tuple[Any, Place]] = []  # the next samples of the epoch, and from where each can be read
+        self._reads: Iterator[Any] | None = None  # until the first one
+        self._buffer: list[Read] = []  # the next samples of the epoch
         self._ended = False  # whether the epoch has no others
 
     def available(self, epoch: int, wanted: int) -> int:
@@ -241,7 +233,7 @@ class Shard:
 
     def sample(self, number: int) -> Any:
         """One of those `available`."""
-        return self._buffer[number][0]
+        return self._buffer[number].sample
 
     def ends_after(self, epoch: int, count: int) -> bool:
         """Whether the shard has no sample of the epoch after its next `count`, which are `available`."""
@@ -251,7 +243,7 @@ class Shard:
         """Count the next `count` samples as trained."""
         if count:
             epoch, number, _ = self.position
-            self.position = Position(epoch, number + count, base=self._buffer[count - 1][1])
+            self.position = Position(epoch, number + count, base=self._buffer[count - 1].base)
             del self._buffer[:count]
 
     def begin_next_epoch(self) -> None:
@@ -262,21 +254,21 @@ class Shard:
 
     def close(self) -> None:
         """End the process that reads ahead. What it has read is lost."""
-        self._chunks = None
+        self._reads = None
         self._results.close()
 
     def _read(self) -> None:
-        """The next chunk."""
-        started, is_first, (epoch, number, base) = time.monotonic(), self._chunks is None, self.position
+        """The next sample."""
+        started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
         try:
             with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
-                if self._chunks is None:
-                    self._chunks = self._results(itertools.chain([self.position], itertools.repeat(None)))
-                chunk = next(self._chunks)
+                if self._reads is None:
+                    self._reads = self._results(itertools.chain([self.position], itertools.repeat(None)))
+                read = next(self._reads)
         except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position)
             raise
-        chunk = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
+        read = pickle.loads(read) if isinstance(read, bytes) else read
         if is_first and number and base.state is None:
             log.info(
                 "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
@@ -285,5 +277,6 @@ class Shard:
                 epoch,
                 time.monotonic() - started,
             )
-        self._buffer += [(sample, chunk.base) for sample in chunk.samples]
-        self._ended = chunk.ended
+        if read.sample is not _End.END:
+            self._buffer.append(read)
+        self._ended = read.is_last
