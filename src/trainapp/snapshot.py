@@ -189,7 +189,6 @@ class Snapshot:
         assert self._state is not None, "no complete take()"
         return self._state
 
-    @torch.no_grad()
     def take(self, parameters: Parameters = "written") -> None:
         """Record the current state. parameters: which of them to copy, besides those that are known to be written."""
         self.lost, self._state = [], None
@@ -234,8 +233,10 @@ class Snapshot:
                 group[0].append(copy)
                 group[1].append(tensor)
             self._copied, self._groups = (now, chosen), list(groups.values())
-        for copies, tensors in self._groups:
-            foreach_copy_(copies, tensors)
+        if self._groups:  # entering `no_grad` takes as long as all the rest of it
+            with torch.no_grad():
+                for copies, tensors in self._groups:
+                    foreach_copy_(copies, tensors)
         return self._copies
 
     def _copies_of_constants(self, tensors: list[Tensor]) -> dict[int, _Constant]:

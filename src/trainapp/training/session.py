@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.schema import Config
-from trainapp.data.progress import due_updates
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
@@ -241,8 +240,8 @@ class Session:
 
     def coming_updates(self) -> Iterator[Step]:
         """The coming step, once for each of its updates that is due and not finished."""
-        due = due_updates(self.state.progress.step, self.state.every)
-        for _ in range(sum(number >= self.state.progress.update for number in due)):
+        yield self.next_step()
+        while self.state.progress.update:
             yield self.next_step()
 
     def next_step(self) -> Step:
