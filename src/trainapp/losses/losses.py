@@ -232,7 +232,7 @@ def needs_whole_batch(task: Any) -> bool:
 EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
 
 
-# What the log records in addition to metrics: see `training.log`, `Sizes.scalars` and `Meter.scalars`.
+# What the log records in addition to metrics: see `training.events`, `Sizes.scalars` and `Meter.scalars`.
 RESERVED = frozenset(
     {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
     | {"samples_per_second", "tokens_per_second", "mfu"}

@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainapp.config.schema import Model
 from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
+from trainapp.units import listed
 
 # Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
@@ -183,3 +185,49 @@ def positions_of(config: Any) -> int | None:
     """The longest sequence that a model reads; None where it has no limit (for which XLNet has -1)."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
+
+
+# --- what a loss depends on
+
+
+@contextlib.contextmanager
+def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
+    """Use around the backward that completes the gradients of a step. Walks the graph: some milliseconds, in the first
+    step of a process.
+
+    Raises UserError for parameters that receive a gradient but are not the model's, since nothing would ever train
+    them, and for sparse gradients, which clipping and most optimizers cannot take.
+    """
+    leaves = list(parameters_behind(loss))
+    yield
+    # After the backward, because only then can FSDP2's gathered parameters be told apart: their gradients have moved
+    # into the shards.
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for p in leaves if id(p) not in own and p.grad is not None]
+    if foreign:
+        shapes = listed(str(list(p.shape)) for p in foreign)
+        raise UserError(
+            f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (of shape "
+            f"{shapes}), which nothing would train: make the module that owns them a submodule of the model, in "
+            "place of a global, a plain list or an attribute of the task; or freeze them with requires_grad_(False)"
+        )
+    sparse = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.layout != torch.strided]
+    if sparse:
+        raise UserError(
+            f"the gradient of {sparse[0]} is sparse, which clipping, the gradient norm and most optimizers cannot "
+            "take; use sparse=False"
+        )
+
+
+def parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
+    """The parameters that a backward from `loss` reaches."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the nodes that accumulate into leaves
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        nodes += [following for following, _ in node.next_functions]

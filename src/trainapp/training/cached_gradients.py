@@ -25,11 +25,11 @@ from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, refuse_without_gradient
+from trainapp.models.inspect import parameters_behind
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
 from trainapp.training.engine import Engine, Number, Totals, Watched
-from trainapp.training.gradient_check import parameters_behind
 from trainapp.training.session import Phase
 
 

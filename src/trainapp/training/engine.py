@@ -7,7 +7,7 @@ losses that compare samples.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
+from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
-from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.training.session import Attempt, Phase, Step
 
 Number = Tensor | float
@@ -165,7 +165,7 @@ class Engine:
         A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
         """
         self.attempt.phase = Phase.FORWARD
-        before = gradients_of(self.parameters) if self.is_first else None
+        before = [p.grad for p in self.parameters] if self.is_first else None
         with self.step.update.precision.autocast:
             loss, count, metrics = self.compute(micro.data)
         if before is not None:
@@ -277,6 +277,15 @@ class Engine:
         """As `optimizer.zero_grad(set_to_none=True)`, without the 25 microseconds of its profiler record."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
+    """Raises UserError where a task has replaced gradients: the sum over micro-batches would depend on their size."""
+    if any(parameter.grad is not then for parameter, then in zip(parameters, before, strict=True)):
+        raise UserError(
+            "the task changes the gradients of the model's parameters, by a backward() or a zero_grad() of its own: "
+            "they hold the sum over the micro-batches so far; use torch.autograd.grad for gradients inside a task"
+        )
 
 
 def may_be_extreme(count: Number, samples: int) -> bool:

@@ -15,7 +15,6 @@ from trainapp.sizes.record import shape_of, shown
 from trainapp.training import events
 from trainapp.training.engine import Totals
 from trainapp.training.evaluate import evaluate
-from trainapp.training.log import draw_timeline, log
 from trainapp.training.session import Phase, Session, Step
 from trainapp.training.transaction import around, micro_batches, transaction
 
@@ -67,9 +66,9 @@ def count(session: Session, step: Step, totals: Totals, applied: bool) -> None:
 def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Log, free the gradients, exchange flags with the other ranks, and act on them."""
     if step.is_logged:
-        log(session, step, totals, norm, applied)
+        events.log(session, step, totals, norm, applied)
     if step.is_drawn:
-        draw_timeline(session)
+        events.draw_timeline(session)
     if not applied and totals.count == 0:
         session.tracker.warn_once(
             f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
