@@ -1,1 +1,0 @@
-"""Several ranks: the groups in which they communicate, and how the model is spread over them."""
