@@ -96,7 +96,7 @@ def reference(device: str, folder: Path) -> tuple[torch.Tensor, Session, Any]:
     """The gradients of a batch on one device, the run with the model, and the batch."""
     settings = jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", "model.dropout=0.0")
     session = runs.prepare(folder, *settings, "batch.micro_size=16")
-    batch = next(session.batches.micro_batches(session.state.progress, 16)).data
+    batch = next(session.batches.micro_batches(session.state.progress, [16])).data
     wanted = gradients(session.strategy, batch)
     session.state.model.zero_grad(set_to_none=True)
     return wanted, session, batch

@@ -203,7 +203,7 @@ def test_a_worker_hands_on_every_kind(kind):
     found = []
     for workers in (0, 1):
         batches = TrainBatches(InKind(kind), global_size=12, seed=0, device=CPU, workers=workers)
-        micro = next(batches.micro_batches(Progress(), 12))
+        micro = next(batches.micro_batches(Progress(), [12]))
         batches.close()
         assert type(micro.data) is type(KINDS[kind](tensors()))
         found.append(tensors_in(micro.data))

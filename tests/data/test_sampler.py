@@ -102,13 +102,13 @@ def test_progress_counts_trained_samples_over_the_end_of_an_epoch():
 def test_aborting_in_the_middle_gives_the_same_samples_in_another_cut(workers):
     batches = TrainBatches(Digits("train", augment=True), global_size=64, seed=0, device=CPU, workers=workers)
     progress = Progress()
-    whole = next(batches.micro_batches(progress, 64)).data
+    whole = next(batches.micro_batches(progress, [64])).data
     for size in (32, 7, 32):
-        aborted = batches.micro_batches(progress, size)
+        aborted = batches.micro_batches(progress, [size])
         first = next(aborted).data
         assert torch.equal(first["inputs"], whole["inputs"][: len(first["inputs"])])
         del aborted
-        again = torch.cat([micro.data["inputs"] for micro in batches.micro_batches(progress, size)])
+        again = torch.cat([micro.data["inputs"] for micro in batches.micro_batches(progress, [size])])
         assert torch.equal(again, whole["inputs"])
     batches.close()
 
@@ -137,9 +137,9 @@ def test_a_collate_that_draws_random_numbers_draws_the_same_again(dataset):
         torch.manual_seed(workers)
         batches = TrainBatches(dataset, global_size=20, seed=0, device=CPU, workers=workers)
         for _ in range(fetched_before):  # attempts that were aborted
-            next(batches.micro_batches(Progress(), 10))
+            next(batches.micro_batches(Progress(), [10]))
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        found.append([micro.data for micro in batches.micro_batches(Progress(), 10)])
+        found.append([micro.data for micro in batches.micro_batches(Progress(), [10])])
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         assert runs.differences(before, after) == []  # dropout and the like do not notice
         batches.close()
@@ -153,7 +153,7 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
     """Random numbers included, and in the second epoch, while batches of the third are fetched ahead."""
     batches = TrainBatches(dataset, global_size=20, seed=0, device=CPU, workers=workers)
     progress = Progress(epoch=1)
-    whole = list(batches.micro_batches(progress, 10))
+    whole = list(batches.micro_batches(progress, [10]))
     pieces = [piece for micro in whole for piece in pieces_of(micro, [range(4), range(4, 8), range(8, 10)])]
     batches.close()
     again = TrainBatches(dataset, global_size=20, seed=0, device=CPU)
@@ -172,7 +172,7 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
 def test_a_dummy_is_a_sample_of_the_batch():
     """For a rank with fewer pieces than another one."""
     batches = TrainBatches(Numbers(), global_size=20, seed=0, device=CPU)
-    (micro,) = batches.micro_batches(Progress(), 20)
+    (micro,) = batches.micro_batches(Progress(), [20])
     whole, dummy = pieces_of(micro, [range(20), range(0)])
     assert (whole.samples, whole.last, whole.real) == (20, False, True)
     assert (dummy.samples, dummy.last, dummy.real) == (1, True, False)
@@ -191,7 +191,7 @@ def test_workers_change_nothing(data):
         batches, progress = TrainBatches(dataset, global_size=size, seed=0, device=CPU, workers=workers), Progress()
         samples = []
         for _ in range(3):
-            samples += [micro.data for micro in batches.micro_batches(progress, -(-size // 2))]
+            samples += [micro.data for micro in batches.micro_batches(progress, [-(-size // 2)])]
             batches.advance(progress)
         found.append(samples)
         batches.close()
@@ -229,7 +229,7 @@ def test_evaluation_sees_each_sample_once(world):
 def test_workers_end_at_once_when_a_run_is_over():
     """If left to the garbage collector, each loader would wait five seconds for each of its workers."""
     batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU, workers=2)
-    list(batches.micro_batches(Progress(), 4))
+    list(batches.micro_batches(Progress(), [4]))
     started = time.monotonic()
     batches.close()
     del batches
@@ -256,11 +256,10 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     """The same samples again, cut by its own size, from the same iteration: none is fetched twice for one update."""
     data = Counted(20)
     batches = TrainBatches(data, global_size=8, seed=0, device=CPU)
-    batches.sizes_of_updates, batches.every = (8, 3), (1, 1)
-    progress, opened = Progress(), []
-    for update, size in enumerate((8, 3)):
+    sizes, every, progress, opened = (8, 3), (1, 1), Progress(), []
+    for update, size in enumerate(sizes):
         progress.update = update
-        cut = [micro.data.tolist() for micro in batches.micro_batches(progress, size)]
+        cut = [micro.data.tolist() for micro in batches.micro_batches(progress, sizes, every)]
         opened.append(batches._open)
         assert [len(piece) for piece in cut] == ([8] if size == 8 else [3, 3, 2])
         assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
@@ -268,7 +267,7 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     assert data.fetched == 16
     progress.update = 0
     batches.advance(progress)
-    assert next(iter(batches.micro_batches(progress, 8))).data.tolist() == epoch_order(0, 0, 20)[8:16]
+    assert next(iter(batches.micro_batches(progress, sizes, every))).data.tolist() == epoch_order(0, 0, 20)[8:16]
 
 
 class Counted:

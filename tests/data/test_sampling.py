@@ -90,14 +90,14 @@ def test_a_sample_drawn_twice_has_other_noise(workers):
     """The same again in another cut, and after a resume."""
     arguments = {"global_size": 300, "seed": 0, "device": CPU, "workers": workers}
     batches = TrainBatches(Noisy(), weights="balanced", **arguments)
-    (whole,) = (micro.data for micro in batches.micro_batches(Progress(), 300))
+    (whole,) = (micro.data for micro in batches.micro_batches(Progress(), [300]))
     rare = whole[whole[:, 0] >= 594]
     assert len(rare) > 60
     assert len(rare[:, 0].unique()) == 6
     assert len(rare[:, 1].unique()) == len(rare)
-    again = torch.cat([micro.data for micro in batches.micro_batches(Progress(), 70)])
+    again = torch.cat([micro.data for micro in batches.micro_batches(Progress(), [70])])
     assert torch.equal(again, whole)
-    assert torch.equal(next(batches.micro_batches(Progress(), 300)).piece(5, 9), whole[5:9])
+    assert torch.equal(next(batches.micro_batches(Progress(), [300])).piece(5, 9), whole[5:9])
     batches.close()
 
 

@@ -75,7 +75,7 @@ def trained(batches, progress, steps, micro=5):
     """The samples' numbers of each step, and their noisy inputs."""
     numbers, inputs = [], []
     for _ in range(steps):
-        parts = [m.data for m in batches.micro_batches(progress, micro) if m.real]
+        parts = [m.data for m in batches.micro_batches(progress, [micro]) if m.real]
         numbers.append([number for part in parts for number in part["number"].tolist()])
         inputs += [row for part in parts for row in part["inputs"].flatten(1)]
         batches.advance(progress)
@@ -136,7 +136,7 @@ def test_resuming_twice_is_exact(kind, workers, stops):
             batches.source.load_state_dict(state)
         found = trained(batches, progress, until - len(numbers))
         numbers, inputs = numbers + found[0], [*inputs, found[1]]
-        next(batches.micro_batches(progress, 3))  # a step that is begun and not committed
+        next(batches.micro_batches(progress, [3]))  # a step that is begun and not committed
         state = batches.source.state_dict()
         batches.close()
     assert numbers == whole[0]
@@ -162,11 +162,11 @@ def test_a_retried_step_has_the_same_samples_in_another_cut():
     """They are held: the source is not asked again."""
     source = own_streams.Plain("train")
     batches, progress = batches_of(source), Progress()
-    whole = next(batches.micro_batches(progress, 16)).data["inputs"]
+    whole = next(batches.micro_batches(progress, [16])).data["inputs"]
     source.digits = None  # reading on would fail
     for size in (8, 3, 16):
         batches.drop_fetched()
-        again = torch.cat([m.data["inputs"] for m in batches.micro_batches(progress, size)])
+        again = torch.cat([m.data["inputs"] for m in batches.micro_batches(progress, [size])])
         assert torch.equal(again, whole)
 
 

@@ -72,7 +72,7 @@ def test_prefetching_changes_no_batch(workers):
         batches = TrainBatches(data, global_size=500, seed=0, device=device, workers=workers)
         progress, samples = Progress(), []
         for _ in range(4):
-            for micro in batches.micro_batches(progress, 128):
+            for micro in batches.micro_batches(progress, [128]):
                 if device.type == "cuda":
                     torch.cuda._sleep(1_000_000)  # the copy stream runs ahead of the work
                 samples.append(micro.data["inputs"].clone())

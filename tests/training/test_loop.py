@@ -54,7 +54,7 @@ def big_batch(run, task):
 def mean_of_means(run, task):
     """A common mistake: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
-    parts = list(run.batches.micro_batches(run.state.progress, run.sizes.train.size))
+    parts = list(run.batches.micro_batches(run.state.progress, [run.sizes.train.size]))
     for micro in parts:
         loss, count, _ = getattr(losses, task)(run.state.model, micro.data)
         (loss / count / len(parts)).backward()
@@ -140,7 +140,7 @@ def test_clipping_each_micro_batch_is_something_else(prepare):
     run = prepare(*runs.MODELS["mlp"], "batch.micro_size=4", f"train.grad_clip={clip}")
     _, expected = big_batch(run, "classification")
     total = torch.zeros_like(expected)
-    for micro in run.batches.micro_batches(run.state.progress, 4):
+    for micro in run.batches.micro_batches(run.state.progress, [4]):
         run.state.model.zero_grad()
         loss, count, _ = losses.classification(run.state.model, micro.data)
         (loss / count).backward()

@@ -157,7 +157,7 @@ def test_shards_on_other_ranks_continue_with_the_next_epoch(tmp_path, monkeypatc
     run = runs.prepare(tmp_path, *of("Sharded", "data.num_workers=2", "data.on_change=next_epoch"))
     assert "training continues with epoch 1" in caplog.text
     assert (run.state.progress.epoch, run.state.progress.consumed) == (1, 0)
-    (micro,) = run.batches.micro_batches(run.state.progress, 16)
+    (micro,) = run.batches.micro_batches(run.state.progress, [16])
     assert micro.data["number"].tolist() == list(range(16))  # in turn from both shards
     run.close()
 

@@ -25,9 +25,7 @@ class TrainBatches:
     """The training samples, step by step, as micro-batches on the device.
 
     global_size: samples per optimizer step over all ranks; it may change between two steps. workers, split: see
-    `BatchLoader`; shards: see `Stream`; drop_last, weights: see `Sampler`. Attributes: `sizes_of_updates`, where a step
-    has several updates, the micro-batch of each, and `every`, the steps in which each is made, so that their batches,
-    too, are fetched ahead.
+    `BatchLoader`; shards: see `Stream`; drop_last, weights: see `Sampler`.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class TrainBatches:
         self.samples = self.source.samples  # in the data set; 0 where that is unknown
         self._drop_last = drop_last
         self._loader = BatchLoader(self.source.fetched, seed, workers, device, split)
-        self.sizes_of_updates: tuple[int, ...] = ()
-        self.every: tuple[int, ...] = (1,)
         self._open: Iterator[Any] = iter(())
         self._position: tuple | None = None  # of the open iterator: `_requests`' arguments; None: unknown
 
@@ -91,20 +87,21 @@ class TrainBatches:
         """Micro-batches of a full step on this rank."""
         return -(-self.global_size // self.world // size)
 
-    def micro_batches(self, progress: Progress, size: int) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,)
+    ) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
-        Batches fetched ahead for another position or another size are dropped, and their samples fetched again.
+        sizes: of each update of a step; every: see `due_updates`. The next update's batches are fetched ahead.
+        Those fetched for another position or for other sizes are dropped, and their samples fetched again.
         """
-        update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
-        sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
-        step = progress.step if max(self.every) > 1 else 0  # a skipped step does not count
-        position = (progress.epoch, progress.consumed, step, update, sizes)
+        step = progress.step if max(every) > 1 else 0  # a skipped step does not count
+        position = (progress.epoch, progress.consumed, step, progress.update, tuple(sizes), every)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._loader.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._pieces(progress.epoch, progress.consumed, size)
+        pieces = self._pieces(progress.epoch, progress.consumed, sizes[progress.update])
         for number, piece in enumerate(pieces, start=1):
             yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, number == len(pieces))
         if self.source.looks_ahead:
@@ -134,20 +131,22 @@ class TrainBatches:
 
     def _requests(self, *position: Any) -> Iterator[Request]:
         while True:
-            epoch, consumed, _, update, sizes = position
+            epoch, consumed, _, update, sizes, _ = position
             for piece in self._pieces(epoch, consumed, sizes[update]):
                 yield Request(epoch, piece or DUMMY)
             if not self.source.looks_ahead:
                 return
             position = self._after_update(*position)
 
-    def _after_update(self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...]) -> tuple:
+    def _after_update(
+        self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], every: tuple[int, ...]
+    ) -> tuple:
         """The position of the next update: of the same samples, or of the next step's."""
-        later = [number for number in due_updates(step, self.every) if number > update]
+        later = [number for number in due_updates(step, every) if number > update]
         if later:
-            return epoch, consumed, step, later[0], sizes
+            return epoch, consumed, step, later[0], sizes, every
         after = self.source.share(epoch, consumed, self.global_size).after
-        return *after, step + (max(self.every) > 1), 0, sizes
+        return *after, step + (max(every) > 1), 0, sizes, every
 
     def _pieces(self, epoch: int, consumed: int, size: int) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""

@@ -55,7 +55,7 @@ def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
     def steps() -> Iterator[MicroBatch]:
         progress = Progress()
         while progress.epoch == 0:
-            yield from batches.micro_batches(progress, size)
+            yield from batches.micro_batches(progress, [size])
             batches.advance(progress)
 
     return longest(steps())

@@ -107,7 +107,7 @@ class Work:
                 engine.attempt.phase = Phase.DATA
                 with self.memory.watch(self.meter.resident()):
                     totals = Totals()
-                    cut = self.of_training(batches.micro_batches(state.progress, self.size))
+                    cut = self.of_training(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
                     for micro in engine.micro_batches(cut, self._watched):
                         with engine.strategy.micro_batch(micro.last), self._watched(micro.data):
                             loss, totals = engine.forward(micro, totals)

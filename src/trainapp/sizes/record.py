@@ -47,10 +47,6 @@ class Sizes:
         """Select the update whose sizes `train` are."""
         self.train = self.by_update[update]
 
-    def of_updates(self) -> tuple[int, ...]:
-        """The size of each update, in order; none where there is only one update."""
-        return tuple(own.size for own in self.by_update.values()) if len(self.by_update) > 1 else ()
-
     def micro_schedule(self) -> dict[Any, Any]:
         """What `batch.micro_schedule` takes to replay the run: by attempt, or with several updates such by name."""
         schedules = {name: as_schedule(own.used) for name, own in self.by_update.items()}

@@ -250,7 +250,6 @@ class Session:
         update = self.state.updates[progress.update]
         if update.name:  # one of several
             self.sizes.turn_to(update.name)
-            self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
         if not progress.update:
             self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)

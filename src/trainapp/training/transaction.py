@@ -115,7 +115,8 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
     """The coming step's samples, fetched and cut to the size that fits: the same number of pieces on every rank."""
     batches, sizes = session.batches, session.sizes
-    fetched = session.meter.timed(batches.micro_batches(session.state.progress, sizes.train.size))
+    by_update = [own.size for own in sizes.by_update.values()]
+    fetched = session.meter.timed(batches.micro_batches(session.state.progress, by_update, session.state.every))
     cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
     return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train, session.ranks))
 
