@@ -210,7 +210,7 @@ def test_a_task_can_be_wrapped_again():
     def own(model, batch):
         return classification(model, batch)
 
-    once = losses.checked(in_chunks(classification, 4), "task=auto")
+    once = losses.CheckedTask(in_chunks(classification, 4), "task=auto")
     assert in_chunks(once, 8) == InChunks(classification, 8)
     assert in_chunks(once, None) is classification
     assert in_chunks(own, 4) is own

@@ -374,13 +374,13 @@ def test_a_wrong_form_has_one_message(name):
     result, form = WRONG[name]
     message = rf"^task=mine: must return \(loss_sum, count, metrics\): .* It returned {re.escape(form)}$"
     with pytest.raises(UserError, match=message):
-        losses.checked(lambda model, batch: result, "task=mine")(None, None)
+        losses.CheckedTask(lambda model, batch: result, "task=mine")(None, None)
 
 
 @pytest.mark.parametrize("name", ["losses", "no count", "counts", "a list"])
 def test_a_wrong_form_after_the_first_result_too(name):
     results = iter([(SCALAR, 4, {}), WRONG[name][0]])
-    task = losses.checked(lambda model, batch: next(results), "task=mine")
+    task = losses.CheckedTask(lambda model, batch: next(results), "task=mine")
     task(None, None)
     with pytest.raises(UserError, match=r"^task=mine: must return"):
         task(None, None)

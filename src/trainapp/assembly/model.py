@@ -118,7 +118,7 @@ def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task,
     """What is evaluated, and what each update computes."""
 
     def checked(task: losses.Task, setting: str) -> losses.Task:
-        return losses.checked(losses.in_chunks(task, config.memory.loss_chunk), setting)
+        return losses.CheckedTask(losses.in_chunks(task, config.memory.loss_chunk), setting)
 
     own = {
         update.name: checked(components.updates[update.name], f"updates.{number}.task={update.task}")

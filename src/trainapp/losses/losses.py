@@ -136,43 +136,40 @@ def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
     return plain if rows is None else InChunks(plain, rows)
 
 
-def checked(task: Task, setting: str) -> Task:
-    """The task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
+class CheckedTask:
+    """A task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
     The values of metrics are looked at in the first result only: later ones are when they are added up.
-    setting: what names the task, with its value, for messages.
+    setting: what names the task, with its value, for messages. Attributes: `unchecked`, the task itself.
     """
-    checked_task = _checked_call(task, setting)
-    setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
-    setattr(checked_task, "setting", setting)  # noqa: B010
-    if has_embeddings(task):
-        setattr(checked_task, "embed", attribute(task, "embed"))  # noqa: B010
-        loss_of_embeddings = _checked_call(attribute(task, "loss_of_embeddings"), setting)
-        setattr(checked_task, "loss_of_embeddings", loss_of_embeddings)  # noqa: B010
-    return checked_task
 
+    def __init__(self, task: Task, setting: str):
+        self.unchecked, self.setting, self._is_first = task, setting, True
 
-def _checked_call(task: Callable[..., Any], setting: str) -> Callable[..., tuple[Tensor, "Tensor | float", Metrics]]:
-    is_first = True
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
+        return self._checked(self.unchecked(model, batch))
 
-    @functools.wraps(task, assigned=("__name__", "__doc__"), updated=())
-    def checked_task(*arguments: Any) -> tuple[Tensor, Tensor | float, Metrics]:
-        nonlocal is_first
-        result = task(*arguments)
-        if not _is_addable(result, with_metrics=is_first):
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        """See `contrastive.EmbeddingTask`."""
+        return attribute(self.unchecked, "embed")(model, batch)
+
+    def loss_of_embeddings(self, embeddings: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
+        """See `contrastive.EmbeddingTask`."""
+        return self._checked(attribute(self.unchecked, "loss_of_embeddings")(embeddings))
+
+    def _checked(self, result: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
+        if not _is_addable(result, with_metrics=self._is_first):
             raise UserError(
-                f"{setting}: must return (loss_sum, count, metrics): the sum of the micro-batch's losses, a real "
+                f"{self.setting}: must return (loss_sum, count, metrics): the sum of the micro-batch's losses, a real "
                 "scalar tensor; the number of samples or tokens, or the sum of their weights, a number or a scalar "
                 "tensor; and a dict of names and sums (numbers or scalar tensors), which may be empty. It returned "
                 f"{_form(result)}"
             )
-        is_first = False
+        self._is_first = False
         loss, count, metrics = result
         if not loss.requires_grad and torch.is_grad_enabled():
-            refuse_without_gradient(setting)
+            refuse_without_gradient(self.setting)
         return loss, count, metrics
-
-    return checked_task
 
 
 def _is_addable(result: Any, with_metrics: bool) -> bool:
