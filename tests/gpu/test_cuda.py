@@ -134,7 +134,7 @@ def test_a_bad_step_reaches_no_checkpoint(tmp_path):
     loop.train_step(run)
     data = run.batches.dataset
     data._images = data._images * float("nan")
-    with pytest.raises(TrainingStopped, match=r"step [23]: the loss is not finite"):
+    with pytest.raises(TrainingStopped, match=r"step [23]: loss or gradients are not finite"):
         loop.train(run)
     run.tracker.close()
     assert not (tmp_path / "checkpoints").exists()

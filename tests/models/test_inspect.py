@@ -29,23 +29,3 @@ def test_blocks_come_from_a_method_of_that_name():
     assert blocks_of(model, "some.setting=x") == list(model.layers)
     with pytest.raises(UserError, match=r"some\.setting=x: WithModule does not say what its blocks are"):
         blocks_of(WithModule(), "some.setting=x")
-
-
-class WithWrappers(WithMethod):
-    def blocks(self):
-        return [self.layers[0], nn.Sequential(self.layers[1])]
-
-
-class WithOneTwice(WithMethod):
-    def blocks(self):
-        return [self.layers[0], self.layers[0]]
-
-
-def test_blocks_are_modules_of_the_model():
-    with pytest.raises(
-        UserError,
-        match=r"some\.setting=x: blocks\(\) of WithWrappers returns a Sequential \(number 1 of 2\) that is no",
-    ):
-        blocks_of(WithWrappers(), "some.setting=x")
-    model = WithOneTwice()
-    assert blocks_of(model, "some.setting=x") == [model.layers[0]] * 2

@@ -139,9 +139,3 @@ def test_a_last_stage_of_one_value_needs_two_samples(norm, size, width, smallest
         model.smallest_micro_batch = 1  # torch itself refuses it
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             model(torch.randn(1, 1, size, size))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 9, 8), (2, 3, 8, 8), (2, 64), (1, 8, 8)])
-def test_wrong_shape_names_both(shape):
-    with pytest.raises(ValueError, match=r"expected \[B, 1, 8, 8\], got \[" + str(shape[0])):
-        ResNet((1, 8, 8), 10, width=4)(torch.zeros(shape))

@@ -215,7 +215,7 @@ def test_it_learns_as_bf16_does(tmp_path, kind):
 @by_kind
 def test_a_device_that_cannot(kind):
     """None is here whose kernels are missing: the message is that of a device that does not exist."""
-    with pytest.raises(UserError, match=rf"precision={kind}: this device \(xpu:9\) cannot multiply") as refused:
+    with pytest.raises(UserError, match=rf"precision={kind}: xpu:9 cannot multiply") as refused:
         require_kernels(kind, torch.device("xpu:9"))
     assert "\n" not in str(refused.value)
 

@@ -238,20 +238,3 @@ def test_pure_bf16_is_refused(tmp_path, overrides, message):
         runs.prepare(tmp_path, *model, "precision=bf16_pure", *optimizer, *overrides)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("given", [(), ("optimizer.in_backward=true", "train.grad_clip=null")])
-def test_complex_weights_stay_complex_in_bf16_pure(tmp_path, given):
-    """Their gradients are part of the norm, and they train as in bf16."""
-    own = ("model._target_=own_models.Fourier", "user_packages=[own_models]", "data=digits", *given)
-    weights = {}
-    for mode in (("precision=bf16",), ("precision=bf16_pure", "optimizer=adamw_bf16")):
-        run = runs.prepare(tmp_path / mode[0], *own, *mode)
-        before = run.state.model.weight.detach().clone()
-        loop.train(run)
-        run.close()
-        weights[mode[0]] = run.state.model.weight.detach() - before
-    pure, expected = weights["precision=bf16_pure"], weights["precision=bf16"]
-    assert pure.dtype == torch.complex64
-    assert pure.imag.abs().sum() > 0.5 * expected.imag.abs().sum() > 0
-    assert runs.relative_error(torch.view_as_real(pure), torch.view_as_real(expected)) < 0.1

@@ -143,7 +143,7 @@ def test_nothing_counts_in_some_micro_batches(prepare):
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (-2.5, r"step 1: the count that the loss is divided by is negative \(-2.5\)"),
+        (-2.5, r"step 1: the count is negative \(-2.5\)"),
         (math.nan, "the count is not finite"),
     ],
 )

@@ -62,12 +62,10 @@ def _without_callers_hydra() -> Iterator[None]:
 
 
 def as_overrides(given: Iterable[str]) -> list[str]:
-    """The overrides of a call from Python. Raises UserError for anything but a list of strings."""
-    is_list = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
-    overrides = list(given) if is_list else []
-    if not is_list or not all(isinstance(override, str) for override in overrides):
+    """The overrides of a call from Python. Raises UserError for a text or a dict, the usual mistakes."""
+    if isinstance(given, str | Mapping):
         raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
-    return overrides
+    return list(given)
 
 
 def _folder(config_dir: str | Path) -> Path:

@@ -25,13 +25,8 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, kv_heads, T, head_size]. Returns all keys and values so far, [B, kv_heads, length, head_size].
-
-        Raises ValueError where there is no room for them.
-        """
+        """Add [B, kv_heads, T, head_size]. Returns all keys and values so far, [B, kv_heads, length, head_size]."""
         end = self.length + key.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} tokens, and {end} were given")
         if self._keys is None or self._values is None:
             # At once: to grow it would need memory for both the old and the new.
             self._keys = key.new_empty(*key.shape[:2], self.capacity, key.shape[3])
@@ -165,7 +160,7 @@ class GPT(nn.Module):
     parameters of a plain feed-forward layer of ratio 4.
     dropout: of attention weights, of each branch before it is added, and of the embeddings.
     tie_embeddings: whether the output layer is the embedding.
-    Raises ValueError for sizes that do not divide evenly, and for inputs that are not [B, T <= context_length].
+    Raises ValueError for sizes that do not divide evenly, and for more tokens than context_length.
     """
 
     def __init__(
@@ -240,18 +235,11 @@ class GPT(nn.Module):
 
         cache: see `forward`.
         """
-        if inputs.ndim != 2 or inputs.is_floating_point():
-            raise ValueError(f"expected token ids [B, T], got {inputs.dtype} {list(inputs.shape)}")
-        cached = 0 if cache is None else cache[0].length
-        if cached and cached + inputs.shape[1] > self.context_length:
+        length = inputs.shape[1] + (0 if cache is None else cache[0].length)
+        if length > self.context_length:
             raise ValueError(
-                f"{cached} tokens in the cache and {inputs.shape[1]} more are longer than model.context_length="
-                f"{self.context_length}: write fewer tokens, or start with a new cache"
-            )
-        if inputs.shape[1] > self.context_length:
-            raise ValueError(
-                f"data.context_length={inputs.shape[1]} is longer than model.context_length="
-                f"{self.context_length}: raise the model's or lower the data's"
+                f"{length} tokens are more than model.context_length={self.context_length}: raise it, or lower "
+                "data.context_length"
             )
         x = self.dropout(self.embedding(inputs))
         for number, layer in enumerate(self.layers):

@@ -62,8 +62,7 @@ def lazy_modules(model: nn.Module) -> list[str]:
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
     """The repeated blocks that a model's `blocks()` returns, and those of a model of Transformers. Raises UserError for
-    another model without that method: a module of that name can be called, too, but is none. Also for a block that is
-    no module of the model: nothing calls it.
+    another model without that method: a module of that name can be called, too, but is none.
     """
     method = getattr(model, "blocks", None)
     if not callable(method) or isinstance(method, nn.Module):
@@ -73,15 +72,7 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
             f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "
             "`blocks(self) -> list[nn.Module]`"
         )
-    blocks = list(method())
-    own = {id(module) for module in model.modules()}
-    if foreign := [number for number, block in enumerate(blocks) if id(block) not in own]:
-        raise UserError(
-            f"{setting}: blocks() of {type(model).__name__} returns a {type(blocks[foreign[0]]).__name__} (number "
-            f"{foreign[0]} of {len(blocks)}) that is no module of the model, so that the model never calls it; return "
-            "the modules that its forward calls, such as `list(self.layers)`"
-        )
-    return blocks
+    return list(method())
 
 
 class LastLayer(NamedTuple):

@@ -13,7 +13,6 @@ class MLP(nn.Module):
     depth: the number of linear layers; 1 is multinomial logistic regression.
     width: the features of every hidden layer.
     dropout: the probability of dropping a hidden feature.
-    Raises ValueError for inputs that are not [B, *image_shape].
     """
 
     def __init__(
@@ -25,8 +24,7 @@ class MLP(nn.Module):
         dropout: Fraction = 0.0,
     ):
         super().__init__()
-        self.image_shape = tuple(image_shape)
-        features = math.prod(self.image_shape)
+        features = math.prod(image_shape)
         self.layers = nn.ModuleList()
         for _ in range(depth - 1):
             self.layers.append(nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout)))
@@ -38,9 +36,6 @@ class MLP(nn.Module):
         return list(self.layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.shape[1:] != self.image_shape:
-            channels, height, width = self.image_shape
-            raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
         features = inputs.flatten(1)
         for layer in self.layers:
             features = layer(features)

@@ -105,7 +105,6 @@ class ResNet(nn.Module):
     width: channels of the first stage; each of the three later stages doubles them.
     stem: "large" is a 7x7 convolution of stride 2 and a max-pool; "small" is a 3x3 convolution that keeps the
     size; "auto" takes the small one when the shorter side is under 64 pixels.
-    Raises ValueError for inputs that are not [B, *image_shape].
     """
 
     def __init__(
@@ -156,9 +155,6 @@ class ResNet(nn.Module):
         return [block for stage in (self.layer1, self.layer2, self.layer3, self.layer4) for block in stage]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.shape[1:] != self.image_shape:
-            channels, height, width = self.image_shape
-            raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
         if self.training and len(inputs) < self.smallest_micro_batch:
             raise UserError(
                 f"model.norm={'group' if isinstance(self.bn1, nn.GroupNorm) else 'batch'} with images of "

@@ -14,22 +14,12 @@ from trainapp.validation import Fraction, PositiveFloat, PositiveInt
 INIT_STD = 0.02
 LARGEST_PATCH = 16  # of `auto`, in pixels
 FEWEST_PATCHES = 49  # that `auto` leaves, if the image has room for them: 7 x 7
-MOST_PATCHES = 4096  # that `auto` makes: attention takes time by their square
 
 
 def auto_patch(height: int, width: int) -> int:
-    """The largest size up to 16 that divides both sides and leaves at least 49 patches; 1 for small images.
-
-    Raises ValueError where that would be more patches than attention can reasonably take.
-    """
+    """The largest size up to 16 that divides both sides and leaves at least 49 patches; 1 for small images."""
     sizes = [size for size in range(1, LARGEST_PATCH + 1) if height % size == width % size == 0]
-    size = max((size for size in sizes if height * width >= FEWEST_PATCHES * size**2), default=1)
-    if height * width > MOST_PATCHES * size**2:
-        raise ValueError(
-            f"model.patch_size=null: no size up to {LARGEST_PATCH} divides {height} x {width} pixels into at most "
-            f"{MOST_PATCHES} patches; choose an image size that is a multiple of {LARGEST_PATCH}, or set patch_size"
-        )
-    return size
+    return max((size for size in sizes if height * width >= FEWEST_PATCHES * size**2), default=1)
 
 
 class Attention(nn.Module):
@@ -87,7 +77,7 @@ class ViT(nn.Module):
     patch_size: side of a patch in pixels; it must divide height and width. None: see `auto_patch`.
     mlp_ratio: hidden features of a feed-forward layer over width.
     dropout: of attention weights, of each branch before it is added, and of the embedded patches.
-    Raises ValueError for sizes that do not divide evenly, and for inputs that are not [B, *image_shape].
+    Raises ValueError for sizes that do not divide evenly.
     """
 
     def __init__(
@@ -102,8 +92,7 @@ class ViT(nn.Module):
         dropout: Fraction = 0.0,
     ):
         super().__init__()
-        self.image_shape = tuple(image_shape)
-        channels, rows, columns = self.image_shape
+        channels, rows, columns = image_shape
         size = auto_patch(rows, columns) if patch_size is None else patch_size
         if rows % size or columns % size:
             raise ValueError(
@@ -141,9 +130,6 @@ class ViT(nn.Module):
         return list(self.layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.shape[1:] != self.image_shape:
-            channels, height, width = self.image_shape
-            raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
         x = self.embedding(inputs).flatten(2).transpose(1, 2)
         x = self.dropout(x + self.positions)
         for layer in self.layers:

@@ -14,7 +14,6 @@ dispatch mode, where torch runs it uncompiled. A step whose memory is counted wo
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,10 +33,8 @@ _LOW = 1 << 16  # what fp32 has below the last bit of bf16
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101) that computes in fp32 and stores its two moments in `state_dtype`.
-
-    Complex and fp64 parameters have moments of their own dtype, and are updated in their own precision: complex ones as
-    pairs of real and imaginary parts, as by torch's AdamW.
+    """AdamW (arXiv:1711.05101) that computes in fp32 and stores its two moments in `state_dtype`. Raises ValueError for
+    complex and fp64 parameters.
 
     What is stored in less than fp32 is rounded by chance, the parameters too if they are bf16. The chance depends on
     the number of the step and on the parameter's place alone: a run repeats itself, also after a resume, all ranks
@@ -58,11 +55,15 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: StateDtype = "bf16",
     ):
         self._kind: Any = state_dtype
-        self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for device in {p.device for p in self._places} if self._kind in BLOCKS else ():
-            self._quantizers[device] = Quantizer(state_dtype, False, device), Quantizer(state_dtype, True, device)
+        if any(p.is_complex() or p.dtype is torch.float64 for p in self._places):
+            raise ValueError("complex and fp64 parameters would lose precision; use optimizer=adamw")
+        self._quantizers = {
+            (name, device): Quantizer(state_dtype, name == "exp_avg_sq", device)
+            for device in ({p.device for p in self._places} if self._kind in BLOCKS else ())
+            for name in _MOMENTS
+        }
 
     @property
     def state_form(self) -> str:
@@ -72,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def tables(self) -> list[Tensor]:
         """What it needs, in addition to its state, to read it."""
-        return [table for pair in self._quantizers.values() for quantizer in pair for table in quantizer.tables]
+        return [table for quantizer in self._quantizers.values() for table in quantizer.tables]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -94,18 +95,16 @@ class AdamW(torch.optim.Optimizer):
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         generator.manual_seed(state["step"] * 65_537 + self._places.setdefault(parameter, len(self._places)))
         assert parameter.grad is not None
-        weight = _real(_local(parameter))
-        flat, gradient = weight.reshape(-1), _real(_local(parameter.grad)).reshape(-1)
-        mean, square = self._stored(parameter, state)
-        dtype = _computed_in(weight)
+        weight = _local(parameter)
+        flat, gradient = weight.reshape(-1), _local(parameter.grad).reshape(-1)
         size = PIECES.get(weight.device.type, PIECE)  # temporaries stay small however large a parameter is
         for start in range(0, len(flat), size):
             piece = slice(start, min(start + size, len(flat)))
-            new_mean, new_square = mean.read(piece), square.read(piece)
-            new_weight, change = flat[piece].to(dtype, copy=True), gradient[piece].to(dtype, copy=True)
-            _adamw(new_weight, change, new_mean, new_square, state["step"], group)
-            mean.write(piece, new_mean, generator)
-            square.write(piece, new_square, generator)
+            moments = {name: self._read(state, name, piece) for name in _MOMENTS}
+            new_weight, change = (own[piece].to(torch.float32, copy=True) for own in (flat, gradient))
+            _adamw(new_weight, change, moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+            for name, values in moments.items():
+                self._write(state, name, piece, values, generator)
             copy_rounded(flat[piece], new_weight, generator)
         if not weight.is_contiguous():  # then `flat` may be a copy
             weight.copy_(flat.view(weight.shape))
@@ -118,49 +117,41 @@ class AdamW(torch.optim.Optimizer):
 
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = 0
-        kind = self._kind
-        if kind not in BLOCKS or parameter.numel() < SMALLEST or not has_moments_in_fewer_bits(parameter):
-            dtype = _DTYPES.get(kind, torch.float32) if has_moments_in_fewer_bits(parameter) else parameter.dtype
-            layout = torch.contiguous_format
+        if self._kind not in BLOCKS or parameter.numel() < SMALLEST:
+            dtype, layout = _DTYPES.get(self._kind, torch.float32), torch.contiguous_format
             state |= {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout) for name in _MOMENTS}
             return
         assert _local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
-            state[name], state[f"{name}_scale"] = empty_moment(parameter.numel(), kind, parameter.device)
+            quantizer = self._quantizers[name, parameter.device]
+            state[name], state[f"{name}_scale"] = quantizer.empty(parameter.numel())
 
-    def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[Plain | Quantized, Plain | Quantized]":
-        if f"{_MOMENTS[0]}_scale" not in state:
-            mean, square = (Plain(_real(_local(state[name])).view(-1)) for name in _MOMENTS)
-            return mean, square
-        of_mean, of_square = self._quantizers[parameter.device]
-        return (
-            Quantized(state["exp_avg"], state["exp_avg_scale"], of_mean),
-            Quantized(state["exp_avg_sq"], state["exp_avg_sq_scale"], of_square),
-        )
+    def _read(self, state: dict[str, Any], name: str, piece: slice) -> Tensor:
+        """A piece of a moment, flat, in fp32."""
+        stored = _local(state[name])
+        if f"{name}_scale" not in state:
+            return stored.view(-1)[piece].to(torch.float32, copy=True)
+        return self._quantizers[name, stored.device].read(stored, state[f"{name}_scale"], piece)
 
-
-def has_moments_in_fewer_bits(parameter: Tensor) -> bool:
-    """Whether `AdamW` stores this parameter's moments in its `state_dtype`: not those of complex and fp64 ones."""
-    return not parameter.is_complex() and parameter.dtype is not torch.float64
+    def _write(
+        self, state: dict[str, Any], name: str, piece: slice, values: Tensor, generator: torch.Generator
+    ) -> None:
+        """Store a piece. Overwrites the values."""
+        stored = _local(state[name])
+        if f"{name}_scale" not in state:
+            copy_rounded(stored.view(-1)[piece], values, generator)
+        else:
+            self._quantizers[name, stored.device].write(stored, state[f"{name}_scale"], piece, values, generator)
 
 
 def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
-    """In place, in the dtype of all four. The gradient is overwritten."""
+    """In place. The gradient is overwritten."""
     beta1, beta2 = group["betas"]
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
-
-
-def _computed_in(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype is torch.float64 else torch.float32
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as the pairs of its real and imaginary parts, in the same memory."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -181,77 +172,16 @@ def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> 
     target.copy_(source)
 
 
-# --- moments as they are stored: flat, read and written in pieces, in the dtype that is computed in
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Values, [n]."""
-
-    values: Tensor
-
-    def read(self, piece: slice) -> Tensor:
-        """A copy."""
-        return self.values[piece].to(_computed_in(self.values), copy=True)
-
-    def write(self, piece: slice, values: Tensor, generator: torch.Generator) -> None:
-        """Store the values. Overwrites them."""
-        copy_rounded(self.values[piece], values, generator)
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Codes and scales; of a second moment, those of its roots. codes, scales: see `empty_moment`."""
-
-    codes: Tensor
-    scales: Tensor
-    quantizer: "Quantizer"
-
-    def read(self, piece: slice) -> Tensor:
-        """The values in fp32. The piece begins where a block does."""
-        count = piece.stop - piece.start
-        values = self.quantizer.decoded(self.codes[self._bytes(piece)])[:count]
-        for block, scale in self._blocks(values, piece.start):
-            block.mul_(scale)
-        return values.square_() if self.quantizer.of_roots else values
-
-    def write(self, piece: slice, values: Tensor, generator: torch.Generator) -> None:
-        """Store the values. Overwrites them."""
-        if self.quantizer.of_roots:
-            values.sqrt_()
-        for block, scale in self._blocks(values, piece.start):
-            largest = block.abs().amax(-1, keepdim=True)
-            scale.copy_(largest)
-            block.div_(largest.masked_fill_(largest == 0, 1))
-        self.codes[self._bytes(piece)] = self.quantizer.encoded(values, generator)
-
-    def _bytes(self, piece: slice) -> slice:
-        per_byte = _per_byte(self.quantizer.kind)
-        return slice(piece.start // per_byte, -(-piece.stop // per_byte))
-
-    def _blocks(self, values: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Views [blocks, block] of the values with their scales [blocks, 1]; the last block may be short."""
-        size = BLOCKS[self.quantizer.kind]
-        whole, first = len(values) // size, start // size
-        parts = []
-        if whole:
-            parts.append((values[: whole * size].view(whole, size), self.scales[first : first + whole, None]))
-        if len(values) % size:
-            parts.append((values[None, whole * size :], self.scales[first + whole : first + whole + 1, None]))
-        return parts
-
-
-def empty_moment(count: int, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, flat) and scales (fp32, one per block: its largest magnitude) of a moment of `count` zeros."""
-    codes = torch.zeros(-(-count // _per_byte(kind)), dtype=torch.uint8, device=device)
-    return codes, torch.zeros(-(-count // BLOCKS[kind]), device=device)
-
-
 class Quantizer:
-    """Stores values between -1 and 1 as codes. of_roots: values between 0 and 1, never read as 0."""
+    """Stores values in codes (uint8, flat), with a scale per block (fp32): its largest magnitude. They are read and
+    written in pieces, which begin where a block does.
+
+    of_roots: for second moments, which are stored as their roots and never read as 0.
+    """
 
     def __init__(self, kind: Any, of_roots: bool, device: torch.device):
         self.kind, self.of_roots = kind, of_roots
+        self._block, self._per_byte = BLOCKS[self.kind], 2 if kind == "4bit" else 1
         if kind == "8bit":
             levels = _dynamic(8, of_roots)
         else:
@@ -269,17 +199,47 @@ class Quantizer:
         """The levels, in order and by code."""
         return self._levels, self._by_code
 
-    def decoded(self, codes: Tensor) -> Tensor:
-        """In fp32."""
+    def empty(self, count: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of so many zeros."""
+        device = self._levels.device
+        codes = torch.zeros(-(-count // self._per_byte), dtype=torch.uint8, device=device)
+        return codes, torch.zeros(-(-count // self._block), device=device)
+
+    def read(self, codes: Tensor, scales: Tensor, piece: slice) -> Tensor:
+        """The values, in fp32."""
+        codes = codes[self._bytes(piece)]
         if self.kind == "4bit":
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten()
-        return self._by_code.index_select(0, codes.int())  # by `[]` it takes 100 times as long on the CPU
+        values = self._by_code.index_select(0, codes.int())  # by `[]` it takes 100 times as long on the CPU
+        values = values[: piece.stop - piece.start]
+        for block, scale in self._blocks(values, scales, piece.start):
+            block.mul_(scale)
+        return values.square_() if self.of_roots else values
 
-    def encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Each value becomes one of its two neighbours, by chance, such that the mean is right. Overwrites the values.
+    def write(self, codes: Tensor, scales: Tensor, piece: slice, values: Tensor, generator: torch.Generator) -> None:
+        """Store the values. Overwrites them."""
+        if self.of_roots:
+            values.sqrt_()
+        for block, scale in self._blocks(values, scales, piece.start):
+            largest = block.abs().amax(-1, keepdim=True)
+            scale.copy_(largest)
+            block.div_(largest.masked_fill_(largest == 0, 1))
+        codes[self._bytes(piece)] = self._encoded(values, generator)
 
-        generator: on their device.
-        """
+    def _bytes(self, piece: slice) -> slice:
+        return slice(piece.start // self._per_byte, -(-piece.stop // self._per_byte))
+
+    def _blocks(self, values: Tensor, scales: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
+        """Views [blocks, block] of the values with their scales [blocks, 1]; the last block may be short."""
+        size = self._block
+        whole, first = len(values) // size, start // size
+        parts = [(values[: whole * size].view(whole, size), scales[first : first + whole, None])]
+        if len(values) % size:
+            parts.append((values[None, whole * size :], scales[first + whole : first + whole + 1, None]))
+        return parts
+
+    def _encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Each value becomes one of its two neighbours, by chance, such that the mean is right. Overwrites them."""
         below = torch.bucketize(values, self._levels[1:-1], right=True, out_int32=True)
         lower = self._levels.index_select(0, below)
         gap = self._levels.index_select(0, below + 1).sub_(lower)
@@ -291,10 +251,6 @@ class Quantizer:
             codes = torch.cat((codes, codes.new_zeros(len(codes) % 2)))
             codes = codes[::2] | codes[1::2] << 4
         return codes
-
-
-def _per_byte(kind: Kind) -> int:
-    return 2 if kind == "4bit" else 1
 
 
 def _dynamic(bits: int, of_roots: bool) -> list[float]:

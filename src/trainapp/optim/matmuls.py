@@ -138,13 +138,9 @@ def require_kernels(kind: Kind, device: torch.device) -> None:
     try:
         ones = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
         _product(ones, ones, kind)
-    except ImportError as error:
+    except (ImportError, RuntimeError, AssertionError) as error:
+        reason, more = str(error).partition("\n")[0], "pip install 'trainapp[torchao]', or "
         raise UserError(
-            f"precision={kind}: its products are computed by torchao 0.18, which cannot be imported ({error}); install "
-            "it with pip install 'trainapp[torchao]', or use precision=bf16"
-        ) from error
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"precision={kind}: this device ({device}) cannot multiply matrices in {kind}: {reason}; use precision=bf16"
+            f"precision={kind}: {device} cannot multiply matrices in {kind} here ({reason}); "
+            f"{more * isinstance(error, ImportError)}use precision=bf16"
         ) from error

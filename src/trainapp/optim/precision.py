@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.config import schema
-from trainapp.errors import NotFinite, TrainingStopped, UserError
+from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.optim import matmuls
 from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
 
@@ -105,7 +105,7 @@ class Precision:
 
 
 def build(settings: schema.Precision, device: torch.device) -> Precision:
-    """Also sets torch's switches for TF32 and attention. Raises UserError where the device cannot compute like this."""
+    """Also sets torch's switches for TF32 and attention. Raises UserError where it cannot multiply in 8 bits."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode)
@@ -113,8 +113,6 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
     # would have another result.
     torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or dtype is None)
-    if dtype is not None:
-        _probe(settings.mode, dtype, device)
     if settings.mode in ("int8", "fp8"):
         matmuls.require_kernels(settings.mode, device)
     return Precision(
@@ -130,25 +128,6 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     )
 
 
-def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Run a forward and a backward of convolution and matmul: no table says what a device supports."""
-    images = torch.ones(1, 1, 4, 4, device=device, requires_grad=True)
-    kernel = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
-    try:
-        with torch.autocast(device.type, dtype=dtype):
-            result = torch.nn.functional.conv2d(images, kernel).flatten(1) @ kernel.new_ones(4, 4)
-        result.sum().backward()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        # cuDNN's NOT_SUPPORTED may also mean that a workspace does not fit, but not with 16 pixels.
-        cause = None if "NOT_SUPPORTED" in reason else error
-        raise UserError(
-            f"precision={mode}: this device ({device}) cannot compute in {dtype}: {reason}; use precision=fp32"
-        ) from cause
-    if result.dtype != dtype:
-        raise UserError(f"precision={mode}: this device ({device}) has no {dtype} autocast; use precision=fp32")
-
-
 # --- gradients
 
 
@@ -160,9 +139,7 @@ def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> 
 
 
 def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each. dtype: real, to add the squares in, also those of complex gradients."""
-    if dtype is not None:  # torch takes only a complex one for complex tensors
-        gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
+    """The 2-norm of each. dtype: to add the squares in."""
     return list(foreach_norm(gradients, 2, dtype))
 
 
@@ -200,50 +177,41 @@ class NonFiniteCheck:
         self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None] = lambda: None
     ):
         self.policy, self.scaled, self.last_checkpoint = policy, scaled, last_checkpoint
-        self._names = ("count", "loss", *(() if scaled else ("gradient norm",)))
         self._reads_every_step = device.type == "cpu" or policy == "skip"
-        self._first_bad = torch.full((len(self._names),), -1, dtype=torch.int64, device=device)  # step, by name
-        self._good = torch.ones((), dtype=torch.bool, device=device)
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)  # step
         self._skipped: Counter[str] = Counter()  # steps in a row, by update
 
     def allows_update(self, step: int, loss: Number, norm: Number, count: Number, update: str = "") -> bool:
         """Whether the step may be applied.
 
         step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
-        skipped under either policy. update: its name, where a step has several. Raises TrainingStopped for "stop", for
-        a negative count, or after too many skipped steps.
+        skipped under either policy. update: its name, where a step has several. Raises TrainingStopped for "stop", or
+        after too many skipped steps.
         """
-        values = dict(zip(self._names, (count, loss, norm), strict=False))
-        if self._reads_every_step:
-            values = {name: float(value) for name, value in values.items()}
+        values = {"count": count, "loss": loss} | ({} if self.scaled else {"gradient norm": norm})
         # On a GPU too, some are numbers, known without a wait.
-        numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        unread = {n: v for n, v in values.items() if isinstance(v, Tensor) and not self._reads_every_step}
+        numbers = {name: float(value) for name, value in values.items() if name not in unread}
         if numbers.get("count") == 0:
             why = "because the loss's count was 0; it is what the task returns next to the loss"
             self.count(False, step, why, update)
             return False
-        if numbers.get("count", 1) < 0:
-            self._stop_for_count(step, f"negative ({numbers['count']:g})", update)
         for name, value in numbers.items():
-            if not math.isfinite(value):
+            if not math.isfinite(value) or (name == "count" and value < 0):
                 if self.policy == "stop":
-                    self._stop(step, name, value, update)
+                    self._stop(step, f"the {name} is {'negative' if value < 0 else 'not finite'} ({value:g})", update)
                 self.count(False, step, update=update)
                 return False
-        if len(numbers) < len(values):
-            self._record(step, values)
+        if unread:
+            self._record(step, unread)
         return True
 
-    def _record(self, step: int, values: Mapping[str, Number]) -> None:
+    def _record(self, step: int, values: Mapping[str, Tensor]) -> None:
         """Record a bad step on the device."""
-        flags = []
-        for name, value in values.items():
-            good = torch.isfinite(value) if isinstance(value, Tensor) else self._good
-            if isinstance(value, Tensor) and name == "count":
-                good = good & (value > 0)
-            # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
-            flags.append(good.to(self._good.device, non_blocking=True))
-        self._first_bad = torch.where(torch.stack(flags) | (self._first_bad >= 0), self._first_bad, step)
+        good = [torch.isfinite(value) & (value > 0 if name == "count" else True) for name, value in values.items()]
+        # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
+        all_good = torch.stack([flag.to(self._first_bad.device, non_blocking=True) for flag in good]).all()
+        self._first_bad = torch.where(all_good | (self._first_bad >= 0), self._first_bad, step)
 
     def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
         """Count steps that were not applied, and for what `reason` if not for their gradients. Raises TrainingStopped
@@ -259,25 +227,14 @@ class NonFiniteCheck:
 
     def check(self) -> None:
         """Raises TrainingStopped when a step since the last call was not finite. Waits for the device on a GPU."""
-        if self._reads_every_step:
-            return
-        for name, step in zip(self._names, self._first_bad.tolist(), strict=True):
-            if step >= 0 and name == "count":
-                self._stop_for_count(step, "0, negative or not finite (train.nonfinite=skip leaves out those with 0)")
-            elif step >= 0:
-                self._stop(step, name, math.nan)
+        if not self._reads_every_step and (step := int(self._first_bad)) >= 0:
+            self._stop(step, "loss or gradients are not finite, or the count is 0, negative or not finite")
 
-    def _stop(self, step: int, name: str, value: float, update: str = "") -> NoReturn:
+    def _stop(self, step: int, problem: str, update: str = "") -> NoReturn:
         raise NotFinite(
-            f"step {step + 1}{_of(update)}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, "
-            "a longer schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; "
-            "debug=nonfinite finds where it comes from"
-        )
-
-    def _stop_for_count(self, step: int, problem: str, update: str = "") -> NoReturn:
-        raise TrainingStopped(
-            f"step {step + 1}{_of(update)}: the count that the loss is divided by is {problem}; {self._saved()}. The "
-            "task must return the number of samples or tokens, or the sum of their weights"
+            f"step {step + 1}{_of(update)}: {problem}; {self._saved()}. A lower optimizer.lr, a longer schedule.warmup "
+            "or train.grad_clip may help; train.nonfinite=skip leaves such steps out; debug=nonfinite finds where it "
+            "comes from. A count is the number of samples or tokens, or the sum of their weights"
         )
 
     def _saved(self) -> str:
