@@ -57,9 +57,9 @@ def disturb(launcher: subprocess.Popen, kills: int, longest: float, generator: r
     return done
 
 
-def exported(run: Path, folder: Path, strategy: str) -> dict:
+def exported(run: Path, folder: Path) -> dict:
     """The final weights of a run."""
-    status = start(folder, f"parallel={strategy}", "mode=export", f"checkpointing.resume={run}").wait(timeout=300)
+    status = start(folder, "mode=export", f"checkpointing.resume={run}").wait(timeout=300)
     if status:
         sys.exit(f"export failed: {folder.with_suffix('.out').read_text()[-2000:]}")
     return load_file(folder / "export" / "model.safetensors")
@@ -92,7 +92,7 @@ def main() -> None:
     steps = [[entry["step"] for entry in log] for log in logs]
     samples = [log[-1]["samples"] for log in logs]
     losses = all(a["loss"] == b["loss"] for a, b in zip(*logs, strict=False))
-    weights = [exported(folder, base / f"{folder.name}-weights", options.strategy) for folder in (calm, rough)]
+    weights = [exported(folder, base / f"{folder.name}-weights") for folder in (calm, rough)]
     equal = all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     missing = len(set(steps[0]) - set(steps[1]))
     repeated = len(steps[1]) - len(set(steps[1]))

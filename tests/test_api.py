@@ -266,7 +266,7 @@ def test_a_run_without_a_best_and_other_mistakes(tmp_path):
         trainapp.load(tmp_path / "run")
     with pytest.raises(trainapp.UserError, match=r"run_dir=.*nothing.*no such file or directory"):
         trainapp.load(tmp_path / "nothing")
-    with pytest.raises(trainapp.UserError, match=r"which='.*step_00000007': .*no such file"):
+    with pytest.raises(trainapp.UserError, match=r"which=.*step_00000007: .*no such file"):
         trainapp.load(tmp_path / "run", which=tmp_path / "run/checkpoints/step_00000007")
 
 

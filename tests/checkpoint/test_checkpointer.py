@@ -68,12 +68,12 @@ def test_torchs_own_converter_makes_weights_to_start_from(tmp_path):
     assert runs.differences(again.state.model.state_dict(), run.state.model.state_dict()) == []
 
 
-@pytest.mark.parametrize("inside", ["", SHARD, VALUES])
-def test_a_checkpoint_is_no_file_of_weights(tmp_path, inside):
-    """The message says how to get a file of weights."""
+@pytest.mark.parametrize("inside", [SHARD, VALUES])
+def test_a_file_of_a_checkpoint_is_no_file_of_weights(tmp_path, inside):
+    """The message says what to name."""
     runs.run_until(tmp_path / "run", 1, *MLP)
     path = runs.checkpoint(tmp_path / "run", 1)
-    with pytest.raises(UserError, match=f"mode=export checkpointing.resume={path}"):
+    with pytest.raises(UserError, match="give the checkpoint's folder"):
         runs.prepare(tmp_path / "again", *MLP, f"model.init_from={path / inside}")
 
 
@@ -199,10 +199,9 @@ def test_save_false_writes_nothing_and_passes_over_what_was_saved_before(tmp_pat
     assert [name for name in names(tmp_path) if name.startswith("step_")] == ["step_00000002"]
 
 
-@pytest.mark.parametrize("mode", ["eval", "export"])
-def test_a_named_checkpoint_is_read_where_none_is_saved(tmp_path, mode):
+def test_a_named_checkpoint_is_read_where_none_is_saved(tmp_path):
     runs.run_until(tmp_path / "run", 2, *MLP)
     resume = f"checkpointing.resume={tmp_path / 'run'}"
-    result = runs.run(tmp_path / "out", *MLP, f"mode={mode}", resume, "checkpointing=off", "every.eval=2")
+    result = runs.run(tmp_path / "out", *MLP, "mode=eval", resume, "checkpointing=off", "every.eval=2")
     assert result.steps == 2
     assert not (tmp_path / "out" / "checkpoints").exists()

@@ -45,7 +45,6 @@ REFUSED = [
         "model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true",
         "adapter=none with model=hf with parallel.fsdp.meta_init=true: weights would be drawn",
     ),
-    ("checkpointing.load=weights checkpointing.resume=none", "checkpointing.load=weights with checkpointing.resume=no"),
     ("mode=eval", "mode=eval with checkpointing.resume=auto: it is about a trained model; name the checkpoint"),
     ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: a"),
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: a process of it has the"),

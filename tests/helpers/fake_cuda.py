@@ -18,14 +18,11 @@ from unittest import mock
 
 import runs
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.assembly import build
 from trainapp.assembly.parts import load_parts
 from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
-from trainapp.parallel.strategy import local, whole
 from trainapp.planning.batches import without_values
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
@@ -173,22 +170,9 @@ def offloaded(policy: str) -> dict[str, Any]:
         return {"waits": requests.waits, "applied": applied}
 
 
-def gathered() -> dict[str, Any]:
-    """The whole of a parameter that is sharded over two ranks with a GPU each, and kept in the host's memory."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cuda", (2,))
-    with fake_tensor_mode():
-        shard = DTensor.from_local(torch.ones(3, 4, device=CUDA), mesh, [Shard(0)]).to("cpu")
-        found = whole(shard)
-    torch.distributed.destroy_process_group()
-    return {"shard": local(shard).device.type, "whole": found.device.type, "shape": list(found.shape)}
-
-
 if __name__ == "__main__":
     give_autograd_a_device()
-    functions = {"measure": measure, "offloaded": offloaded, "gathered": gathered}
+    functions = {"measure": measure, "offloaded": offloaded}
     found = {}
     for label, arguments in json.load(sys.stdin).items():
         function = functions[arguments.pop("function", "measure")]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -14,8 +15,7 @@ from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
-from trainapp.run.result import RunResult
+from trainapp.run import runner, trained
 from trainapp.signals import StopRequest
 from trainapp.training import loop, transaction
 from trainapp.training.engine import Totals
@@ -73,9 +73,10 @@ def _composed(overrides: tuple[str, ...]) -> Config:
     return compose.from_command_line([*TINY, *overrides])
 
 
-def run(run_dir: Path, *overrides: str) -> RunResult:
-    """A run from start to end."""
-    return runner.run(configure(run_dir, *overrides))
+def run(run_dir: Path, *overrides: str) -> Any:
+    """A run from start to end; with mode=export its files of weights."""
+    config = configure(run_dir, *overrides)
+    return trained.export(config) if config.mode == "export" else runner.run(config)
 
 
 def prepare(run_dir: Path, *overrides: str) -> Session:

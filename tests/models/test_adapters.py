@@ -178,7 +178,7 @@ def test_initial_weights_are_read_into_the_base(tmp_path):
 def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     first = runs.run_until(tmp_path / "run", 4, *on(base))
     adapters = first.state.tensors()["model"]
-    weights = (f"checkpointing.resume={tmp_path / 'run'}", "checkpointing.load=weights")
+    weights = (f"model.init_from={tmp_path / 'run'}",)
     new = runs.prepare(tmp_path / "new", *on(base), *weights, "schedule=linear")
     new.close()
     assert new.state.progress.step == 0
@@ -384,7 +384,7 @@ def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
     assert torch.equal(loaded.state_dict()["code"], code)
     evaluated = runs.run(tmp_path / "eval", *CODEBOOK, "mode=eval", of_run)
     assert evaluated.evaluation["loss"] == evaluations(tmp_path / "run")[-1]["loss"]
-    new = runs.prepare(tmp_path / "new", *CODEBOOK, of_run, "checkpointing.load=weights")
+    new = runs.prepare(tmp_path / "new", *CODEBOOK, f"model.init_from={tmp_path / 'run'}")
     new.close()
     assert torch.equal(new.state.model.code, code)
     assert "inside.weight" in base_of(new.state.model).names  # of the base, and not in the checkpoint

@@ -24,7 +24,7 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import SingleDevice, whole
+from trainapp.parallel.strategy import SingleDevice, is_shard
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
@@ -61,7 +61,8 @@ class Record:
 
 def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Full, flat, in double precision. Collective: call on every rank."""
-    return torch.cat([whole(t.detach()).double().flatten().clone() for t in tensors])
+    whole = (t.full_tensor() if is_shard(t) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten().clone() for t in whole])
 
 
 def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str = "", single: bool = False) -> Record:

@@ -20,7 +20,7 @@ def first(tmp_path_factory):
 
 
 def from_weights(path, *overrides):
-    return (*MLP, *NEW, f"checkpointing.resume={path}", "checkpointing.load=weights", *overrides)
+    return (*MLP, *NEW, f"model.init_from={path}", *overrides)
 
 
 def final(run_dir):
@@ -60,7 +60,7 @@ def test_interrupted_it_continues_with_its_own_checkpoint(first, tmp_path):
     run = runs.prepare(tmp_path / "parts", *overrides)
     run.close()
     assert run.state.progress.step == 2
-    runs.run(tmp_path / "parts", *overrides, "checkpointing.resume=auto")
+    runs.run(tmp_path / "parts", *overrides)
     assert runs.differences(final(tmp_path / "parts"), final(tmp_path / "whole")) == []
 
 
@@ -68,7 +68,7 @@ def test_another_head(first, tmp_path):
     data = ("data=synthetic_images", "data.image_shape=[1,8,8]", "data.num_classes=3", "data.size=64")
     with pytest.raises(UserError) as refused:
         runs.prepare(tmp_path, *from_weights(first, *data))
-    assert str(refused.value).startswith(f"checkpointing.resume={first}: the weights do not fit the model: 2")
+    assert str(refused.value).startswith(f"model.init_from={first}: the weights do not fit the model: 2")
     assert "model.init_strict=false" in str(refused.value)
     run = runs.prepare(tmp_path, *from_weights(first, *data, "model.init_strict=false"))
     run.close()
@@ -77,21 +77,11 @@ def test_another_head(first, tmp_path):
     assert state["head.weight"].shape[0] == 3
 
 
-def test_a_run_without_weights_to_begin_with(tmp_path):
-    with pytest.raises(
-        UserError, match=r"checkpointing\.load=weights with checkpointing\.resume=auto: .* no checkpoint"
-    ):
-        runs.prepare(tmp_path, *MLP, "checkpointing.load=weights")
-    with pytest.raises(UserError, match=r"checkpointing\.load=weights with checkpointing\.resume=none: .*name it"):
-        runs.configure(tmp_path, *MLP, "checkpointing.load=weights", "checkpointing=off")
-    assert helpers.files(tmp_path) == set()
-
-
 @pytest.mark.parametrize("end", ["train.max_steps=4", "train.max_steps=6"])
 def test_everything_in_a_new_directory_needs_a_later_end(first, tmp_path, end):
     """Before, it ended at once and returned the other run's result: `step 6/4`."""
     named = (*MLP, "train.ema=0.5", f"checkpointing.resume={first}")
-    with pytest.raises(UserError, match=rf"{end}: .*already trained 6 steps, .* set a later end .*load=weights"):
+    with pytest.raises(UserError, match=rf"{end}: .*already trained 6 steps, .* set a later end .*init_from=RUN"):
         runs.prepare(tmp_path, *named, end)
     assert helpers.files(tmp_path) == set()
     assert runs.run(tmp_path, *named, "train.max_steps=7").steps == 7

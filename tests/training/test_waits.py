@@ -35,7 +35,6 @@ ONCE = {  # the next step depends on whether this one counts
 }
 OTHERS = {
     "a task that reads its loss": {"overrides": MLP, "task": "waiting"},
-    "gathered": {"function": "gathered"},
     "offloaded": {"function": "offloaded", "policy": "stop"},
     "offloaded, skip": {"function": "offloaded", "policy": "skip"},
 }
@@ -76,8 +75,3 @@ def test_waits_are_counted(measured):
 def test_gradients_on_the_host_are_checked_beside_a_loss_on_the_device(measured):
     assert measured["offloaded"] == {"waits": [], "applied": True}
     assert len(set(measured["offloaded, skip"]["waits"])) == 1
-
-
-def test_shards_in_the_hosts_memory_are_gathered_on_the_device(measured):
-    """NCCL has no collectives for the host."""
-    assert measured["gathered"] == {"shard": "cpu", "whole": "cuda", "shape": [6, 4]}

@@ -9,8 +9,8 @@ import torch
 from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
 from trainapp.assembly.parts import Parts, load_parts
-from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
-from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer, weights_in
+from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
@@ -19,9 +19,9 @@ from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.models.adapters import base_of
-from trainapp.models.weights import load_weights
+from trainapp.models.weights import load_tensors, load_weights
 from trainapp.optim.on_host import copies_of
-from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
 from trainapp.techniques.catalogue import Situation, before_any_batch
@@ -61,7 +61,8 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     callbacks = hooks.callbacks_of(config, components.hooks, components.task, sets)
     engine = assemble(config, parts, ranks, callbacks)
     state = engine.state
-    _begin_at_weights(config, state)
+    if not parts.resumes:
+        _begin_at_weights(config, state, ranks)
     if parts.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
@@ -103,11 +104,18 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     return session
 
 
-def _begin_at_weights(config: Config, state: TrainState) -> None:
-    """Those of `model.init_from`, if any. A model with adapters has them already: they are of its base."""
-    if config.model.init_from and base_of(state.model) is None:
-        load_weights(state.model, config.model.init_from, config.model.init_strict)
-        state.average.start_at_weights()
+def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
+    """Those of `model.init_from`, if any. A model with adapters has those of a file already: they are of its base."""
+    source, strict, base = config.model.init_from, config.model.init_strict, base_of(state.model)
+    if source is not None and names_checkpoint(source):
+        path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
+        weights = weights_in(path, state.model)
+        apart = frozenset() if base is None else base.names.difference(weights)
+        load_tensors(state.model, weights, strict, f"model.init_from={source}", apart)
+        log.info("begins with the weights of %s", path)
+    elif source is not None and base is None:
+        load_weights(state.model, source, strict)
+    state.average.start_at_weights()
 
 
 def _require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:

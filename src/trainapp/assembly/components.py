@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainapp.assembly.hooks import Hooks, load_hooks
+from trainapp.checkpoint.directory import names_checkpoint, read_manifest, resolve
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.targets import check_arguments
@@ -76,7 +77,7 @@ def load_components(config: Config) -> Components:
         config, train, updates
     )
     return Components(
-        model=adapted(found["model"], config),
+        model=adapted(found["model"], config, _base_weights(config)),
         task=task,
         updates=updates,
         train_data=train,
@@ -84,6 +85,16 @@ def load_components(config: Config) -> Components:
         spec=spec,
         hooks=load_hooks(config, spec),
     )
+
+
+def _base_weights(config: Config) -> str | None:
+    """The file that the base of adapters begins with: `model.init_from`, or that of the run which it names and whose
+    adapters this run begins with.
+    """
+    source = None if config.adapter.kind == "none" else config.model.init_from
+    while source is not None and names_checkpoint(source):
+        source = read_manifest(resolve(source, "model.init_from"))["config"]["model"]["init_from"]
+    return source
 
 
 def built_task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> Any:

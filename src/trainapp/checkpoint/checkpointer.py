@@ -13,13 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainapp.checkpoint import shards
+from trainapp.checkpoint import shards, state_dicts
 from trainapp.checkpoint.directory import CheckpointDirectory, Saving, describe
+from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
+from trainapp.stateful import Stateful
 from trainapp.units import listed
 
 VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
@@ -145,26 +147,54 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     fit the model or the optimizer, or holds anything but tensors and plain values.
     """
     values, sizes = _load_values(path), shards.sizes(path)
-    with _misfits_named(path):
+    with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
     shards.read(tensors, path, ranks.saving_group)
     if not tensors.get("average"):
         state.average.start_at_weights()
-    with _misfits_named(path):
+    with misfits_named(path):
         state.load_values(values)
     state.load_stateful(values["stateful"], ranks)
     return values["sizes"]
 
 
-def require_same_base(model: nn.Module, path: Path) -> None:
-    """Raises UserError unless the checkpoint at `path` has adapters for the model's base, or neither has any."""
-    with _misfits_named(path):
+def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
+    """Fill a model that has just been built, whole on this process, from the checkpoint at `path`: parameters by their
+    average if the run kept one. Returns what the checkpoint holds beside tensors. Raises UserError as `restore`.
+    """
+    values, sizes = _load_values(path), shards.sizes(path)
+    own, saved = ModelState(model), values["model_values"]
+    with misfits_named(path):
+        adapters.require_same_base(model, values["base"])
+        tensors = {"model": own.tensors(saved["written"], saved["left_out"]), "buffers": own.buffers(sizes)}
+    shards.read(tensors, path, None)
+    with misfits_named(path):
+        own.load_values(saved["entries"])
+    averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}
+    shards.read({"average": averaged} if averaged else {}, path, None)
+    state_dicts.load_stateful(Stateful(model=model), values["stateful"][0])
+    return values
+
+
+def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights in the checkpoint at `path`, whole, in host memory: parameters, by their average if the run kept one,
+    and buffers. Of a run with adapters they are the adapters, and what forwards have written of their base.
+
+    Raises UserError unless it has adapters for the base of `model`, or neither has any.
+    """
+    with misfits_named(path):
         adapters.require_same_base(model, _load_values(path)["base"])
+    saved = shards.sizes(path)
+    names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
+    sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
+    read = shards.read_whole(sources.values(), path)
+    return {name: read[source] for name, source in sources.items()}
 
 
 @contextlib.contextmanager
-def _misfits_named(path: Path) -> Iterator[None]:
+def misfits_named(path: Path) -> Iterator[None]:
+    """An error inside the block is a UserError that names the checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -158,13 +158,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def resolve(setting: str) -> Path:
-    """The checkpoint at `checkpointing.resume=PATH`, the best one if PATH is a run's `checkpoints/best`, or the newest
-    good one if PATH is a run directory.
+def names_checkpoint(value: str) -> bool:
+    """Whether it is the path of a run's directory, of a checkpoint, or of a run's `checkpoints/best`."""
+    path = Path(value)
+    return (path / "checkpoints").is_dir() or (path / MANIFEST).is_file() or (path.name == "best" and path.is_file())
 
-    Raises UserError when there is none, and when the named checkpoint cannot be used.
+
+def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
+    """The checkpoint at this path, the best one if it is that of a run's `checkpoints/best`, or the newest good one if
+    it is that of a run directory.
+
+    setting: that has this value. Raises UserError when there is none, and when the named checkpoint cannot be used.
     """
-    name, path = f"checkpointing.resume={setting}", Path(setting)
+    name, path = f"{setting}={value}", Path(value)
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
     if path.is_file() and path.name == "best":

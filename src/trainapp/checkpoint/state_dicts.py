@@ -195,7 +195,7 @@ def prepare_optimizer(
     if saved["kind"] != _kind(optimizer):
         raise UserError(
             f"its optimizer is {saved['kind']}, and this run's {_kind(optimizer)}; choose that one, or begin a new run "
-            "with the weights alone by checkpointing.load=weights"
+            "with the weights alone, model.init_from=RUN"
         )
     if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
         step_without_effect(optimizer)

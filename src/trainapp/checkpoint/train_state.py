@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,25 +186,10 @@ class TrainState:
         if names != before:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
             raise UserError(f"it was saved with {then}, and this run has {now}")
-        self._require_same_classes(saved["class_names"])
-        if self.vocabulary and saved["vocabulary"] and self.vocabulary != saved["vocabulary"]:
-            raise UserError(
-                "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
-                "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
-            )
+        require_same_data(self.class_names, self.vocabulary, saved)
         for update, values in self._saved_by_update(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
             state_dicts.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
-
-    def _require_same_classes(self, before: list[str]) -> None:
-        """The outputs keep their meaning. Names that only one side has say nothing."""
-        if before and self.class_names and before != self.class_names:
-            pairs = zip(before, self.class_names, strict=False)
-            changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(self.class_names)}"]
-            raise UserError(
-                f"the names of the data's classes are others than when it was saved: {listed(changed)}; restore the "
-                "folders or the names, or begin a new run with its weights by checkpointing.load=weights"
-            )
 
     def load_values(self, saved: dict[str, Any]) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks, once the tensors are filled. But for
@@ -239,6 +224,25 @@ class TrainState:
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",
                 ", ".join(unknown),
             )
+
+
+def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[str, Any]) -> None:
+    """Raises UserError where inputs or outputs would mean something else than when `saved`, the values of a checkpoint,
+    was. Names of classes, and a digest of the tokenizer, that only one side has say nothing.
+    """
+    before, now = saved["class_names"], [str(name) for name in class_names]
+    if before and now and before != now:
+        pairs = zip(before, now, strict=False)
+        changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(now)}"]
+        raise UserError(
+            f"the names of the data's classes are others than when it was saved: {listed(changed)}; restore the "
+            "folders or the names, or begin a new run with its weights, model.init_from=RUN"
+        )
+    if vocabulary and saved["vocabulary"] and vocabulary != saved["vocabulary"]:
+        raise UserError(
+            "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
+            "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
+        )
 
 
 def _trained_names(model: nn.Module) -> list[str]:

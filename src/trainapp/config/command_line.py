@@ -88,11 +88,8 @@ def overrides(hydra_config: HydraConf) -> list[str]:
     """What the command line sets, but for the checkpoint that a training resumes: it soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
-    # Weights to begin with are needed until the run has a checkpoint of its own, which then comes first.
-    begins_with_weights = any(text.lstrip("+").startswith("checkpointing.load=") for text in given)
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
-    is_needed = begins_with_weights or not trains
-    return [text for text in given if is_needed or not text.startswith("checkpointing.resume=")]
+    return [text for text in given if not (trains and text.startswith("checkpointing.resume="))]
 
 
 def override(name: str, value: str) -> str:
@@ -122,6 +119,8 @@ def size_overrides(config: Config, size: int) -> list[str]:
 RENAMED = {
     "activation_checkpointing=budget": "is now activation_checkpointing=auto",
     "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
+    "checkpointing.load": "is gone: begin with the weights of another run by model.init_from=RUN",
+    "export.file_size": "is gone: safetensors has no limit of size",
     "oom.keep_global_batch": "is gone: the global batch is never changed, only how it is cut",
     "oom.plan": "is gone: an out-of-memory error is answered with what the failed step measured",
     "oom.remember": "is gone: a run depends on its configuration and its checkpoint alone",

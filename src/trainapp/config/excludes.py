@@ -213,12 +213,6 @@ EXCLUSIONS = (
     ),
     # Checkpoints and the modes that are about one
     Exclusion(
-        ("checkpointing.load", "checkpointing.resume"),
-        lambda c: c.mode == "train" and c.checkpointing.load == "weights" and c.checkpointing.resume == "none",
-        "there is no run whose weights to begin with",
-        "name it, as checkpointing.resume=RUN",
-    ),
-    Exclusion(
         ("mode", "checkpointing.resume"),
         lambda c: c.mode in ABOUT_A_RUN and c.checkpointing.resume in ("auto", "none"),
         "it is about a trained model",
@@ -227,7 +221,7 @@ EXCLUSIONS = (
     Exclusion(
         ("mode", "parallel"),
         lambda c: (
-            c.mode in ("generate", "lr_find", "predict")
+            c.mode in ("export", "generate", "lr_find", "predict")
             and c.parallel.strategy not in ("single", "ddp" if c.mode == "predict" else "single")
         ),
         "a process of it has the whole model, from checkpoints of any number of ranks",
@@ -250,7 +244,7 @@ EXCLUSIONS = (
         ("mode", "checkpointing.resume"),
         lambda c: c.mode == "lr_find" and c.checkpointing.resume not in ("auto", "none"),
         "it begins with initial weights",
-        "to begin with trained ones, write them with mode=export and set model.init_from=FILE",
+        "to begin with trained ones, set model.init_from=RUN",
     ),
     Exclusion(
         ("mode", "optimizer.groups", "optimizer.lr"),

@@ -27,7 +27,6 @@ _MUST_MATCH = (
     "train.grad_clip",
     "train.ema",
     "batch.global_size",
-    "checkpointing.load",
 )
 # Settings of those sections that decide only how the same is computed, or what a recovery changes.
 _MAY_CHANGE = (

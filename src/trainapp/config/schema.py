@@ -294,7 +294,6 @@ class Oom:
 @dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
-    load: Literal["all", "weights"] = "all"
     save: Bool = True
     keep_last: PositiveInt = 2
     asynchronous: Bool = False
@@ -310,7 +309,6 @@ class Stopping:
 @dataclass(config=STRICT)
 class Export:
     folder: Str | None = None
-    file_size: MemorySize = "5GB"
     merge: Bool = False
     merge_dtype: Literal["fp32", "bf16"] = "fp32"
 

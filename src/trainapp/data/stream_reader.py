@@ -177,7 +177,7 @@ class Reader(Dataset):
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
                     f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
-                    "these weights by checkpointing.load=weights"
+                    "these weights, model.init_from=RUN"
                 )
             if epoch >= start.epoch and number == (start.number if epoch == start.epoch else 0):
                 yield Read(_End.END, base, True)

@@ -85,23 +85,28 @@ def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
-    """Train, evaluate, export or plan as `config` says. Returns the objective: see `run`."""
+    """Train, evaluate, export or plan as `config` says. Returns the objective, if the mode has one."""
     if config.mode == "plan":
         from trainapp.planning import screen
 
         return screen.run(config)
-    if config.mode == "lr_find":
+    if config.mode in ("lr_find", "export"):
         if environment.is_one_of_many_ranks():
-            raise UserError("mode=lr_find: torchrun, srun or submitit started several processes; start it once")
+            raise UserError(f"mode={config.mode}: torchrun, srun or submitit started several processes; start it once")
         prepare_process(config.memory.expandable_segments, config.train.deterministic)
-        from trainapp.run import lr_find
+        if config.mode == "lr_find":
+            from trainapp.run import lr_find
 
-        return lr_find.run(config)
+            return lr_find.run(config)
+        from trainapp.run import trained
+
+        trained.export(config)
+        return None
     return run(config, is_sweep).for_sweeper
 
 
 def run(config: Config, is_sweep: bool = False) -> "RunResult":
-    """Train, evaluate or export with as many processes as `config` asks for. Returns how that ended.
+    """Train, evaluate or predict with as many processes as `config` asks for. Returns how that ended.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether

@@ -48,8 +48,11 @@ def base_of(model: nn.Module) -> Base | None:
     return _bases.get(model)
 
 
-def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.Module]:
-    """The model's class, or a function that builds one and adds the adapters that the configuration asks for."""
+def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None) -> Callable[..., nn.Module]:
+    """The model's class, or a function that builds one and adds the adapters that the configuration asks for.
+
+    weights: the file that the base begins with, if any.
+    """
     if config.adapter.kind == "none":
         return kind
 
@@ -57,8 +60,8 @@ def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         model = kind(*args, **kwargs)
         # Of the base: afterwards its layers have other names. A trace has none to load.
-        if config.model.init_from and has_values(next(model.parameters())):
-            load_weights(model, config.model.init_from, config.model.init_strict)
+        if weights is not None and has_values(next(model.parameters())):
+            load_weights(model, weights, config.model.init_strict)
         add_lora(model, config.adapter)
         return model
 

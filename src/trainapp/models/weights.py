@@ -77,10 +77,7 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
         raise UserError(f"{setting}: there is no such file")
     folder = path if path.is_dir() else path.parent
     if (folder / ".metadata").is_file():  # as torch.distributed.checkpoint leaves it
-        raise UserError(
-            f"{setting}: is a training checkpoint; write its weights to a file first, with mode=export "
-            f"checkpointing.resume={folder} and the model's settings, and give that model.safetensors"
-        )
+        raise UserError(f"{setting}: is a file of a training checkpoint; give the checkpoint's folder, or the run's")
     if path.is_dir():
         files = [path / name for name in ("model.safetensors", f"model{INDEX}") if (path / name).is_file()]
         if len(files) != 1:

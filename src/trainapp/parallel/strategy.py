@@ -143,13 +143,6 @@ def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return [t if type(t) is torch.Tensor else local(t) for t in tensors]
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """The whole tensor. Collective for a shard: call on every rank. Gathered on the device of the shards' mesh: FSDP's
-    `cpu_offload` keeps them on the host, for which NCCL has no collectives.
-    """
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_shard(tensor) else tensor
-
-
 @torch.no_grad()
 def copy_into(target: Any, source: torch.Tensor) -> None:
     """Copy a whole tensor into one that may be a shard. No communication: every rank has the whole source."""

@@ -75,7 +75,7 @@ def configured(config: Config, folder: str, file: Path) -> Config:
         "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
         "schedule": Schedule(target="trainapp.run.lr_find.growing", arguments=growth),
         "every": Every(log=1, eval=None, save=None),
-        "checkpointing": dataclasses.replace(config.checkpointing, resume="none", load="all", save=False),
+        "checkpointing": dataclasses.replace(config.checkpointing, resume="none", save=False),
         "stopping": Stopping(),
         "objective": "auto",
         "eval": {},

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pydantic
 from pydantic import TypeAdapter
@@ -19,35 +19,20 @@ from trainapp.training.session import Session
 log = logging.getLogger(__name__)
 
 
-class Origin(NamedTuple):
-    """The checkpoint that a run begins with. weights_only: with nothing else of it (`checkpointing.load=weights`)."""
-
-    path: Path
-    weights_only: bool = False
-
-
-def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Origin | None:
-    """Rank 0 looks for the checkpoint. None: the run begins with initial weights. Collective; raises UserError on all
-    ranks.
+def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
+    """The checkpoint that a run continues from; rank 0 looks for it. None: the run begins with initial weights.
+    Collective; raises UserError on all ranks.
     """
     return answered_by_rank_zero(ranks, lambda: _origin(config, has_restarted))
 
 
-def _origin(config: Config, has_restarted: bool) -> Origin | None:
+def _origin(config: Config, has_restarted: bool) -> Path | None:
     """The run's own checkpoint comes first where it continues, else what `checkpointing.resume` names."""
     resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
-    begins_with_weights = trains and config.checkpointing.load == "weights"
-    newest = own.newest() if has_restarted or begins_with_weights or resume == "auto" else None
-    if newest is not None:
-        return Origin(newest)
-    if resume == "auto" and begins_with_weights:
-        raise UserError(
-            f"checkpointing.load=weights with checkpointing.resume=auto: {config.run_dir} has no checkpoint yet to "
-            "continue from; name the run whose weights to begin with, as checkpointing.resume=RUN"
-        )
-    if resume in ("auto", "none"):
-        return None
+    newest = own.newest() if has_restarted or resume == "auto" else None
+    if newest is not None or resume in ("auto", "none"):
+        return newest
     path, run_dir = resolve(resume), Path(config.run_dir).resolve()
     if trains and own.newest_name() and not path.resolve().is_relative_to(run_dir):
         raise UserError(
@@ -55,7 +40,7 @@ def _origin(config: Config, has_restarted: bool) -> Origin | None:
             "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
             "continue the run that is here"
         )
-    return Origin(path, begins_with_weights)
+    return path
 
 
 def as_saved(config: Config, path: Path) -> Config:
@@ -70,7 +55,7 @@ def as_saved(config: Config, path: Path) -> Config:
     elif saved["seed"] != config.train.seed and config.chooses("train.seed"):
         raise UserError(
             f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, which its samples and steps "
-            "depend on; leave train.seed out, or begin a new run with its weights by checkpointing.load=weights"
+            "depend on; leave train.seed out, or begin a new run with its weights, model.init_from=RUN"
         )
     changes: dict[str, Any] = {"seed": saved["seed"]}
     if config.mode != "train":
@@ -242,6 +227,6 @@ def _require_steps_left(session: Session, path: Path) -> None:
         if end is not None and (reached > end or (reached == end and not is_own)):
             raise UserError(
                 f"train.max_{name}={end}: {path} has already trained {round(reached, 2):.10g} {name}, so that none is "
-                "left; set a later end to continue it, or begin a new run with its weights, in another directory, by "
-                "checkpointing.load=weights"
+                "left; set a later end to continue it, or begin a new run with its weights, in another directory, with "
+                "model.init_from=RUN"
             )

@@ -114,7 +114,7 @@ def require_same_experiment(config: Config) -> None:
             f"hydra.run.dir={run_dir}: this directory belongs to a run of other settings, which change the result:\n"
             f"{listed}\n"
             "choose another directory (of a sweep, hydra.sweep.dir); to continue that run there with the new settings, "
-            f"also set checkpointing.resume={run_dir}, and checkpointing.load=weights to take its weights alone"
+            f"also set checkpointing.resume={run_dir}, or model.init_from={run_dir} to take its weights alone"
         )
 
 

@@ -24,7 +24,7 @@ from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.decisions import first_sizes, with_modes
-from trainapp.run import resume, run_dir, trained
+from trainapp.run import resume, run_dir
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes import autotuner
@@ -33,7 +33,6 @@ from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
 from trainapp.training.session import Phase, Session
 from trainapp.training.transaction import refused_in_attempt
-from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +108,7 @@ def _naming_the_step(session: Session) -> Iterator[None]:
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
-    origin = resume.agreed_origin(config, ranks, has_restarted)
-    path = origin.path if origin is not None and not origin.weights_only else None
+    path = resume.agreed_origin(config, ranks, has_restarted)
     if path is not None:
         config = resume.as_saved(config, path)
     config = config.with_own_batches()
@@ -123,8 +121,6 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
-    if origin is not None and origin.weights_only:
-        trained.load_weights(session, origin.path)
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
@@ -164,7 +160,7 @@ def attempt(session: Session) -> OomReport | None:
 
 
 def work(session: Session) -> None:
-    """Train, evaluate, predict, generate or export, as `mode` says."""
+    """Train, evaluate, predict or generate, as `mode` says."""
     config = session.config
     if config.mode == "eval":
         evaluate(session)
@@ -173,9 +169,6 @@ def work(session: Session) -> None:
         rows.predict(session)
     elif config.mode == "generate":
         generate.generate(session)
-    elif config.mode == "export":
-        folder = Path(config.export.folder or Path(config.run_dir) / "export")
-        trained.export(session, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(session)
         events.end(session)
@@ -206,14 +199,10 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     session.checkpointer.finish()  # what is still being written in the background may be the newest
     path = session.checkpointer.newest()
     if path is None:  # it may have begun at another's
-        origin = resume.agreed_origin(config, session.ranks, False)
-        path = None if origin is None or origin.weights_only else origin.path
+        path = resume.agreed_origin(config, session.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
-    checkpointing = config.checkpointing
-    if path is not None or checkpointing.load == "all":  # else the run begins again with another run's weights
-        checkpointing = dataclasses.replace(checkpointing, resume=str(path) if path else "none")
-    start = "from the seed" if checkpointing.load == "all" else "with the weights of the other run"
-    place = f"the checkpoint of step {checkpoint_step}" if path else f"the start, {start}"
+    checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
+    place = f"the checkpoint of step {checkpoint_step}" if path else "the start"
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.action = (
