@@ -3,9 +3,9 @@
     python benchmarks/plan_accuracy.py [--foreign] [--only TEXT] [--json FILE]
 
 Each configuration is planned in one process (traced or, where that fails, measured) and run for real in another: three
-optimizer steps with every step logged, and an evaluation. Peaks are live tensor bytes on the CPU, of training and of
-evaluation. The exit code is 1 if fewer than 95% are within 1%; of --foreign, models that are not trainapp's own, if
-fewer than 90% are within 3%, or one is outside of its margin.
+optimizer steps with every step logged. Peaks are live tensor bytes on the CPU. The exit code is 1 if fewer than 95% are
+within 1%; of --foreign, models that are not trainapp's own, if fewer than 90% are within 3%, or one is outside of its
+margin.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import _foreign
 from _common import machine, table
 
 BASE = (
-    "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=1", "every.save=null",
-    "checkpointing=off", "oom.grow=false", "memory.guard=false", "memory.limit=null",
+    "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=null",
+    "every.save=null", "checkpointing=off", "oom.grow=false", "memory.guard=false", "memory.limit=null",
     "plan.techniques=false",
 )  # fmt: skip
 STEPS = 3
@@ -60,7 +60,7 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     for more in (
         ("model.tie_embeddings=false",), ("model.kv_heads=1",), ("model.dropout=0.1",), ("train.ema=0.99",),
         ("optimizer=sgd",), ("optimizer.fused=false",), ("train.grad_clip=null",), ("data.vocab_size=4000",),
-        ("accumulation.steps=3",), ("batch.eval_micro_size=8",),
+        ("accumulation.steps=3",),
     ):  # fmt: skip
         yield "gpt", (*GPT, *more)
     yield "gpt, lengths vary", (*GPT, "data.min_length=8", "batch.micro_size=4")
@@ -86,28 +86,24 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
         return planner.plan(config, method="measured")[0]
 
 
-def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) -> tuple[int, int]:
-    """Peak bytes of training and of evaluation in a real run with these sizes."""
+def measured(overrides: tuple[str, ...], micro_size: int) -> int:
+    """Peak bytes of a real run with this size."""
     from trainapp.config import compose
     from trainapp.parallel.ranks import SingleRank
     from trainapp.run import runner
     from trainapp.signals import StopRequest
     from trainapp.training import loop
-    from trainapp.training.evaluate import evaluate
 
     fixed = any(override.startswith("accumulation.steps=") for override in overrides)
     sizes = () if fixed else (f"batch.micro_size={micro_size}",)
     with tempfile.TemporaryDirectory() as folder:
-        settings = [*BASE, *overrides, *sizes, f"batch.eval_micro_size={eval_micro_size}"]
-        config = compose.from_command_line(settings, folder)
+        config = compose.from_command_line([*BASE, *overrides, *sizes], folder)
         session = runner.prepare(config, StopRequest(), SingleRank())
         try:
             for _ in range(STEPS):
                 loop.train_step(session)
                 loop.update_weight_average(session)
-            training, session.memory.peak = session.memory.peak, 0
-            evaluate(session)
-            return training, session.memory.peak
+            return session.memory.peak
         finally:
             session.close()
 
@@ -126,9 +122,8 @@ def main() -> None:
             if options.only not in " ".join(overrides):
                 continue
             facts = planning.submit(planned, overrides).result()
-            sizes = (facts.get("micro_size") or 1, facts.get("eval_micro_size") or 1)
-            peaks = training.submit(measured, overrides, *sizes).result()
-            found.append(compared(family, overrides, facts, *peaks))
+            peak = training.submit(measured, overrides, facts["micro_size"]).result()
+            found.append(compared(family, overrides, facts, peak))
             if sys.stderr.isatty():
                 print(f"\r{len(found)}", end="", file=sys.stderr)
     print(machine())
@@ -140,22 +135,19 @@ def main() -> None:
     sys.exit(int(sum(one["error"] <= 0.01 for one in found) < 0.95 * len(found)))
 
 
-def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], training: int, evaluation: int) -> dict:
-    """The plan beside the measured peaks. error: relative, of the worse of training and evaluation."""
-    real = max(training, evaluation)
-    phases = facts["phases"]
-    planned_training = max((size for name, size in phases.items() if name != "evaluation"), default=0)
-    both = ((planned_training, training), (phases.get("evaluation", 0), evaluation))
+def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], peak: int) -> dict:
+    """The plan beside the measured peak. error: relative."""
+    error = abs(facts["peak_bytes"] / peak - 1)
     return {
         "family": family,
         "overrides": overrides,
         "method": facts["method"],
         "notes": "; ".join(facts["notes"]),
-        "planned": [facts["peak_bytes"], *(size for size, _ in both)],
-        "measured": [real, training, evaluation],
-        "is_exact": all(size == other for size, other in both),
-        "is_inside": abs(facts["peak_bytes"] / real - 1) <= facts["margin"],
-        "error": max(abs(size - other) / other for size, other in both),
+        "planned": facts["peak_bytes"],
+        "measured": peak,
+        "is_exact": facts["peak_bytes"] == peak,
+        "is_inside": error <= facts["margin"],
+        "error": error,
         "seconds": facts["seconds"],
     }
 

@@ -98,7 +98,7 @@ def spelled(device: str) -> tuple[str, ...]:
 
     from trainapp.planning import absent_gpu
 
-    return (f"plan.device={absent_gpu.spelled(torch.cuda.get_device_properties(0))}", "train.device=auto")
+    return (f"plan.device={absent_gpu.spelled(torch.device('cuda', 0))}", "train.device=auto")
 
 
 def plans(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def changed(**settings):
         ({"train__ema": 1.0}, "train.ema=1.0: must be less than 1"),
         ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: must be a finite number"),
         ({"optimizer__weight_decay": -0.1}, "optimizer.weight_decay=-0.1: must be greater than or equal to 0"),
-        ({"batch__micro_size": "small"}, "batch.micro_size=small: must be 'auto' or 'plan' or a valid integer"),
+        ({"batch__micro_size": "small"}, "batch.micro_size=small: must be 'auto' or a valid integer"),
         ({"objective": "accuracy"}, "objective=accuracy: must be auto, or like 'max accuracy' or 'min loss'"),
         ({"mode": "test"}, "mode=test: must be 'train', 'eval'"),
         ({"data__num_workers": -1}, "data.num_workers=-1: must be 'auto' or greater than or equal to 0"),

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from trainapp.data.batch import cut, cut_evenly, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import epoch_order
+from trainapp.data.sampler import epoch_order, own_part
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.data.source import EvalBatches, TrainBatches
@@ -317,3 +317,12 @@ def test_cut_keeps_every_sample_in_order():
             assert [i for piece in pieces for i in piece] == list(range(samples))
             assert len(pieces) == min(size, samples)  # no empty micro-batch
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_the_first_ranks_have_one_sample_more(world):
+    for samples in range(3 * world):
+        parts = [range(samples)[slice(*own_part(samples, rank, world))] for rank in range(world)]
+        assert [number for part in parts for number in part] == list(range(samples))
+        assert sorted(map(len, parts), reverse=True) == [len(part) for part in parts]
+        assert len(parts[0]) - len(parts[-1]) <= 1

@@ -125,10 +125,10 @@ class Meaned(nn.Module):
 
 
 class Padded(Stacked):
-    """Rows of 16, of which a few have 64; batches are padded to the longest of their own."""
+    """Rows of 16, of which one may have 64; batches are padded to the longest of their own."""
 
-    def __init__(self, split: str, size: int = 320, val_size: int = 30, long: int = 0, val_long: int = -1):
-        self.size, self.long = (size, long) if split == "train" else (val_size, val_long)
+    def __init__(self, split: str, size: int = 320, long: int = -1):
+        self.size, self.long = size, long
 
     def __len__(self) -> int:
         return self.size

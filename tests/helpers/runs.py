@@ -15,6 +15,7 @@ from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
+from trainapp.planning import planner
 from trainapp.run import runner, trained
 from trainapp.signals import StopRequest
 from trainapp.training import loop, transaction
@@ -193,3 +194,8 @@ def gradients(model: nn.Module) -> torch.Tensor:
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """|value - reference| / |reference|, 2-norms."""
     return float((value - reference).norm() / reference.norm())
+
+
+def traced_peak(config: Config, size: int) -> int:
+    """Planned bytes with micro-batches of `size`, traced in this process."""
+    return planner.estimator_of(config, "traced").peak(config, size).total

@@ -120,7 +120,7 @@ def test_plans_are_rows_with_their_peak_or_why_there_is_none(tmp_path):
     first = next(number for number, line in enumerate(lines) if line.startswith("job  peak"))
     fits, refused, invalid = (line.split() for line in lines[first + 1 : first + 4])
     assert fits[:3] == ["0", *bytes_text(facts["peak_bytes"]).split()]
-    assert fits[3:6] == ["traced", "64", "40"]
+    assert fits[3:5] == ["traced", "64"]
     assert refused[:4] == ["1", "-", "-", "-"]  # refused by the planner's process
     assert "model.width=17 must be divisible by" in " ".join(refused)
     assert "model.width=-1: must be greater than 0" in " ".join(invalid)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from planning import traced_peak
 from torch import nn
 
 from trainapp.config.schema import Optimizer
@@ -130,7 +129,7 @@ def test_the_traced_peak_is_the_measured_one(tmp_path):
     peaks = []
     for name, more in {"plain": (), "host": (HOST,)}.items():
         run = runs.prepare(tmp_path / name, *MLP, *limited, *more)
-        traced = traced_peak(run.config, 16)
+        traced = runs.traced_peak(run.config, 16)
         loop.train_step(run)
         run.close()
         assert traced == run.memory.peak

@@ -1,32 +1,22 @@
-"""What a plan is compared with: the peaks of a real run, of models that a test defines."""
+"""What a plan is compared with: the peak of a real run, of models that a test defines."""
 
 import sys
 
 import runs
 
 from trainapp.training import loop
-from trainapp.training.evaluate import evaluate
 
 
-def peaks(run_dir, *overrides):
-    """Bytes of three training steps, and of an evaluation after them."""
+def peak(run_dir, *overrides):
+    """Bytes of three training steps."""
     run = runs.prepare(run_dir, *overrides)
     try:
         for _ in range(3):
             loop.train_step(run)
             loop.update_weight_average(run)
-        training, run.memory.peak = run.memory.peak, 0
-        evaluate(run)
     finally:
         run.close()
-    return training, run.memory.peak
-
-
-def by_part(facts):
-    """The same two of a plan."""
-    phases = dict(facts["phases"])
-    evaluation = phases.pop("evaluation")
-    return max(phases.values()), evaluation
+    return run.memory.peak
 
 
 def own_model(monkeypatch, folder, kind):

@@ -7,25 +7,26 @@ from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
-from trainapp.planning.decisions import with_modes
+from trainapp.planning.process import with_modes
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "train.device=cpu", "batch.micro_size=8", "every.eval=null")
 AUTO = "activation_checkpointing=auto"
 
 
-def plan(*overrides, only=()):
-    return planner.plan(compose.from_command_line([*GPT, "plan.techniques=false", *overrides]), only)[0]
+def plan(*overrides, only_modes=False):
+    config = compose.from_command_line([*GPT, "plan.techniques=false", *overrides])
+    return planner.plan(config, only_modes=only_modes)[0]
 
 
 @pytest.mark.slow
 def test_the_cheapest_modes_within_the_limit_are_chosen(tmp_path):
     most, least = (plan(f"activation_checkpointing={mode}")["peak_bytes"] for mode in ("none", "full"))
     limit = f"memory.limit={(most + least) // 2}"
-    modes = plan(AUTO, limit, only=("modes",))["modes"]
+    modes = plan(AUTO, limit, only_modes=True)["modes"]
     assert len(modes) == 3
     assert set(modes) != {"none"}
     assert modes[-1] == "none" or "full" not in modes
-    assert plan(AUTO, only=("modes",))["modes"] == ["none"] * 3
+    assert plan(AUTO, only_modes=True)["modes"] == ["none"] * 3
     run = runs.prepare(tmp_path, *GPT, AUTO, limit)
     run.close()
     assert run.config.activation_checkpointing.modes == modes
@@ -36,7 +37,7 @@ def test_a_model_without_blocks_has_none_to_choose_for():
     own = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._target_=planned_models.Normed")
     config = compose.from_command_line([*own, "user_packages=[planned_models]", "data=digits", AUTO])
     with pytest.raises(UserError, match="activation_checkpointing=auto: Normed does not say what its blocks are"):
-        planner.plan(config, ("modes",))
+        planner.plan(config, only_modes=True)
 
 
 def test_given_modes_are_not_chosen_again():

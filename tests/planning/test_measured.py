@@ -16,8 +16,8 @@ from trainapp.planning.recorder import Breakdown
 from trainapp.planning.values import NeedsValues
 
 OVER = (
-    *runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "data=digits",
-    "batch.global_size=32", "batch.eval_micro_size=8", "batch.micro_size=16", "plan.techniques=false",
+    *runs.TINY, "every.eval=null", "checkpointing=off", "oom.grow=false", "data=digits",
+    "batch.global_size=32", "batch.micro_size=16", "plan.techniques=false",
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_what_depends_on_values_is_measured(tmp_path, own, kind):
         plan("traced", *own(kind))
     facts = plan("measured", *own(kind))
     assert (facts["method"], facts["margin"]) == ("measured", 0.1)
-    assert measured.by_part(facts) == pytest.approx(measured.peaks(tmp_path / "run", *own(kind)), rel=0.1)
+    assert facts["peak_bytes"] == pytest.approx(measured.peak(tmp_path / "run", *own(kind)), rel=0.1)
 
 
 @pytest.mark.parametrize("setting", ["precision=int8", "train.compile=true"])
@@ -99,7 +99,7 @@ def test_what_no_trace_knows_is_not_traced(setting):
 def test_a_measurement_is_what_a_run_measures(tmp_path, model):
     """Larger sizes, too: they are run, as long as a step takes no more than some seconds."""
     chosen = (*OVER, *runs.MODELS[model])
-    assert measured.by_part(plan("measured", *chosen)) == measured.peaks(tmp_path / "run", *chosen)
+    assert plan("measured", *chosen)["peak_bytes"] == measured.peak(tmp_path / "run", *chosen)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_size_that_would_take_too_long_is_on_the_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 0.0)
     chosen = (*OVER, *runs.MODELS["gpt"], "model.context_length=32")
     facts = plan("measured", *chosen)
-    assert measured.by_part(facts) == pytest.approx(measured.peaks(tmp_path / "run", *chosen), rel=0.1)
+    assert facts["peak_bytes"] == pytest.approx(measured.peak(tmp_path / "run", *chosen), rel=0.1)
 
 
 def test_each_phase_has_a_line_of_its_own():
@@ -127,7 +127,7 @@ def test_no_more_than_a_share_of_the_memory_is_used(own):
     config = compose.from_command_line(own(Huge))
     estimator = Measured(load_components(config), 1, torch.device("cpu"))
     with pytest.raises((MemoryLimitExceeded, MemoryError, RuntimeError)):
-        estimator.peak(config, 2, 0)
+        estimator.peak(config, 2)
 
 
 @pytest.mark.slow
@@ -162,10 +162,10 @@ def test_the_command_line_measures_what_it_cannot_trace(tmp_path):
 def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(own, monkeypatch, tmp_path):
     """As a model that is too large for this machine: not refused, with a wide margin and a note."""
 
-    def answer_of(function, config, only, picture, method, **_):
+    def answer_of(function, config, picture, only_modes, method, **_):
         if method == "measured":
             raise process.NoAnswer("too large")
-        return planner.answer(config, only, picture, method)
+        return planner.answer(config, picture, only_modes, method)
 
     monkeypatch.setattr(process, "answer_of", answer_of)
     facts = process.ask(compose.from_command_line(own(Branches)))

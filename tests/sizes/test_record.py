@@ -5,7 +5,7 @@ import pytest
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
 from trainapp.sizes.micro_batches import Ran
-from trainapp.sizes.record import PlannedSizes, initial_sizes, shape_of, shown
+from trainapp.sizes.record import initial_sizes, shape_of, shown
 
 
 def known(size: int) -> dict:
@@ -123,26 +123,3 @@ def test_a_message_says_which_shape_a_size_is_for():
     sizes.load_state_dict({"start": 64, "buckets": {"32": [40, 40, None, True], "256": [22, 22, 24, True]}})
     assert shown(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
     assert shape_of(sizes, 256) == " for up to 256 elements per sample"
-
-
-def never_asked():
-    raise AssertionError("planning takes seconds: only where nothing better is known")
-
-
-def test_a_planned_size():
-    plan = "batch.micro_size=plan"
-
-    def planned(train, evaluation=None):
-        return lambda: PlannedSizes(train, evaluation)
-
-    sizes = begin(plan, planned=planned(21, 50))
-    assert (sizes.train.size, sizes.evaluation.size) == (21, 50)
-    assert begin(plan, planned=planned(21)).evaluation.size == 128
-    assert begin(plan, planned=planned(100)).train.size == 64
-    assert begin(plan, planned=planned(1), smallest=2).train.size == 2
-    for source, size in (("restart", 7), ("saved", 11)):
-        assert begin(plan, sources=(source,), planned=never_asked).train.size == size
-    assert begin(plan, SCHEDULE, planned=never_asked).train.size == 23
-    assert begin("batch.micro_size=auto", planned=never_asked).train.size == 64
-    # Where the model cannot be planned.
-    assert begin(plan, planned=lambda: None).train.size == 64

@@ -12,7 +12,6 @@ import pytest
 import runs
 import torch
 from helpers import metrics, result, run_cli
-from planning import traced_peak
 from runs import end
 from zoo.gans import discriminate, distance, generate
 
@@ -337,7 +336,7 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
 @BOTH
 def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch, own):
     settings = (*own, "batch.global_size=512", "data.size=600", "batch.micro_size=512", "every.eval=null")
-    planned = traced_peak(runs.configure(tmp_path, *settings), 512)
+    planned = runs.traced_peak(runs.configure(tmp_path, *settings), 512)
     run = runs.prepare(tmp_path, *settings)
     after, peaks = loop.after_update, []
     noting = lambda run, *rest: (peaks.append(run.memory.counter.peak), after(run, *rest))  # noqa: E731

@@ -46,7 +46,6 @@ def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
 
 CUTTING = {
     "batch.micro_size=8": "batch.micro_size=8: task=own_tasks.Whole has whole_batch=True: its batch is never cut",
-    "batch.micro_size=plan": "batch.micro_size=plan: task=own_tasks.Whole has whole_batch=True",
     "accumulation.steps=2": "accumulation.steps=2: ",
     "batch.micro_schedule={1: 16, 3: 8}": "batch.micro_schedule has sizes below 16",
 }
@@ -70,7 +69,7 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
 @pytest.mark.slow
 def test_it_is_planned_as_a_whole():
     config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.techniques=false")
-    facts = process.ask(config, only=())
+    facts = process.ask(config)
     assert (facts["micro_size"], facts["largest_micro_size"]) == (64, 64)
 
 

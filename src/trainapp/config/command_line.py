@@ -119,6 +119,7 @@ def size_overrides(config: Config, size: int) -> list[str]:
 RENAMED = {
     "activation_checkpointing=budget": "is now activation_checkpointing=auto",
     "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
+    "batch.micro_size=plan": "is gone; mode=plan prints the size to set",
     "checkpointing.load": "is gone: begin with the weights of another run by model.init_from=RUN",
     "export.file_size": "is gone: safetensors has no limit of size",
     "oom.keep_global_batch": "is gone: the global batch is never changed, only how it is cut",

@@ -142,7 +142,7 @@ class Train:
 @dataclass(config=STRICT)
 class Batch:
     global_size: PositiveInt = 64
-    micro_size: Literal["auto", "plan"] | PositiveInt = "auto"
+    micro_size: Auto | PositiveInt = "auto"
     eval_micro_size: Auto | PositiveInt = "auto"
     micro_schedule: MicroSchedule | None = None
 

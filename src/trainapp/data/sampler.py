@@ -32,6 +32,12 @@ class Share(NamedTuple):
     after: tuple[int, int]
 
 
+def own_part(samples: int, rank: int, world: int) -> tuple[int, int]:
+    """Where this rank's part of consecutive samples begins and ends. The first ranks have one more than the others."""
+    least, more = divmod(samples, world)
+    return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
+
+
 class Draw(int):
     """The index of a sample that may come more than once in an epoch, with the position that it is drawn for."""
 
@@ -113,11 +119,11 @@ class Sampler(Source):
 
     def _share(self, epoch: int, consumed: int, size: int) -> Share:
         total = max(0, min(size, self.samples - consumed))
-        start, end = (consumed + total * rank // self.world for rank in (self.rank, self.rank + 1))
+        start, end = own_part(total, self.rank, self.world)
         behind = consumed + size
         has_another = self.samples - behind >= (size if self.drop_last else 1)
         after = (epoch, behind) if has_another else (epoch + 1, 0)
-        return Share(self.order.indices(epoch, start, end), total, -(-total // self.world), after)
+        return Share(self.order.indices(epoch, consumed + start, consumed + end), total, -(-total // self.world), after)
 
     def steps_left(self, consumed: int, size: int) -> int:
         """However large the steps before were."""

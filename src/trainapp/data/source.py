@@ -13,7 +13,7 @@ import torch
 from trainapp.data.batch import MicroBatch, cut, cut_evenly, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.progress import Progress, due_updates
-from trainapp.data.sampler import Sampler, Share, Source
+from trainapp.data.sampler import Sampler, Share, Source, own_part
 from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -180,7 +180,7 @@ class EvalBatches:
         self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
         self.state_owner = None if self.is_stream else dataset
-        self.start, self.end = (self.samples * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+        self.start, self.end = own_part(self.samples, ranks.rank, ranks.world)
         self._stream = None
         if self.is_stream:
             self._stream = EvalStream(dataset, seed, ranks.rank, ranks.world, in_process=workers == 0)

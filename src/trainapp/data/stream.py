@@ -1,14 +1,13 @@
 """The steps and evaluations of a stream, whose samples can only be had in turn: see `data.stream_reader`."""
 
 import copy
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from trainapp.data.sampler import Share, Source
+from trainapp.data.sampler import Share, Source, own_part
 from trainapp.data.stream_reader import Place, Position, Reader, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
@@ -149,8 +148,8 @@ class Stream(Source):
                 f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
                 "one sample of each step"
             )
-        own = size * (rank + 1) // world - size * rank // world if self.is_sharded else size
-        samples, taken, turn = self._peek(epoch, own)
+        start, end = own_part(size, rank, world)
+        samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         self.ranks.check_peers()
         ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))
         spare = samples[0] if samples else None
@@ -161,8 +160,8 @@ class Stream(Source):
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
         else:
-            bounds = [len(samples) * rank // world for rank in range(world + 1)]
-            counts, start, end = [b - a for a, b in itertools.pairwise(bounds)], bounds[rank], bounds[rank + 1]
+            counts = [end - start for start, end in (own_part(len(samples), one, world) for one in range(world))]
+            start, end = own_part(len(samples), rank, world)
             samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
         total = sum(counts)
         if total == 0:

@@ -115,13 +115,12 @@ def _show_plans(jobs: Sequence[Job]) -> None:
     for job in jobs:
         facts = job["facts"]
         peak, best = facts.get("peak_bytes"), facts.get("best") or {}
-        sizes = [str(facts.get(name) or "-") for name in ("largest_micro_size", "largest_eval_micro_size")]
         outcome = "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
         if peak is None:
             outcome = "; ".join(facts.get("notes", [])) or job["state"]
         shown = ["-" if peak is None else bytes_text(peak), facts.get("method") or "-"]
-        rows.append([job["job"], *shown, *sizes, job["shown"], outcome])
-    _print(["job", "peak", "method", "largest micro-batch", "in evaluation", "overrides", "best plan, or reason"], rows)
+        rows.append([job["job"], *shown, str(facts.get("largest_micro_size") or "-"), job["shown"], outcome])
+    _print(["job", "peak", "method", "largest micro-batch", "overrides", "best plan, or reason"], rows)
 
 
 def _show_runs(jobs: Sequence[Job], sweep_dir: Path) -> None:

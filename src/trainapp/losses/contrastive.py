@@ -170,7 +170,7 @@ def require_uncut(config: Config, world: int, samples: int) -> None:
             f"{why}, but {world} ranks would each compute the loss of a part of it, which is another loss; use "
             "parallel=single, or a loss that is a sum over samples"
         )
-    if batch.micro_size == "plan" or (batch.micro_size != "auto" and batch.micro_size < needed):
+    if batch.micro_size != "auto" and batch.micro_size < needed:
         raise UserError(
             f"batch.micro_size={batch.micro_size}: {why}; use batch.micro_size=auto, and batch.global_size for the "
             "samples that the loss compares"

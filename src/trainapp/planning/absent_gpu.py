@@ -193,14 +193,15 @@ def _unnamed(name: str) -> AbsentGpu:
     return AbsentGpu(name, memory, (int(version[1]), int(version[2])))
 
 
-def spelled(properties: Any) -> str:
-    """What `plan.device` calls a device with these properties, as torch reads them."""
+def spelled(device: torch.device | None) -> str:
+    """What `plan.device` calls this machine's device; None for the current one."""
+    properties = torch.cuda.get_device_properties(device)
     return f"{properties.total_memory}@{properties.major}.{properties.minor}"
 
 
 def named(config: Config, own: torch.device | None) -> Config:
     """The configuration to plan in a process that sees no GPU. own: this machine's, where it is the one planned for."""
-    device = config.plan.device or spelled(torch.cuda.get_device_properties(own))
+    device = config.plan.device or spelled(own)
     plan = dataclasses.replace(config.plan, device=device, world=world_of(config))
     return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="auto"))
 

@@ -7,22 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
+from trainapp.data.batch import MicroBatch, elements_in, map_tensors
 from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.parallel.strategy import local
 from trainapp.planning.recorder import Recorder
-from trainapp.torch_private import outside_dispatch_modes, strided_parts
+from trainapp.torch_private import outside_dispatch_modes
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
 Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with data
 
 
-def planned_config(config: Config, size: int, eval_size: int, world: int, all_at_once: bool = False) -> Config:
+def planned_config(config: Config, size: int, world: int, all_at_once: bool = False) -> Config:
     """The configuration of a planned step: what costs no memory on the device, or only in a few first steps, is off.
 
-    size, eval_size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
+    size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
     in all later ones: two are taken. (Of less than three, the second one need not be full.) all_at_once: all are, since
     each leaves something for the next.
     """
@@ -33,7 +32,6 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
             config.batch,
             global_size=global_size,
             micro_size=size,
-            eval_micro_size=eval_size,
             micro_schedule=None,
         ),
         "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
@@ -49,8 +47,10 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
 # --- the batch that stands for all
 
 
-def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
-    """See `longest`."""
+def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
+    """Of the first SURVEYED samples, the micro-batch of `size` with the most elements; None where all are alike. Those
+    with fewer samples than the first do not count.
+    """
 
     def steps() -> Iterator[MicroBatch]:
         progress = Progress()
@@ -58,32 +58,17 @@ def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
             yield from batches.micro_batches(progress, [size])
             batches.advance(progress)
 
-    return longest(steps())
-
-
-def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
-    """Of the first SURVEYED samples, the micro-batch with the most elements; None where all are alike. Those with fewer
-    samples than the first do not count.
-    """
-    first = chosen = next(micro_batches, None)
-    if first is None or chosen is None:
-        return None
-    samples, varies = first.samples, False
-    for micro in micro_batches:
-        if micro.samples == first.samples and _shape_of(micro.data) != _shape_of(first.data):
-            varies, chosen = True, max(chosen, micro, key=lambda one: elements_in(one.data))
-        samples += micro.samples
-        if samples >= max(SURVEYED, 2 * first.samples):
+    chosen, elements, samples, seen = None, set[int](), 0, 0
+    for micro in steps():
+        samples = samples or micro.samples
+        if micro.samples == samples:
+            own = elements_in(micro.data)
+            chosen = micro if own > max(elements, default=-1) else chosen
+            elements.add(own)
+        seen += micro.samples
+        if seen >= max(SURVEYED, 2 * samples):
             break
-    return chosen if varies else None
-
-
-def _shape_of(batch: Any) -> Any:
-    """What memory may depend on."""
-    return [
-        (tuple(t.shape), t.dtype, *(part.untyped_storage().nbytes() for part in strided_parts(local(t))))
-        for t in tensors_in(batch)
-    ]
+    return chosen if len(elements) > 1 else None
 
 
 # --- batches without values

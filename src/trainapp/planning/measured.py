@@ -53,28 +53,19 @@ class Measured:
         memory.enforce()
         return memory.enforced
 
-    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
-        """As `Traced.peak`. All ranks are taken to be alike."""
-        share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
-        found = Breakdown()
-        if size:
-            found = found.joined(self._estimated(config, size, True, accumulates=size < share))
-        if eval_size:
-            found = found.joined(self._estimated(config, eval_size, False, accumulates=False))
-        return found
-
-    def _estimated(self, config: Config, size: int, trains: bool, accumulates: bool) -> Breakdown:
-        """Measured where that is cheap, else on the line through two sizes."""
-        known = self._known.setdefault((repr(config), trains, accumulates), {})
+    def peak(self, config: Config, size: int) -> Breakdown:
+        """As `Traced.peak`. Measured where that is cheap, else on the line through two sizes."""
+        accumulates = size < -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
+        known = self._known.setdefault((repr(config), accumulates), {})
         for small in (small for small in SIZES if small < size):
             if small not in known:
-                known[small] = self._run(config, small, trains, accumulates)
+                known[small] = self._run(config, small, accumulates)
         line = known.get(size) or _at(size, known)
         has_room = self.device.type != "cpu" or line.total <= MEMORY_SHARE * available_bytes()
         if size in known or (len(known) > 1 and not (has_room and line.seconds <= LONGEST)):
             return line
         try:
-            known[size] = self._run(config, size, trains, accumulates)
+            known[size] = self._run(config, size, accumulates)
         except UserError:
             raise
         except Exception:
@@ -83,18 +74,17 @@ class Measured:
             return line
         return known[size]
 
-    def _run(self, config: Config, size: int, trains: bool, accumulates: bool) -> Breakdown:
+    def _run(self, config: Config, size: int, accumulates: bool) -> Breakdown:
         """accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
         most = int(MEMORY_SHARE * available_bytes())
         left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
         with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as work:
             started = time.monotonic()
             if isinstance(work.memory, Recorder):
-                found = work.peak(work.memory, training=trains, evaluation=not trains, steps=STEPS)
+                found = work.peak(work.memory, steps=STEPS)
             else:
-                found = _by_counters(work, trains)
-            seconds = (time.monotonic() - started) / (STEPS if trains else 1)
-            return dataclasses.replace(found, seconds=seconds)
+                found = _by_counters(work)
+            return dataclasses.replace(found, seconds=(time.monotonic() - started) / STEPS)
 
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
@@ -124,29 +114,26 @@ class Measured:
         batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
         accumulation = dataclasses.replace(config.accumulation, steps="auto")
         cut = dataclasses.replace(config, batch=batch, accumulation=accumulation)
-        planned = planned_config(cut, size, size, self.world, all_of_them)
+        planned = planned_config(cut, size, self.world, all_of_them)
         with simulated(0, self.world, self.device) as ranks:
             parts = load_parts(planned, ranks, self.components)
             if most is not None and parts.device.type == "cpu":
                 parts.memory = Recorder(parts.device, total_bytes(), most)
             with contextlib.closing(parts):
-                yield Work(planned, assemble(planned, parts, ranks), parts, size, size)
+                yield Work(planned, assemble(planned, parts, ranks), parts, size)
 
 
-def _by_counters(work: Work, trains: bool) -> Breakdown:
+def _by_counters(work: Work) -> Breakdown:
     """By the device's own counters, which have no phases: what is reserved, where that is known."""
-    found = Breakdown()
-    if trains or work.evaluates:
-        work.memory.window()
-        for _ in range(STEPS if trains else 1):
-            work.train_step() if trains else work.evaluate()
-        work.memory.synchronize()
-        peaks = work.memory.window()
-        allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
-        total, name = max(allocated, reserved), "training" if trains else "evaluation"
-        categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
-        found = Breakdown(total, name, phases={name: total}, categories=categories)
-    return work.described(found)
+    work.memory.window()
+    for _ in range(STEPS):
+        work.train_step()
+    work.memory.synchronize()
+    peaks = work.memory.window()
+    allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
+    total = max(allocated, reserved)
+    categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
+    return work.described(Breakdown(total, "training", phases={"training": total}, categories=categories))
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:

@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from trainapp.assembly.components import choose_device, load_components
 from trainapp.config.schema import Config
-from trainapp.data.stream_reader import at_most, is_stream
+from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
@@ -20,11 +20,10 @@ from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Picture, draw
 from trainapp.planning import absent_gpu, pretend
-from trainapp.planning.batches import planned_config
 from trainapp.planning.measured import Measured
 from trainapp.planning.process import AGAIN, FAILED, Plan
 from trainapp.planning.recorder import Breakdown
-from trainapp.planning.simulated_ranks import highest_ranks, world_of
+from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
@@ -39,49 +38,26 @@ log = logging.getLogger(__name__)
 class Planner:
     """Asks an estimator for one configuration at the sizes that its plan needs, for each at most once.
 
-    share: samples of a step, on the rank with the most. evaluated: of the largest evaluation set, over all ranks; 0
-    without evaluations. whole: whether a batch is never cut, and so has one size: it fits, or nothing does. room: the
-    bytes that a peak may have, which leave what it has to spare.
+    share: samples of a step, on the rank with the most. whole: whether a batch is never cut, and so has one size: it
+    fits, or nothing does. room: the bytes that a peak may have, which leave what it has to spare.
     """
 
     def __init__(self, config: Config, estimator: Estimator):
         self.config, self.estimator = config, estimator
-        self.world, self.limit, components = estimator.world, estimator.limit(config), estimator.components
+        self.limit, components = estimator.limit(config), estimator.components
         self.room = int(self.limit / (1 + estimator.spare))
-        is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
-        self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
         self.whole = needs_whole_batch(components.task)
-        self.share = -(-at_most(config.batch.global_size, components.train_data) // self.world)
-        sets = components.eval_data.values() if config.every.eval is not None else ()
-        # A stream may have as many samples as fit.
-        self.evaluated = max((2 * self.share * self.world if is_stream(one) else len(one) for one in sets), default=0)
-        self._at = functools.cache(functools.partial(estimator.peak, config))
+        self.share = -(-at_most(config.batch.global_size, components.train_data) // estimator.world)
+        self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
 
-    def peak(self, size: int, eval_size: int) -> Breakdown:
-        """With these sizes, on the rank that needs the most; 0 leaves out training, or evaluation."""
-        found = Breakdown()
-        for sizes in ((size, 0), (0, eval_size)):
-            if any(sizes):
-                ranks = highest_ranks(self.world, self.shards, self._samples(*sizes))
-                found = found.joined(max((self._at(*sizes, rank) for rank in ranks), key=lambda one: one.total))
-        return found
-
-    def _samples(self, size: int, eval_size: int) -> int:
-        """Of a planned step, or else of the largest evaluation set, over all ranks."""
-        if not size:
-            return self.evaluated
-        components = self.estimator.components
-        step = planned_config(self.config, size, eval_size or 1, self.world, components.has_embeddings)
-        return at_most(step.batch.global_size, components.train_data)
-
-    def fits(self, size: int, eval_size: int) -> bool:
-        """Whether these sizes are sure to stay within the limit."""
-        return self.peak(size, eval_size).total <= self.room
+    def fits(self, size: int) -> bool:
+        """Whether micro-batches of this size are sure to stay within the limit."""
+        return self.peak(size).total <= self.room
 
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples at once on which the model can train, at most the share of a rank."""
-        return self.share if self.whole else min(self.peak(self.share, 0).smallest, self.share)
+        return self.share if self.whole else min(self.peak(self.share).smallest, self.share)
 
     @property
     def given(self) -> int | None:
@@ -96,38 +72,31 @@ class Planner:
 
     @functools.cached_property
     def largest(self) -> int:
-        """Training's largest micro-batch that fits, 0 if none does."""
-        return largest_size(lambda size: self.peak(size, 0).total, self.room, self.share, self.smallest)
-
-    @functools.cached_property
-    def largest_eval(self) -> int:
-        """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
-        most = min(self.share if self.whole else 2 * self.share, -(-self.evaluated // self.world))
-        return largest_size(lambda size: self.peak(0, size).total, self.room, most, most if self.whole else 1)
+        """The largest micro-batch that fits, 0 if none does."""
+        return largest_size(lambda size: self.peak(size).total, self.room, self.share, self.smallest)
 
     def plan(self) -> tuple[Plan, Breakdown]:
-        """At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
-        config = self.config
+        """At the size that the configuration gives, else at the largest that fits, else at the smallest."""
+        config, world = self.config, self.estimator.world
         if self.whole:
-            require_uncut(config, self.world, at_most(config.batch.global_size, self.estimator.components.train_data))
-        size, eval_size = self.given or self.largest or self.smallest, 0
-        if self.evaluated:
-            given = config.batch.eval_micro_size
-            eval_size = min(given, -(-self.evaluated // self.world)) if given != "auto" else (self.largest_eval or 1)
-        found, ranks = self.peak(size, eval_size), self._ranks(size, eval_size)
+            require_uncut(config, world, at_most(config.batch.global_size, self.estimator.components.train_data))
+        size = self.given or self.largest or self.smallest
+        found = self.peak(size)
         plan = replace(
             self.empty_plan(),
             notes=list(found.notes),
-            peak_bytes=max(found.total, *ranks["peak_bytes"].values()),  # of ranks with longer texts than the first
+            peak_bytes=found.total,
             phase=found.phase,
             module=found.module,
             phases=found.phases,
             categories=found.categories,
-            ranks=ranks,
+            ranks={
+                "world": world,
+                "strategy": config.parallel.strategy,
+                "replicas": config.parallel.fsdp.replicas if config.parallel.strategy == "fsdp" else world,
+            },
             micro_size=size,
-            eval_micro_size=eval_size or None,
             largest_micro_size=self.largest,
-            largest_eval_micro_size=self.largest_eval if self.evaluated else None,
         )
         return plan, found
 
@@ -135,30 +104,6 @@ class Planner:
         """What is known before anything is estimated."""
         modes = self.config.activation_checkpointing.modes
         return Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit, modes=modes)
-
-    def search(self, only: Collection[str]) -> Plan:
-        """See `plan`."""
-        plan = self.empty_plan()
-        if "evaluation" in only and self.evaluated:
-            plan.largest_eval_micro_size = self.largest_eval
-        if "training" in only:
-            plan.largest_micro_size = self.largest
-            plan.peak_bytes = self.peak(self.largest or self.smallest, 0).total
-        return plan
-
-    def _ranks(self, size: int, eval_size: int) -> Facts:
-        """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
-        both = [sizes for sizes in ((size, 0), (0, eval_size)) if any(sizes)]
-        highest = [rank for sizes in both for rank in highest_ranks(self.world, self.shards, self._samples(*sizes))]
-        own = sorted({*highest, self.world - 1})
-        peaks = {str(rank): max(self._at(*sizes, rank).total for sizes in both) for rank in own}
-        return {
-            "world": self.world,
-            "strategy": self.config.parallel.strategy,
-            "replicas": self.world // self.shards,
-            "binding_rank": int(max(peaks, key=lambda rank: peaks[rank])),
-            "peak_bytes": peaks,
-        }
 
 
 def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
@@ -202,20 +147,19 @@ def with_modes(config: Config, estimator: Estimator) -> Config:
         return config
     planner = Planner(config, estimator)  # until modes are chosen, none is in force
     size = planner.given or planner.smallest
-    peaks: dict[Mode, int] = {"none": planner.peak(size, 0).total}
+    peaks: dict[Mode, int] = {"none": planner.peak(size).total}
     for mode in MODES[1:]:
         own = replace(config, activation_checkpointing=replace(settings, mode=mode))
-        peaks[mode] = Planner(own, estimator).peak(size, 0).total
-    modes = choose_modes(peaks, planner.room, planner.peak(size, 0).blocks)
+        peaks[mode] = Planner(own, estimator).peak(size).total
+    modes = choose_modes(peaks, planner.room, planner.peak(size).blocks)
     return replace(config, activation_checkpointing=replace(settings, modes=modes))
 
 
-def plan(config: Config, only: Collection[str] = (), method: str = "traced") -> tuple[Facts, Breakdown]:
+def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tuple[Facts, Breakdown]:
     """The content of plan.json, and the highest peak with its events. In this process, whose switches it sets.
 
-    only: some of "modes", "training" and "evaluation": the modes of blocks or the largest micro-batches, and nothing
-    else. method: see `process.METHODS`. Raises UserError for mistakes in the configuration; whatever the model raises
-    on tensors without data.
+    method: see `process.METHODS`. only_modes: the modes of blocks, and nothing else. Raises UserError for mistakes in
+    the configuration; whatever the model raises on tensors without data.
     """
     from trainapp.planning.ranking import ranked
 
@@ -223,8 +167,8 @@ def plan(config: Config, only: Collection[str] = (), method: str = "traced") -> 
     estimator = estimator_of(config, method)
     given = config if config.plan.device is None else absent_gpu.on_cpu(config)
     planner = Planner(with_modes(given, estimator), estimator)
-    if only:
-        return asdict(planner.search(only)), Breakdown()
+    if only_modes:
+        return asdict(planner.empty_plan()), Breakdown()
     plan, found = planner.plan()
     if config.plan.techniques:
         plan.techniques, plan.best = ranked(planner, plan)
@@ -232,11 +176,11 @@ def plan(config: Config, only: Collection[str] = (), method: str = "traced") -> 
     return asdict(plan), found
 
 
-def answer(config: Config, only: Collection[str], picture: Path | None, method: str) -> Facts:
+def answer(config: Config, picture: Path | None, only_modes: bool, method: str) -> Facts:
     """What `process.ask` asks for: the facts of `plan`; AGAIN with the configuration to plan in a process that sees no
     GPU; FAILED with the reason.
 
-    picture: also draw the step or evaluation that holds the peak to this PNG.
+    picture: also draw the step to this PNG.
     """
     own = choose_device(config.train.device) if config.plan.device is None else None
     if method == "traced" and torch.cuda.is_available() and (own is None or own.type == "cuda"):
@@ -245,7 +189,7 @@ def answer(config: Config, only: Collection[str], picture: Path | None, method: 
         return {FAILED: "no trace knows what MPS allocates"}
     try:
         with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
-            facts, found = plan(config, only, method)
+            facts, found = plan(config, method, only_modes)
     except UserError:
         raise
     except Exception as error:

@@ -13,13 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trainapp.config import schema
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+
+if TYPE_CHECKING:
+    from trainapp.parallel.ranks import Ranks
 
 # In this order, each where those before it have failed: a trace; of a GPU that is not here, one on the CPU with CUDA's
 # rules; real steps; a trace that gives made-up answers where the model reads values.
@@ -29,6 +34,8 @@ _PLANNER = "trainapp.planning.planner.answer"
 _REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # What tells a process its rank: the planner's would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE = 120.0  # seconds that a run waits for its modes
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,9 +56,7 @@ class Plan:
     categories: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, Any] | None = None
     micro_size: int | None = None
-    eval_micro_size: int | None = None
     largest_micro_size: int | None = None
-    largest_eval_micro_size: int | None = None
     limit_bytes: int | None = None
     modes: Sequence[str] | None = None
     techniques: list[dict[str, Any]] = field(default_factory=list)
@@ -66,13 +71,12 @@ class NoAnswer(Exception):
 
 
 def ask(
-    config: Config, only: Collection[str] = (), picture: Path | None = None, patience: float | None = None
+    config: Config, picture: Path | None = None, only_modes: bool = False, patience: float | None = None
 ) -> dict[str, Any]:
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
-    picture: also draw the step or evaluation that holds the peak to this PNG. patience: seconds for all of it; None
-    waits. Raises UserError for mistakes in the configuration. Where no method says anything, `method` is None and
-    `notes` have the reasons.
+    picture: also draw the step to this PNG. patience: seconds for all of it; None waits. Raises UserError for mistakes
+    in the configuration. Where no method says anything, `method` is None and `notes` have the reasons.
     """
     deadline = None if patience is None else time.monotonic() + patience
 
@@ -87,10 +91,10 @@ def ask(
         if method == "traced as on the CPU" and named.plan.device is None:
             continue
         try:
-            facts = call(_PLANNER, config if method == "measured" else named, only, picture, method)
+            facts = call(_PLANNER, config if method == "measured" else named, picture, only_modes, method)
             if AGAIN in facts:
                 named = facts[AGAIN]
-                facts = call(_PLANNER, named, only, picture, method)
+                facts = call(_PLANNER, named, picture, only_modes, method)
             if FAILED not in facts:
                 break
             reasons.append(facts[FAILED])
@@ -106,6 +110,46 @@ def ask(
         except NoAnswer as error:
             facts["notes"].append(f"not measured: {error}")
     return facts
+
+
+def with_modes(config: Config, ranks: "Ranks") -> Config:
+    """The run's configuration with a mode for each block, where `activation_checkpointing=auto` leaves them to be
+    chosen: all are recomputed where memory cannot be estimated. Takes some seconds. Collective.
+
+    Raises UserError for a model without blocks, and for mistakes in the configuration, on all ranks.
+    """
+    from trainapp.parallel.ranks import answered_by_rank_zero
+
+    settings = config.activation_checkpointing
+    if settings.mode != "auto" or settings.modes is not None:
+        return config
+    modes = answered_by_rank_zero(ranks, lambda: _modes(config, ranks.world))
+    changes = {"mode": "full"} if modes is None else {"modes": modes}
+    return replace(config, activation_checkpointing=replace(settings, **changes))
+
+
+def _modes(config: Config, world: int) -> list[str] | None:
+    """On the device of this process, which the planner's does not need to see."""
+    from trainapp.assembly.components import choose_device
+    from trainapp.planning.absent_gpu import spelled
+
+    device, plan = choose_device(config.train.device), schema.Plan(techniques=False, world=world)
+    if device.type == "cuda":
+        plan.device = spelled(device)
+    train = replace(config.train, device="cpu" if device.type == "cpu" else "auto")
+    facts = ask(replace(config, plan=plan, train=train), only_modes=True, patience=PATIENCE)
+    if facts["method"] is None:
+        reasons = "; ".join(facts["notes"])
+        log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)
+        return None
+    modes: list[str] = facts["modes"]
+    log.info("activation checkpointing: %s, as planned (%s)", modes_text(modes), facts["method"])
+    return modes
+
+
+def modes_text(modes: Sequence[str]) -> str:
+    """How many blocks have which mode: `2 full, 4 none`."""
+    return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
 
 
 def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:

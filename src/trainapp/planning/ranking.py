@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Variant:
-    """The configuration with some techniques, and what it needs with the planned sizes: savings do not add up."""
+    """The configuration with some techniques, and what it needs with the planned size: savings do not add up."""
 
     techniques: tuple[Technique, ...]
     planner: Planner
@@ -61,10 +61,8 @@ class Variant:
 
 def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
     """`techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration."""
-    # An evaluation whose size is chosen by the limit always comes near it, which would hide what a technique saves.
-    is_fixed = planner.config.batch.eval_micro_size != "auto"
-    size, eval_size = plan.micro_size or 1, (plan.eval_micro_size or 0) if is_fixed else 0
-    own = Variant((), planner, planner.peak(size, eval_size))
+    size = plan.micro_size or 1
+    own = Variant((), planner, planner.peak(size))
     end = time.monotonic() + (PATIENCE if planner.estimator.method == "measured" else math.inf)
 
     def tried(techniques: Sequence[Technique]) -> Variant | None:
@@ -74,7 +72,7 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
         try:
             changed = Planner(with_modes(_with(planner.config, techniques), planner.estimator), planner.estimator)
             changed.smallest = planner.smallest  # of the same model
-            return Variant(tuple(techniques), changed, changed.peak(size, eval_size))
+            return Variant(tuple(techniques), changed, changed.peak(size))
         except UserError as error:
             log.debug("not with this model: %s", error)
         except Exception:
@@ -90,7 +88,7 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
     least = (1 - LEAST_SAVING) * own.found.total
     searched = [one for one in variants if one.found.total < least and one.result != "other"][:MOST_SEARCHES]
     by_harm = sorted(variants, key=lambda one: (one.harm, len(one.techniques), one.found.total))
-    return [one.entry(one in searched) for one in variants], _best([own, *by_harm], eval_size)
+    return [one.entry(one in searched) for one in variants], _best([own, *by_harm])
 
 
 def _with(config: Config, techniques: Sequence[Technique]) -> Config:
@@ -121,30 +119,23 @@ def _stacked(
     return made
 
 
-def _best(variants: Sequence[Variant], eval_size: int) -> Facts:
-    """`best` of plan.json: the first that fits or, where none does, the one with the lowest peak.
-
-    eval_size: of the evaluation, where it is given; 0 for the largest that fits.
-    """
-    evaluates = bool(variants[0].planner.evaluated)
+def _best(variants: Sequence[Variant]) -> Facts:
+    """`best` of plan.json: the first that fits or, where none does, the one with the lowest peak."""
     for variant in variants:
         planner = variant.planner
-        if planner.fits(planner.smallest, 0) and (not evaluates or planner.largest_eval):
-            is_given = eval_size and planner.fits(0, eval_size)
-            sizes = planner.largest, (eval_size if is_given else planner.largest_eval) if evaluates else 0
+        if planner.fits(planner.smallest):
+            size = planner.largest
             break
     else:
         variant = min(variants, key=lambda variant: variant.found.total)
         planner = variant.planner
-        sizes = planner.smallest, int(evaluates)
-    peak = planner.peak(*sizes).total
-    overrides = [*variant.overrides, *size_overrides(planner.config, sizes[0])]
+        size = planner.smallest
+    peak = planner.peak(size).total
     return {
-        "overrides": " ".join([*overrides, *([f"batch.eval_micro_size={sizes[1]}"] if sizes[1] else [])]),
+        "overrides": " ".join([*variant.overrides, *size_overrides(planner.config, size)]),
         "peak_bytes": peak,
         "missing_bytes": max(0, math.ceil(peak * (1 + planner.estimator.spare)) - planner.limit),
-        "micro_size": sizes[0],
-        "eval_micro_size": sizes[1] or None,
+        "micro_size": size,
         "result": variant.result,
     }
 
@@ -162,7 +153,7 @@ def measured(config: Config, facts: Facts) -> Facts:
     for entry in (facts, *saving[:MOST_MEASURED]):
         own = _with(config, [known[name] for name in entry.get("names", [])])
         try:
-            entry["measured_bytes"] = estimator.peak(own, facts["micro_size"], 0).total
+            entry["measured_bytes"] = estimator.peak(own, facts["micro_size"]).total
             entry["step_seconds"] = round(estimator.seconds(own, facts["micro_size"]), 4)
         except (RuntimeError, MemoryError, UserError) as error:
             log.debug("not measured", exc_info=True)

@@ -29,7 +29,6 @@ _NAMES = {
     Phase.CLIP: "clip",
     Phase.COMMIT: "optimizer_step",
     Phase.COMMITTED: "optimizer_step",
-    Phase.EVALUATE: "evaluation",
 }
 
 

@@ -1,15 +1,13 @@
 """`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
 
 import textwrap
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write, strict_json
-from trainapp.planning.process import ask
+from trainapp.planning.process import ask, modes_text
 from trainapp.units import bytes_text
 
 PLAN, PICTURE = "plan.json", "plan.png"
@@ -32,13 +30,11 @@ def text(facts: dict[str, Any], config: Config) -> str:
     """The plan of this configuration as text; where something fits, the last line is the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
-    lines = [*_peak(facts), *_sizes(facts)]
+    lines = [*_peak(facts), _largest(facts)]
     if facts["best"] is not None:
         lines += [*_techniques(facts), *_best(facts)]
     elif facts["largest_micro_size"]:
-        evaluation = facts["largest_eval_micro_size"]
-        evaluating = [f"batch.eval_micro_size={evaluation}"] if evaluation else []
-        lines.append(" ".join([*size_overrides(config, facts["largest_micro_size"]), *evaluating]))
+        lines.append(" ".join(size_overrides(config, facts["largest_micro_size"])))
     return "\n".join(lines)
 
 
@@ -47,16 +43,10 @@ def summary(facts: dict[str, Any]) -> str:
     return f"{bytes_text(facts['peak_bytes'])} ({facts['method']}, +-{100 * facts['margin']:.0f}%)"
 
 
-def modes_text(modes: Sequence[str]) -> str:
-    """How many blocks have which mode: `2 full, 4 none`."""
-    return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
-
-
 def _peak(facts: dict[str, Any]) -> list[str]:
-    evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
     module = f" ({facts['module']})" if facts["module"] else ""
     lines = [
-        f"micro-batch {facts['micro_size']}{evaluation}: peak {summary(facts)} of {bytes_text(facts['limit_bytes'])}, "
+        f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {bytes_text(facts['limit_bytes'])}, "
         f"in {facts['phase'].replace('_', ' ')}{module}",
         *_of_ranks(facts["ranks"]),
         *([f"activation checkpointing: {modes_text(facts['modes'])}"] if facts["modes"] else []),
@@ -64,20 +54,14 @@ def _peak(facts: dict[str, Any]) -> list[str]:
     ]
     if facts["step_seconds"] is not None:
         peak = bytes_text(facts["measured_bytes"])
-        lines.append(f"measured: {peak} in training, {facts['step_seconds']:.3g} s a step")
+        lines.append(f"measured: {peak}, {facts['step_seconds']:.3g} s a step")
     lines += ["peak by phase", *_rows(facts["phases"])]
     return [*lines, *(["at the peak", *_rows(facts["categories"])] if facts["categories"] else [])]
 
 
-def _sizes(facts: dict[str, Any]) -> list[str]:
-    limit, largest, largest_eval = (facts[f] for f in ("limit_bytes", "largest_micro_size", "largest_eval_micro_size"))
-    if not largest:
-        return [f"no micro-batch fits {bytes_text(limit)}"]
-    if largest_eval == 0:
-        evaluation = "; no evaluation micro-batch fits"
-    else:
-        evaluation = f", evaluation {largest_eval}" if largest_eval else ""
-    return [f"largest sizes that fit {bytes_text(limit)}: micro-batch {largest}{evaluation}"]
+def _largest(facts: dict[str, Any]) -> str:
+    limit, largest = bytes_text(facts["limit_bytes"]), facts["largest_micro_size"]
+    return f"largest that fits {limit}: micro-batch {largest}" if largest else f"no micro-batch fits {limit}"
 
 
 def _techniques(facts: dict[str, Any]) -> list[str]:
@@ -125,14 +109,10 @@ def _best(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_ranks(ranks: dict[str, Any]) -> list[str]:
-    """One line where there are several ranks: which one binds, and the others that differ."""
     if ranks["world"] == 1:
         return []
     copies = f", {ranks['replicas']} copies" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
-    peaks, binding = ranks["peak_bytes"], str(ranks["binding_rank"])
-    others = [f"rank {rank}: {bytes_text(peak)}" for rank, peak in peaks.items() if peak != peaks[binding]]
-    which = f"rank {binding} is the highest ({', '.join(others)})" if others else "all ranks alike"
-    return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: {which}"]
+    return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: rank 0, which has the most"]
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

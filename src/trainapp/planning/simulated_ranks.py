@@ -84,21 +84,3 @@ def simulated(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
         yield SimulatedRanks(rank, world, device)
     finally:
         dist.destroy_process_group()
-
-
-def highest_ranks(world: int, shards: int, samples: int) -> list[int]:
-    """The ranks of which one has the highest peak of work on `samples` that are split over `world` ranks.
-
-    shards: ranks over which a parameter is split; the first of them have the larger parts. One rank where the samples
-    are split evenly, else also the first that has one more. Never one without samples.
-    """
-    if samples % world == 0:
-        return [0]
-    with_most = (rank for rank in range(world) if _share(samples, rank, world) > samples // world)
-    first = min(with_most, key=lambda rank: rank % shards)
-    return [0, first] if samples > world else [first]
-
-
-def _share(samples: int, rank: int, world: int) -> int:
-    """As `TrainBatches` and `EvalBatches` split them."""
-    return samples * (rank + 1) // world - samples * rank // world

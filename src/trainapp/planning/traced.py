@@ -1,4 +1,4 @@
-"""A step and an evaluation of a configuration: built as for training, and stepped on tensors without data.
+"""A step of a configuration: built as for training, and taken on tensors without data.
 
 `measured` takes the same steps for real.
 """
@@ -23,7 +23,7 @@ from trainapp.models.inspect import is_of_transformers, lazy_modules
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.batches import longest, longest_in_training, planned_config, without_values
+from trainapp.planning.batches import longest, planned_config, without_values
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
@@ -40,7 +40,6 @@ from trainapp.units import parse_memory_size
 if TYPE_CHECKING:
     from trainapp.planning.absent_gpu import AbsentGpu
 
-UNTRAINED = 2  # samples of a micro-batch where no training is traced; most models can train on as few
 _VARIES = "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with others it may need more"
 
@@ -80,16 +79,16 @@ class Traced:
         total = total_bytes()
         return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
 
-    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
-        """The peak of this rank with micro-batches of `size`, and an evaluation with `eval_size`; 0 leaves it out."""
+    def peak(self, config: Config, size: int) -> Breakdown:
+        """The peak with micro-batches of this size, of the first rank: no other has more samples, or larger shards."""
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
         with (
-            simulated(rank, self.world, torch.device("cpu")) as ranks,
-            _on_fakes(self, config, size, eval_size, ranks) as (work, recorder, values, varies),
+            simulated(0, self.world, torch.device("cpu")) as ranks,
+            _on_fakes(self, config, size, ranks) as (work, recorder, values, varies),
         ):
             self._is_of_transformers = is_of_transformers(work.engine.state.model)
-            found = work.peak(recorder, training=size > 0, evaluation=eval_size > 0)
+            found = work.peak(recorder)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
             found = dataclasses.replace(found, notes=(*found.notes, *notes))
             return found if self.gpu is None else self.gpu.completed(found, work.engine, config)
@@ -97,12 +96,12 @@ class Traced:
 
 @contextlib.contextmanager
 def _on_fakes(
-    traced: Traced, config: Config, size: int, eval_size: int, ranks: Ranks
+    traced: Traced, config: Config, size: int, ranks: Ranks
 ) -> Iterator[tuple[Work, Recorder, MadeUpValues, bool]]:
     """An engine on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
     components, gpu = traced.components, traced.gpu
-    planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world, components.has_embeddings)
-    longest_batch, longest_evaluated = _longest_batches(planned, components, size, eval_size, ranks)
+    planned = planned_config(config, size, ranks.world, components.has_embeddings)
+    longest_batch = longest(load_parts(planned, ranks, components).batches, size)
     parts = load_parts(planned, ranks, components)
     host = parts.device
     if gpu is not None:
@@ -129,31 +128,14 @@ def _on_fakes(
         stack.enter_context(document_borders(bool(components.spec.get("packed"))))
         engine.is_first = False  # what it looks at more closely in the first step are values
 
-        def of_training(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        def faked(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             return without_values(fetched, fake, longest_batch, recorder)
 
-        def of_evaluation(name: str, fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            return without_values(fetched, fake, longest_evaluated.get(name))
-
-        work = Work(planned, engine, parts, size or UNTRAINED, eval_size or 1, of_training, of_evaluation)
+        work = Work(planned, engine, parts, size, faked)
         if gpu is not None:
             gpu.prepare(engine)
         _settle_shards(work, fake)
-        varies = any(one is not None for one in (longest_batch, *longest_evaluated.values()))
-        yield work, recorder, values, varies
-
-
-def _longest_batches(
-    planned: Config, components: Components, size: int, eval_size: int, ranks: Ranks
-) -> tuple[MicroBatch | None, dict[str, MicroBatch | None]]:
-    """The micro-batches of training and of each evaluation set that stand for all."""
-    real = load_parts(planned, ranks, components)
-    shape = longest_in_training(real.batches, size) if size else None
-    if not eval_size:
-        return shape, {}
-    return shape, {
-        name: longest(evaluated.from_sample(0, eval_size, ranks)) for name, evaluated in real.eval_sets.items()
-    }
+        yield work, recorder, values, longest_batch is not None
 
 
 def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -19,9 +19,7 @@ _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # oneDNN keeps a workspace for the backward whose size its fake kernel does not know (0: 61% of one model's peak).
 _UNKNOWN_SIZES = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 # In the other phases the step itself reads: counts, norms, the loss scale.
-_OF_THE_MODEL = frozenset(
-    {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.METRIC, Phase.EVALUATE}
-)
+_OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.METRIC})
 
 
 class NeedsValues(Exception):
@@ -31,7 +29,7 @@ class NeedsValues(Exception):
 class MadeUpValues(DispatchMode):
     """Answers the reads of optimizers and of the step: False, 1 or 1.0 (zero would divide by zero in Adam).
 
-    phase: where a recorded step or evaluation is; None outside of both. clip_at: `train.grad_clip`; the norm of the
+    phase: where a recorded step is; None outside of it. clip_at: `train.grad_clip`; the norm of the
     gradients is taken to be above it. refuses: raise NeedsValues where the model or the task reads; else it gets the
     same answers, up to MOST_READS times: a loop until convergence would never end.
     """

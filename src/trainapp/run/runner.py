@@ -23,7 +23,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.planning.decisions import first_sizes, with_modes
+from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
@@ -135,7 +135,6 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=session.retries_in_place,
         restart=restart,
         saved=saved if saved and saved["budget"] == session.memory.budget else None,
-        planned=lambda: first_sizes(session) if config.mode == "train" else None,
     )
     session.sizes.continue_record(saved, restart)
     session.sizes.autotuner = autotuner.autotuner_for(session.state.device, config.train.deterministic)

@@ -2,11 +2,11 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.data.source import TrainBatches
@@ -17,13 +17,6 @@ from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
 
 RESTART = "restart.json"  # in the run directory: what a worker that ran out of memory leaves for the restarted ones
 EVALUATION = "eval_micro"
-
-
-class PlannedSizes(NamedTuple):
-    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
-
-    train: int
-    evaluation: int | None
 
 
 class Sizes:
@@ -123,7 +116,6 @@ def initial_sizes(
     retries_in_place: bool = True,
     restart: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
-    planned: Callable[[], PlannedSizes | None] = lambda: None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
@@ -131,10 +123,9 @@ def initial_sizes(
     2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
-    5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
-    6. This rank's share of the global batch.
+    5. This rank's share of the global batch.
 
-    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, `planned`, twice this rank's share.
+    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
     steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
@@ -148,7 +139,6 @@ def initial_sizes(
     def new(start: int, smallest: int) -> MicroBatchSizes:
         return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
 
-    plan: list[PlannedSizes | None] = []  # once it was asked for
     by_update = {}
     for name in [update.name for update in config.updates] or [""]:
         own, key = new(given or share, smallest), _key_of(name)
@@ -158,17 +148,16 @@ def initial_sizes(
             own.schedule.pop(attempts + 1, None)
         elif own.schedule:
             own.follow_schedule(attempts + 1)
-        elif given is None and not _load(own, saved.get(key)) and batch.micro_size == "plan":
-            plan = plan or [planned()]
-            own.start = max(smallest, min(plan[0].train, share)) if plan[0] else share
+        elif given is None:
+            _load(own, saved.get(key))
         by_update[name] = own
     # Never more than this rank has: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
     if EVALUATION in restart:
         evaluation.load_state_dict(restart[EVALUATION], is_lower=True)
-    elif not (batch.eval_micro_size == "auto" and _load(evaluation, saved.get(EVALUATION))) and plan and plan[0]:
-        evaluation.start = min(plan[0].evaluation or evaluation.start, evaluation.start)
+    elif batch.eval_micro_size == "auto":
+        _load(evaluation, saved.get(EVALUATION))
     return Sizes(by_update, evaluation)
 
 
@@ -184,12 +173,10 @@ def _may_grow(config: Config) -> bool:
     return config.oom.grow and config.batch.micro_schedule is None and config.accumulation.steps == "auto"
 
 
-def _load(sizes: MicroBatchSizes, saved: dict[str, Any] | None) -> bool:
-    """Whether there were any that a checkpoint has found."""
-    if not saved or not saved["buckets"]:
-        return False
-    sizes.load_state_dict(saved)
-    return True
+def _load(sizes: MicroBatchSizes, saved: dict[str, Any] | None) -> None:
+    """What a checkpoint has found, if anything."""
+    if saved and saved["buckets"]:
+        sizes.load_state_dict(saved)
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
