@@ -266,11 +266,6 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
-def is_tracing() -> bool:
-    """Whether a `fake_tensor_mode` is in force: tensors have no values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 # --- operators
 
 # What `tensor.item()` and `bool(tensor)` dispatch to.
