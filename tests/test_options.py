@@ -1,14 +1,12 @@
-"""Every option of every config group composes, is built, and trains."""
+"""What options do. That each one composes, is built and trains: test_pairs.py."""
 
 import json
 import math
 
-import hf_files
-import image_folders
 import pytest
 import runs
 import torch
-from helpers import ROOT, evaluations, incidents, metrics, result, run_cli, train
+from helpers import ROOT, evaluations, metrics, run_cli, train
 from runs import MODELS
 
 GROUPS = {
@@ -16,75 +14,6 @@ GROUPS = {
     for folder in sorted((ROOT / "conf").iterdir())
     if folder.is_dir()
 }
-SECONDS = {("activation_checkpointing", "auto"), ("tracker", "wandb"), ("tracker", "mlflow")}
-IN_PROCESS = [
-    pytest.param(group, option, marks=pytest.mark.slow if (group, option) in SECONDS else ())
-    for group, options in GROUPS.items()
-    for option in options
-    if group != "parallel"
-]
-# What an option needs to be quick or to be valid. All others train an mlp on the digits.
-BESIDE = {
-    ("model", "resnet"): MODELS["resnet"][1:],
-    ("model", "gpt"): MODELS["gpt"][1:],
-    ("model", "hf"): (*hf_files.CAUSAL[1:], *MODELS["gpt"][6:], "data.context_length=16"),
-    ("data", "hf"): (*MODELS["gpt"][:6], "data.vocab_size=300"),
-    ("data", "sft"): (*MODELS["gpt"][:6], "data.context_length=16"),
-    ("data", "text"): MODELS["gpt"][:6],
-    ("data", "synthetic_tokens"): MODELS["gpt"][:6],
-    ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
-    ("data", "images"): (*MODELS["mlp"][:2], "data.image_size=8", "data.num_workers=0"),
-    ("model", "vit"): ("model.depth=1", "model.width=16", "model.heads=2", "model.patch_size=4"),
-    ("activation_checkpointing", "auto"): MODELS["gpt"],
-    ("activation_checkpointing", "full"): MODELS["gpt"],
-    ("activation_checkpointing", "selective"): MODELS["gpt"],
-    ("precision", "bf16_pure"): (*MODELS["mlp"], "optimizer=adamw_bf16"),
-    ("precision", "int8"): MODELS["gpt"],
-    ("precision", "fp8"): MODELS["gpt"],
-    ("experiment", "gpt_text"): ("model.depth=1", "model.width=16", "model.heads=2"),
-}
-
-
-def choose(group, option):
-    return (f"{group}={option}", *BESIDE.get((group, option), () if group == "experiment" else MODELS["mlp"]))
-
-
-def skip_without_package(option):
-    packages = {"torchao": ("int8", "fp8"), "datasets": ("hf", "sft"), "peft": ("lora",), "wandb": ("wandb",)}
-    for package, options in (packages | {"mlflow": ("mlflow",)}).items():
-        if option in options:
-            pytest.importorskip(package, reason="needs an extra")
-
-
-def with_files(tmp_path, group, option):
-    """What the data of an option are read from."""
-    if (group, option) == ("data", "hf"):
-        return (f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}",)
-    if (group, option) == ("data", "sft"):
-        folder = hf_files.tokenizer_folder(tmp_path / "tokenizer")
-        return (f"data.files={hf_files.examples(tmp_path / 'chat.jsonl')}", f"data.tokenizer={folder}")
-    return ()
-
-
-@pytest.mark.parametrize(("group", "option"), IN_PROCESS)
-def test_option_trains(tmp_path, group, option):
-    skip_without_package(option)
-    overrides = choose(group, option) + with_files(tmp_path, group, option)
-    if "data=text" in overrides or group == "experiment":
-        (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-        overrides += (f"data.files={tmp_path / 'a.txt'}",)
-    if group == "data" and option != "text":
-        overrides = tuple(o for o in overrides if not o.startswith("data="))
-        overrides = (f"data={option}", *overrides)
-    if option == "images":
-        overrides += (f"data.path={image_folders.fill(tmp_path / 'images', 8)}",)
-    ended = runs.run(tmp_path, *dict.fromkeys(overrides), "train.max_steps=2", "every.eval=2")
-    lines = metrics(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2]
-    assert ended.steps == 2
-    assert all(0 < line["loss"] < 10 for line in lines)
-    assert all(line["grad_norm"] > 0 for line in lines)
-    assert ended.objective == evaluations(tmp_path)[-1][ended.metric]
 
 
 def test_this_walk_sees_the_groups_that_the_root_lists():
@@ -92,21 +21,6 @@ def test_this_walk_sees_the_groups_that_the_root_lists():
     listed = {line.strip(" -").partition(":")[0] for line in root.splitlines() if ":" in line}
     assert set(GROUPS) == {name for name in listed if not name.startswith("optional")}
     assert all(GROUPS.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "option", [pytest.param(o, marks=pytest.mark.slow) if o in ("fsdp", "hsdp") else o for o in GROUPS["parallel"]]
-)
-def test_parallel_option_trains_a_step(tmp_path, option):
-    ranks = 1 if option == "single" else 2
-    devices = () if option == "single" else (f"parallel.devices={ranks}",)
-    train(
-        tmp_path / "run", f"parallel={option}", *devices, *MODELS["mlp"], *runs.TINY, "train.max_steps=1", timeout=200
-    )
-    (line,) = metrics(tmp_path / "run")
-    assert line["step"] == 1
-    assert 0 < line["loss"] < 10
 
 
 # What the options do
@@ -168,7 +82,9 @@ def test_accumulation_fixed_and_auto(tmp_path, overrides, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["mlp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "gpt"))]
+)
 def test_compiled_model_learns_as_the_plain_one(tmp_path, model):
     overrides = (*MODELS[model], "train.max_steps=2", "every.eval=2")
     if model == "gpt":
@@ -186,20 +102,6 @@ def test_checkpointing_off_writes_none(tmp_path):
         assert (tmp_path / option / "checkpoints").exists() is exists
         assert (ended.checkpoint is not None) is exists
         assert json.loads((tmp_path / option / "result.json").read_text())["checkpoint"] == ended.checkpoint
-
-
-# 512 samples at once need 3.1 MiB, of which 1.3 do not depend on the micro-batch.
-SCARCE = ("model=mlp", "data=digits", "batch.global_size=512", "memory.limit=2.5MiB", "train.max_steps=2")
-
-
-@pytest.mark.slow
-def test_oom_restart_recovers_and_off_lets_the_error_through(tmp_path):
-    ended = runs.run(tmp_path / "restart", *SCARCE, "oom=restart")
-    assert ended.steps == 2
-    assert ended.oom_restarts == len(incidents(tmp_path / "restart")) > 0
-    assert result(tmp_path / "restart")["micro_size"] == ended.micro_size < 512
-    with pytest.raises(torch.OutOfMemoryError, match=r"memory\.limit"):
-        runs.run(tmp_path / "off", *SCARCE, "oom=off")
 
 
 @pytest.mark.slow

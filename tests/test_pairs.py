@@ -211,10 +211,18 @@ TOGETHER = in_two_parts(ON_TWO_RANKS, WITH_STRATEGY)
 COMPILED = in_two_parts(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
 
 
-def sampled(rows, count):
-    """All rows, those past the first `count` nightly: the first ones have most of the pairs."""
-    late = [pytest.param(row, marks=pytest.mark.nightly) for row in rows[count:]]
-    return [*rows[:count], *late]
+# With each push: the first rows have most of the pairs; those with extras are last.
+OFTEN = {
+    *ALONE[:36],
+    *(next(row for row in ALONE if extra in row) for extra in OF_EXTRAS),
+    *TOGETHER[:8],
+    *COMPILED[:3],
+}
+
+
+def sampled(rows):
+    """All rows, most of them nightly."""
+    return [row if row in OFTEN else pytest.param(row, marks=pytest.mark.nightly) for row in rows]
 
 
 def test_the_rows_have_every_pair():
@@ -228,6 +236,7 @@ def test_the_rows_have_every_pair():
         assert all(len(row) == len(FACTORS) for row in rows)
         assert not REFUSED.keys() & covered
     assert not all_pairs(ON_ONE_RANK) <= set().union(*map(pairs_of, ALONE[5:]))
+    assert {option for options in FACTORS.values() for option in options} == {option for row in OFTEN for option in row}
     assert len(ALONE + TOGETHER) < 120  # of 700 million; precisions times optimizers are 56
 
 
@@ -313,21 +322,20 @@ def named(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", sampled(ALONE, 36), ids=named)
+@pytest.mark.parametrize("row", sampled(ALONE), ids=named)
 def test_every_pair_trains_on_one_rank(tmp_path, row):
     check(tmp_path, row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", sampled(TOGETHER, 8), ids=named)
+@pytest.mark.parametrize("row", sampled(TOGETHER), ids=named)
 def test_every_pair_trains_on_two_ranks(tmp_path, pool, row):
-    """tests/test_options.py starts each strategy through the launcher."""
     check(tmp_path, row, pool)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("row", sampled(COMPILED, 3), ids=named)
+@pytest.mark.parametrize("row", sampled(COMPILED), ids=named)
 def test_every_pair_with_compile_trains(tmp_path, row):
     check(tmp_path, row)
 

@@ -11,7 +11,6 @@ import time
 import helpers
 import pytest
 import runs
-import torch
 
 from trainapp.signals import StopRequest
 
@@ -157,16 +156,6 @@ def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_checkpoints_no_resume_is_promised(tmp_path):
-    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "checkpointing=off")
-    wait_for_steps(tmp_path / "run", 2, process)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=30)
-    assert process.returncode == 143, errors
-    assert "Resume with" not in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [(), ("parallel=ddp", "parallel.devices=2")])
 def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
     """As in a submitit job, whose own handler requeues it."""
@@ -192,10 +181,3 @@ def test_handlers_are_put_back():
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_a_stop_in_the_loop_finishes_the_step(tmp_path):
-    run = runs.run_until(tmp_path, 3, *runs.MODELS["mlp"], "train.max_steps=8")
-    assert run.stop.agreed == signal.SIGINT
-    assert run.state.progress.step == 3
-    assert torch.equal(runs.saved(tmp_path, 3)["model"]["head.bias"], run.state.model.head.bias)

@@ -192,15 +192,6 @@ def test_every_write_is_noticed_in_the_first_two_steps(write, layout):
     assert snapshot.lost == ["weight"]
 
 
-def test_batch_norm_does_not_count_the_version_of_its_statistics():
-    """Why the version cannot tell whether a buffer has changed."""
-    norm = nn.BatchNorm1d(2)
-    before, version = norm.running_mean.clone(), norm.running_mean._version
-    norm(torch.randn(4, 2))
-    assert not torch.equal(norm.running_mean, before)
-    assert norm.running_mean._version == version
-
-
 def test_an_interrupted_take_leaves_nothing_to_return_to():
     model, failing = nn.Linear(2, 2), {"task": Owner(lambda: 1 / 0, lambda state: None, "task")}
     snapshot = Snapshot({"": model}, failing)

@@ -58,13 +58,6 @@ class Teacher(Base):
         old.mul_(0.9).add_(new, alpha=0.1)
 
 
-class TeacherAssigned(Teacher):
-    """As in MoCo's own code: no version moves."""
-
-    def move(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        old.data = old.data * 0.9 + new.data * 0.1
-
-
 class TeacherSilent(Teacher):
     """No version moves, and the memory stays."""
 
@@ -84,17 +77,6 @@ class TeacherOfBase(Teacher):
         return 0.5 * self.teacher(inputs)
 
 
-class TeacherReplaced(Teacher):
-    """New parameters under the old names."""
-
-    def change(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            for name, new in list(self.linear.named_parameters()):
-                old = getattr(self.teacher, name)
-                setattr(self.teacher, name, nn.Parameter(old * 0.9 + new.detach() * 0.1, requires_grad=False))
-        return 0.5 * self.teacher(inputs).detach()
-
-
 class TeacherHidden(Teacher):
     """In a list, so that the model does not register it."""
 
@@ -104,70 +86,6 @@ class TeacherHidden(Teacher):
     @property
     def teacher(self) -> nn.Module:
         return self.hidden[0]
-
-
-class Normalised(Base):
-    """Weight normalisation in place, of a trained parameter."""
-
-    def change(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.div_(self.linear.weight.norm(dim=1, keepdim=True) ** 0.5)
-        return self.linear(inputs) - self.linear(inputs).detach()
-
-
-class FromData(Base):
-    """ActNorm: the first batch decides the initial scale."""
-
-    def build(self, num_classes: int) -> None:
-        self.shift, self.scale = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.ones(num_classes, 64))
-        self.register_buffer("is_initialised", torch.tensor(False))
-
-    def change(self, inputs: Tensor) -> Tensor:
-        if not self.is_initialised:
-            with torch.no_grad():
-                self.shift.copy_(-inputs.mean(0))
-                self.scale.div_(inputs.std(0) + 1)
-                self.is_initialised.fill_(True)
-        return F.linear(inputs + self.shift, self.scale)
-
-
-class Lazy(Base):
-    """Buffers that are None, or not there, until the first forward."""
-
-    def build(self, num_classes: int) -> None:
-        self.register_buffer("mean", None)
-        self.register_buffer("hidden_mean", None, persistent=False)
-
-    def change(self, inputs: Tensor) -> Tensor:
-        mean = inputs.mean(0)
-        if self.mean is None:
-            self.mean = mean.clone()
-            self.hidden_mean = mean.clone()
-            self.register_buffer("late", torch.zeros(1), persistent=False)
-        if self.training:
-            self.mean.lerp_(mean, 0.1)
-            self.hidden_mean.lerp_(mean, 0.2)
-            self.late += 0.1
-        return self.linear(self.mean + self.hidden_mean).detach() + self.late
-
-
-class Buffers(Base):
-    """Buffers that are written without a version moving, and one that is replaced."""
-
-    def build(self, num_classes: int) -> None:
-        self.register_buffer("by_numpy", torch.zeros(num_classes), persistent=False)
-        self.register_buffer("by_data", torch.zeros(num_classes), persistent=False)
-        self.register_buffer("assigned", torch.zeros(num_classes), persistent=False)
-        self.register_buffer("replaced", torch.zeros(num_classes))
-        self.register_buffer("expanded", torch.ones(1).expand(num_classes))
-
-    def change(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.by_numpy.numpy()[:] += 0.1 * float(inputs.mean())
-            self.by_data.data.mul_(0.9).add_(0.1)
-            self.assigned.data = self.assigned.data + 0.1
-            self.replaced = self.replaced * 0.9 + 0.1
-        return self.by_numpy + self.by_data + self.assigned.detach() + self.replaced + self.expanded
 
 
 class ExtraState(Base):
@@ -237,11 +155,6 @@ class CountsInEvaluation(Base):
 
     def set_extra_state(self, state: int) -> None:
         self.samples = state
-
-
-# What may be written in place by their forward, so that its first write cannot be undone without a copy.
-IN_PLACE = (Teacher, TeacherSilent, TeacherAssigned, TeacherHidden, Normalised, FromData)
-MODELS = (*IN_PLACE, TeacherReplaced, Lazy, Buffers, ExtraState, Generators, Counter)
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

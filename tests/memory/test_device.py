@@ -142,12 +142,6 @@ def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
     assert min(peaks[1:]) == max(peaks[1:])
 
 
-def test_without_a_limit_it_is_what_there_is(tmp_path):
-    runs.run(tmp_path, *runs.MODELS["mlp"])
-    line = helpers.metrics(tmp_path)[-1]
-    assert line["memory/limit"] == total_bytes() <= psutil.virtual_memory().total
-
-
 def test_the_limit_is_a_size_or_a_fraction():
     total = total_bytes()
     for setting, expected in (

@@ -4,6 +4,7 @@ import resource
 import sys
 
 import pytest
+import runs
 from helpers import incidents, result, train
 
 from trainapp.config.schema import Memory
@@ -12,23 +13,8 @@ from trainapp.memory import host
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
 
 # 4096 logits for each of 256 tokens: about 16 MiB per sample, 1 GiB for the whole batch.
-HUNGRY = (
-    "model=gpt",
-    "model.depth=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.context_length=256",
-    "data=synthetic_tokens",
-    "data.vocab_size=4096",
-    "data.size=128",
-    "train.device=cpu",
-    "train.max_epochs=null",
-    "train.max_steps=3",
-    "batch.global_size=64",
-    "every.log=1",
-    "every.eval=null",
-    "checkpointing=off",
-)
+GPT = (*runs.MODELS["gpt"], "model.dropout=0", "model.context_length=256", "data.vocab_size=4096", "data.size=128")
+HUNGRY = (*runs.STEPS_ONLY, *GPT, "memory.guard=true", "train.max_steps=3", "batch.global_size=64", "oom.grow=true")
 
 
 @pytest.mark.slow

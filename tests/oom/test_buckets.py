@@ -1,4 +1,4 @@
-"""Inputs of several shapes: a size too large for one shape does not shrink the others."""
+"""Inputs of several shapes: a size too large for one shape does not shrink the others. Texts: test_replay.py."""
 
 import logging
 import textwrap
@@ -7,61 +7,10 @@ import pytest
 import torch
 from runs import weights
 
-from trainapp.data.batch import bucket_of, elements_in
-
 from .conftest import tiny
 from .inject import Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-TEXT = (
-    "model=gpt",
-    "model.depth=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.context_length=64",
-    "data=synthetic_tokens",
-    "data.vocab_size=32",
-    "data.size=256",
-    "data.val_size=40",
-    "data.min_length=8",
-    "batch.global_size=16",
-    "train.max_steps=32",
-    "train.ema=null",
-    "every.log=null",
-)
-
-
-def numbers(length: int) -> int:
-    """The bucket of a text of this length, inputs and targets."""
-    return bucket_of(1, elements_in({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)}))
-
-
-@pytest.mark.slow
-def test_one_long_batch_does_not_shrink_the_others(tmp_path):
-    calls = {"n": 0}
-
-    def short_but_one(batch):
-        calls["n"] += 1
-        return batch if calls["n"] in (6, 7, 8) else {name: t[:, :16].contiguous() for name, t in batch.items()}
-
-    # Slightly more than 16 short texts need; a long text needs four times as much as a short one.
-    changes = {"batch.micro_size": "auto"}
-    peak = Recorded(
-        tiny(tmp_path / "a", *TEXT, changes={**changes, "train.max_steps": 4}),
-        changed=lambda b: {name: t[:, :16].contiguous() for name, t in b.items()},
-    ).run.memory.peak
-    recorded = Recorded(
-        tiny(tmp_path / "b", *TEXT, changes={**changes, "memory.limit": int(1.1 * peak)}), changed=short_but_one
-    )
-    micro = recorded.run.sizes.train
-    assert recorded.failures
-    assert [bucket for bucket, search in micro.searches.items() if search.fails] == [numbers(64)]
-    assert micro.searches[numbers(16)].size == 16
-    assert micro.searches[numbers(64)].size < 16
-    assert micro.size == 16  # the fetch size
-    assert recorded.run.memory.peak <= int(1.1 * peak)
 
 
 IMAGES = textwrap.dedent('''

@@ -30,19 +30,7 @@ SAVING = {
 }
 # Dropout and BatchNorm's running statistics: a step cut in another way has other bits.
 OVERRIDES = cell("resnet", "fp32")
-GPT = (
-    "model=gpt",
-    "model.depth=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.context_length=64",
-    "model.dropout=0.1",
-    "data=synthetic_tokens",
-    "data.vocab_size=32",
-    "data.size=96",
-    "data.val_size=8",
-    "data.min_length=6",
-)
+GPT = (*runs.MODELS["gpt"], "model.context_length=64", "data.size=96", "data.val_size=8", "data.min_length=6")
 
 
 def ended(recorded: Recorded) -> tuple[torch.Tensor, dict[str, Any]]:
