@@ -25,7 +25,7 @@ def test_locate_finds_classes_and_functions():
         "torch.optimism.Net",
         "trainapp.run.runner.run",
         # Names that a module of an allowed package merely imports do not belong to it.
-        "trainapp.data.sets.text.Path",
+        "trainapp.data.sets.hf.Path",
         "trainapp.data.sets.text.UserError",
         "torch.optim.lr_scheduler.partial",
         "torch.nn.modules.module.OrderedDict",

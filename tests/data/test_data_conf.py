@@ -31,8 +31,7 @@ def build(name, split, model=None):
         ("synthetic_tokens", 1024, 256, (3, 128)),
     ],
 )
-def test_every_option_builds(name, train_size, val_size, shape, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINAPP_CACHE", str(tmp_path))
+def test_every_option_builds(name, train_size, val_size, shape):
     for split, size in (("train", train_size), ("val", val_size)):
         data = build(name, split)
         assert size is None or len(data) == size
@@ -46,6 +45,5 @@ def test_every_option_builds(name, train_size, val_size, shape, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["text", "synthetic_tokens"])
-def test_context_length_is_the_models(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINAPP_CACHE", str(tmp_path))
+def test_context_length_is_the_models(name):
     assert build(name, "train", {"context_length": 24})[0]["inputs"].shape == (24,)

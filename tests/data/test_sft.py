@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.data.sets.sft import IGNORED, packed
-from trainapp.data.sets.tokenizer import load_tokenizer, with_padding
+from trainapp.data.sets.hf import load_tokenizer
+from trainapp.data.sets.sft import IGNORED, SupervisedFineTuning, packed
 from trainapp.errors import UserError
 
 pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
-
-from trainapp.data.sets.sft import SupervisedFineTuning
+pytest.importorskip("datasets", reason="needs the extra trainapp[hf]")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +54,19 @@ def test_the_loss_is_on_the_answer_and_the_end_of_the_text(make):
         assert torch.equal(target[counted[:-1]], row[counted[1:]])  # shifted by one
 
 
-def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path, tokenizer):
+def test_rows_of_both_kinds_are_read_once(make, monkeypatch, tmp_path, tokenizer):
+    """In a table, a row has None for what the other kind has."""
+    turns = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "jumps", "name": "x"}]
+    rows = [{"prompt": "the fox:", "answer": " the dog"}, {"messages": turns}]
+    data = make(rows)
+    assert [answers(data, index)[0] for index in range(2)] == [" the dog<|endoftext|>", "jumps<|endoftext|>"]
+    monkeypatch.setattr("trainapp.data.sets.sft._pair", None)  # would be called
+    again = SupervisedFineTuning("train", str(tmp_path / "chat.jsonl"), tokenizer, context_length=64, val_fraction=0.0)
+    assert torch.equal(again[0]["inputs"], data[0]["inputs"])
+
+
+def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path):
     data = make()
-    assert data.tokenizer.pad_token_id is None
     data.save_tokenizer(tmp_path / "saved")
     saved = load_tokenizer(str(tmp_path / "saved"))
     assert saved.pad_token_id == data.spec["pad_token_id"] == data.tokenizer.eos_token_id
@@ -66,10 +75,6 @@ def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path, tokenizer):
     assert padded["attention_mask"][0][-1] == 0
     assert padded["input_ids"][0][-1] == data.spec["pad_token_id"]
     assert saved(texts)["input_ids"] == data.tokenizer(texts)["input_ids"]
-    assert data.tokenizer.pad_token_id is None  # the run's own, which decides the key of its cache, is as it was
-    own = load_tokenizer(tokenizer)
-    text = own("fox")["input_ids"][-1]
-    assert with_padding(own, text) is own  # Transformers would split a token of text off every text
 
 
 def test_of_a_conversation_the_assistants_messages_count(make):
@@ -144,18 +149,16 @@ def test_the_splits_share_the_examples(make):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', r"chat\.jsonl:1: not JSON"),
-        ("[1]", r"chat\.jsonl:1: an example must be an object"),
+        ('{"prompt": "a"', r"data\.files=.*chat\.jsonl: cannot be read"),
         (
             '{"prompt": "a", "reply": "b"}',
             "needs texts under 'prompt' and 'answer'.*this one has 'prompt', 'reply'",
         ),
-        ('{"messages": "hello"}', r"chat\.jsonl:1: messages must be a list of objects"),
+        ('{"messages": "hello"}', r"data\.files: row 0: messages must be a list of objects"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
-            r"chat\.jsonl:1: message 2 \(of assistant\) has no content, .*leave the example out",
+            r"row 0: messages must be a list of objects with a role and a content, .*leave the example out",
         ),
-        ('{"messages": [{"role": "user"}]}', r"chat\.jsonl:1: message 1 \(of user\) has no content"),
     ],
 )
 def test_a_line_that_is_no_example(tmp_path, tokenizer, line, message):
@@ -165,7 +168,7 @@ def test_a_line_that_is_no_example(tmp_path, tokenizer, line, message):
 
 
 def test_other_mistakes(make, tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: there is no such file"):
+    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: names nothing"):
         SupervisedFineTuning("train", "no.jsonl", tokenizer)
     with pytest.raises(UserError, match=r"data\.tokenizer=null: name a folder"):
         make(tokenizer=None)

@@ -1,4 +1,3 @@
-import multiprocessing
 import sysconfig
 from pathlib import Path
 
@@ -6,14 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.data.sets.text import Text, token_store
+from trainapp.data.sets.text import Text
 from trainapp.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def cache_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINAPP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -64,47 +57,6 @@ def test_standard_library_by_default():
     size = len(expected) - int(len(expected) * 0.1)
     assert len(data) == (size - 1) // 128 > 5000
     assert bytes(data[1000]["inputs"].tolist()) == expected[128_000:128_128]
-
-
-def test_the_joined_text_is_kept_and_written_again_when_a_file_changes(corpus, cache_directory):
-    folder, content = corpus
-    settings = {"files": f"{folder}/**/*.txt", "context_length": 16}
-    Text("train", **settings)
-    kept = sorted((path, path.stat().st_mtime_ns) for path in cache_directory.iterdir())
-    assert [path.read_bytes() for path, _ in kept if path.suffix == ".bin"] == [content]
-    Text("val", **settings)
-    assert sorted((path, path.stat().st_mtime_ns) for path in cache_directory.iterdir()) == kept
-    (folder / "deeper" / "b.txt").write_bytes(content[1000:-2])
-    data = Text("train", **settings, val_fraction=0.0)
-    assert joined(data) == content[:-2][: len(data) * 16 + 1]
-
-
-def write_together(barrier, results, directory):
-    barrier.wait()
-    results.put(token_store(directory, "a key", lambda: [range(1 << 20)] * 4).tokens.sum())
-
-
-@pytest.mark.slow
-def test_several_processes_build_the_cache_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(4), context.Queue()
-    arguments = (barrier, results, tmp_path / "shared")
-    processes = [context.Process(target=write_together, args=arguments) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert {results.get(timeout=60) for _ in processes} == {4 * sum(range(1 << 20))}
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert len(list((tmp_path / "shared").iterdir())) == 2  # no temporary file is left
-
-
-def test_cache_directory_that_cannot_be_written(corpus, tmp_path, caplog):
-    folder, content = corpus
-    (tmp_path / "occupied").write_text("a file, so that root cannot make a directory there either")
-    blocked = Text("train", files=f"{folder}/**/*.txt", context_length=16, cache_dir=f"{tmp_path}/occupied/cache")
-    assert "holding the text in memory" in caplog.text
-    assert joined(blocked) == content[: 84 * 16 + 1]
 
 
 @pytest.mark.parametrize(

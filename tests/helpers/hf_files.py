@@ -19,7 +19,7 @@ def tokenizer_folder(folder: Path) -> Path:
     """A byte-level BPE of 300 tokens with a chat template."""
     from transformers import AutoTokenizer
 
-    from trainapp.data.sets.tokenizer import trained_bpe
+    from trainapp.data.sets.hf import trained_bpe
 
     made = trained_bpe(lambda: ["the quick brown fox jumps over the lazy dog"] * 20, "fox", 300, folder.parent)
     tokenizer = AutoTokenizer.from_pretrained(made)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from trainapp.data.loader import BatchedDataset
 from trainapp.data.sampler import uniform
-from trainapp.data.sets.batched import BatchedDataset
 from trainapp.validation import Bool, NonNegativeInt
 
 # Of the training split's pixels, which lie in 0..16.

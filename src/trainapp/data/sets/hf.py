@@ -1,19 +1,22 @@
-"""Data sets through the package `datasets`: parquet, json, csv and text files, saved ones, and those of the hub."""
+"""Texts through the package `datasets`, as tokens by a tokenizer of Transformers: `data=hf`. Both are imported late."""
 
 import glob
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from trainapp.config.targets import require_package
-from trainapp.data.sets import tokenizer as tokenizers
-from trainapp.data.sets.batched import Windows
-from trainapp.data.sets.text import TokenStore, cache_directory, key_of, token_store
+from trainapp.data.loader import BatchedDataset
 from trainapp.errors import UserError
+from trainapp.files import user_cache_dir
 from trainapp.units import listed
 from trainapp.validation import Fraction, PositiveInt, Str
 
@@ -21,6 +24,7 @@ log = logging.getLogger(__name__)
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 VALIDATION = ("validation", "valid", "val", "dev", "eval")  # usual names of the split
+END = "<|endoftext|>"  # of a document, for a BPE trained here
 
 
 def open_dataset(
@@ -51,65 +55,75 @@ def open_dataset(
     if path is None:
         raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
     directory = cache_directory(cache_dir)
-    train, validation, held_out = _split_rows(open_rows(path, name, directory), train_split, val_split, val_fraction)
+    splits = open_rows(path, name, directory)
+    train, validation, held_out = split_rows(splits, train_split, val_split, val_fraction)
     rows = train if split == "train" else validation
     if held_out and split == "val":
         log.info(
             "data.path=%s has no split for validation: the last %d of its %d rows (data.val_fraction=%s); all of them "
             "with data.val_split=%s", path, len(rows), len(train) + len(rows), val_fraction, train_split,
         )  # fmt: skip
-    _require_columns(rows, text, label)
+    for setting, column in (("text", text), *([("label", label)] if label else [])):
+        if column not in rows.column_names:
+            raise UserError(f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}")
     if tokenizer is None:
-        folder = tokenizers.trained_bpe(lambda: _texts(train, text), _fingerprint(train, text), vocab_size, directory)
-        tokenizer = str(folder)
-
-    def store(tokenizer: Any, special: bool, ending: list[int]) -> TokenStore:
-        """The texts as tokens, each with `ending`. special: with those that begin and end a text for this model."""
-        key = key_of(_fingerprint(rows, text), tokenizers.digest_of(tokenizer), special, ending)
-        coded = lambda: tokenizers.encoded(tokenizer, _texts(rows, text), special)  # noqa: E731
-        return token_store(directory, key, lambda: (ids + ending for ids in coded()))
-
+        key = key_of(train._fingerprint, len(train), text)
+        tokenizer = str(trained_bpe(lambda: _texts(train[text], text), key, vocab_size, directory))
     if label is None and classes is None:
-        return Blocks(store, tokenizer, context_length, split)
+        return Blocks(rows, text, tokenizer, context_length, directory, split)
     names, targets = list(classes or ()), None
     if label is not None:
         names, numbers = numbered_classes(rows, train, label, classes)
-        targets = np.array([numbers[value] for value in rows[label]], np.int64)
-    return Labelled(store, tokenizer, context_length, names, targets)
+        targets = torch.tensor([numbers[value] for value in rows[label]])
+    return Labelled(rows, text, tokenizer, context_length, directory, names, targets)
 
 
-def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> dict[str, Any]:
-    """The splits, by name. Raises UserError for a path that holds none."""
-    require_package("datasets", "data=hf")
-    import datasets  # late: only this data set needs it
+# --- rows
+
+
+def cache_directory(setting: str | None) -> Path:
+    """`data.cache_dir`, or the user's."""
+    return user_cache_dir() if setting is None else Path(setting).expanduser()
+
+
+def key_of(*parts: Any) -> str:
+    """A name for what these plain values decide."""
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
+
+
+def open_rows(path: str | Sequence[str], name: str | None, directory: Path, setting: str = "path") -> dict[str, Any]:
+    """The splits, by name. setting: of `data`, for messages. Raises UserError for a path that holds none."""
+    require_package("datasets", f"data.{setting}={path}")
+    import datasets  # late: only these data sets need it
 
     datasets.disable_progress_bars()
     paths, loaded = [path] if isinstance(path, str) else list(path), None
     cache = str(directory / "datasets")
     files = [match for entry in paths for match in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-    kinds = {Path(file).suffix for file in files}
+    kinds = {BUILDERS.get(Path(file).suffix, "") for file in files}
+    is_name = len(paths) == 1 and not paths[0].startswith((".", "/", "~")) and Path(paths[0]).suffix not in BUILDERS
     try:
         if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
             if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
                 loaded = datasets.load_from_disk(str(folder))
             else:
                 loaded = datasets.load_dataset(str(folder), cache_dir=cache)
-        elif len(kinds) == 1 and kinds <= BUILDERS.keys():
-            loaded = datasets.load_dataset(BUILDERS[kinds.pop()], data_files=files, cache_dir=cache)
-        elif not files and len(paths) == 1 and not paths[0].startswith((".", "/", "~")):
+        elif len(kinds) == 1 and "" not in kinds:
+            loaded = datasets.load_dataset(kinds.pop(), data_files=files, cache_dir=cache)
+        elif not files and is_name:
             loaded = datasets.load_dataset(paths[0], name)
     except Exception as error:  # a damaged file, a name that the hub does not know, no network
-        raise UserError(f"data.path={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
     if loaded is None:
-        found = f"files of kinds {listed(sorted(kinds))}" if files else f"nothing, searched from {Path.cwd()}"
+        found = f"{len(files)} files that are not all of one kind" if files else f"nothing, searched from {Path.cwd()}"
         raise UserError(
-            f"data.path={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, a "
-            "data set that save_to_disk wrote, or one of the hub"
+            f"data.{setting}={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, "
+            "a data set that save_to_disk wrote, or one of the hub"
         )
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _split_rows(
+def split_rows(
     splits: dict[str, Any], train_split: str, val_split: str | None, val_fraction: float
 ) -> tuple[Any, Any, bool]:
     """`(training rows, validation rows, whether these are held out of the training rows)`."""
@@ -124,39 +138,50 @@ def _split_rows(
     return train.select(range(border)), train.select(list(range(border, len(train)))), True
 
 
-def _require_columns(rows: Any, text: str, label: str | None) -> None:
-    """Raises UserError for one that does not exist."""
-    for setting, column in (("text", text), *([("label", label)] if label else [])):
-        if column not in rows.column_names:
-            hint = "" if setting == "text" else (
-                "; rows without labels can be predicted, with data.label=null and data.classes=[...], the names in the "
-                "order of the training"
-            )  # fmt: skip
-            raise UserError(
-                f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}{hint}"
-            )
+def tokenized(
+    rows: Any, function: Callable[..., dict[str, Any]], directory: Path, *parts: Any, numbers: Sequence[str] = ()
+) -> Any:
+    """`rows.map(function)`, written into the directory once, and memory-mapped; read as Arrow, see `documents`.
+
+    function: of a batch of rows and their indices, returns `tokens`; with the names of `numbers`, of a single row, and
+    returns these, too. parts: what decides it besides the rows, of which `datasets` knows whether their files have
+    changed.
+    """
+    import datasets
+
+    key = key_of(rows._fingerprint, len(rows), *parts)
+    directory.mkdir(parents=True, exist_ok=True)
+    return rows.map(
+        function,
+        with_indices=True,
+        batched=not numbers,
+        remove_columns=rows.column_names,
+        features=datasets.Features(
+            {"tokens": datasets.Sequence(datasets.Value("int32"))} | {name: datasets.Value("int64") for name in numbers}
+        ),
+        cache_file_name=str(directory / f"tokens-{key}.arrow"),
+        new_fingerprint=key,  # its own would be that of the function with its tokenizer, which changes when it is used
+    ).with_format("arrow")
 
 
-def _texts(rows: Any, column: str) -> Iterator[str]:
-    for number, value in enumerate(rows[column]):
+def documents(rows: Any, indices: list[int]) -> list[np.ndarray]:
+    """The tokens of these rows of `tokenized`, int64 [n] each."""
+    tokens = rows[indices]["tokens"].combine_chunks()
+    ends = np.cumsum(tokens.value_lengths().to_numpy())
+    return np.split(tokens.flatten().to_numpy().astype(np.int64), ends[:-1])
+
+
+def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
+    for number, value in enumerate(values, first):
         if not isinstance(value, str):
             raise UserError(f"data.text={column}: row {number} holds a {type(value).__name__}, not a text")
         yield value
-
-
-def _fingerprint(rows: Any, column: str) -> str:
-    """Of what the rows hold: `datasets` keeps one, from the files and what was done to them; a file that is written
-    again gets a new one.
-    """
-    return key_of(rows._fingerprint, len(rows), column)
 
 
 def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
     """The class names, and the class index of each label. Raises UserError for a label without a class, or a value that
     is not a label.
     """
-    if wanted is not None and len(set(wanted)) < len(wanted):
-        raise UserError(f"data.classes={wanted}: a class is named twice; name each once")
     names = getattr(rows.features[label], "names", None)
     try:
         values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
@@ -177,78 +202,195 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
     return order, {by_name[name]: number for number, name in enumerate(order) if name in by_name}
 
 
-Store = Callable[[Any, bool, list[int]], TokenStore]  # the rows' texts by a tokenizer, see `open_dataset`
+# --- tokenizers
 
 
-class Blocks(tokenizers.Tokenized, Windows):
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer from a folder, a `tokenizer.json`, or a name on the hub. Raises UserError for another.
+
+    Where it has no token that fills up batches, it pads with that for the end of a text.
+    """
+    require_package("transformers", f"data.tokenizer={name}")
+    import transformers  # late: only these data sets need it
+
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except Exception as error:  # what is missing in a folder raises nearly anything
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"data.tokenizer={name}: holds no tokenizer that Transformers can read ({reason}); name a folder with one, "
+            "a tokenizer.json, or a model of the hub"
+        ) from None
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def digest_of(tokenizer: Any) -> str:
+    """Of everything that decides its tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    return key_of(type(tokenizer).__name__, rules, special)
+
+
+def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: int, directory: Path) -> Path:
+    """A folder with a byte-level BPE of `vocab_size` tokens at most, trained on the texts, or by an earlier run.
+
+    fingerprint: what decides the texts. Raises UserError for a vocabulary smaller than the bytes.
+    """
+    if vocab_size < 257:
+        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and {END}")
+    folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    require_package("transformers", "data=hf")
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts(), trainer)
+    ready = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=directory) as temporary:
+        ready.save_pretrained(f"{temporary}/bpe")
+        try:
+            os.rename(f"{temporary}/bpe", folder)
+        except OSError:
+            if not (folder / "tokenizer.json").is_file():  # else another process was first
+                raise
+    return folder
+
+
+# --- data sets
+
+
+class Tokenized(BatchedDataset):
+    """name: of its tokenizer, a folder, a tokenizer.json or a name on the hub.
+
+    Attributes: `tokenizer`; `padding`, the token that fills up batches, which no loss counts; `vocabulary`, a digest of
+    what its tokens mean, stable over versions of the packages.
+    """
+
+    def __init__(self, name: str):
+        self.tokenizer = load_tokenizer(name)
+        self.padding = int(self.tokenizer.pad_token_id or 0)
+        self.vocabulary = hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer into a folder."""
+        self.tokenizer.save_pretrained(str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to continue: as in a block, without special ones."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the tokenizer has one."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
+
+class Blocks(Tokenized):
     """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
 
     A token for the end of a text is between two of them, where the tokenizer has one; a block may hold several texts,
     which see each other, as is usual where a model is trained from scratch.
     """
 
-    def __init__(self, store: Store, tokenizer: str, context_length: int, split: str):
-        tokenizers.Tokenized.__init__(self, tokenizer)
-        end = self.tokenizer.eos_token_id
-        texts = store(self.tokenizer, False, [] if end is None else [end])
-        Windows.__init__(self, texts.tokens, context_length, len(self.tokenizer))
-        if not len(self) and (split == "train" or len(texts.lengths)):
+    task = "next_token"
+
+    def __init__(self, rows: Any, text: str, tokenizer: str, context_length: int, directory: Path, split: str):
+        super().__init__(tokenizer)
+        self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
+        ending = [] if self.end_of_text is None else [self.end_of_text]
+        rest: list[int] = []  # tokens since the last full block, whose last target is the first input of the next
+
+        def blocks(batch: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
+            texts = list(_texts(batch[text], text, numbers[0]))
+            for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                rest.extend([*ids, *ending])
+            starts = range(0, len(rest) - context_length, context_length)
+            found = [rest[start : start + context_length + 1] for start in starts]
+            del rest[: len(starts) * context_length]
+            return {"tokens": found}
+
+        self._blocks = tokenized(rows, blocks, directory, "blocks", text, digest_of(self.tokenizer), context_length)
+        if not len(self) and (split == "train" or len(rows)):
             raise UserError(
-                f"data.context_length={context_length}: the {split} split has {len(texts.tokens)} tokens, and one "
-                f"block needs {context_length + 1}; give more text, a shorter context or another data.val_fraction"
+                f"data.context_length={context_length}: the texts of the {split} split are shorter than one block, "
+                f"{context_length + 1} tokens; give more text, a shorter context or another data.val_fraction"
             )
 
+    def __len__(self) -> int:
+        return len(self._blocks)
 
-class Labelled(tokenizers.Tokenized):
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these blocks, collated. Raises IndexError for an index outside the data."""
+        blocks = torch.from_numpy(np.stack(documents(self._blocks, self._positions(indices).tolist())))
+        return {"inputs": blocks[:, :-1].contiguous(), "targets": blocks[:, 1:].contiguous()}
+
+
+class Labelled(Tokenized):
     """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
     batch, targets int64 [B] where the rows have labels.
 
-    Texts longer than `context_length` tokens are cut, which is said once. The classes are those of the column where it
-    has names, else the values in the training rows, sorted.
+    Texts longer than `context_length` tokens are cut, as Transformers cuts them. The classes are those of the column
+    where it has names, else the values in the training rows, sorted.
     """
 
     task = "classification"
 
     def __init__(
-        self, store: Store, tokenizer: str, context_length: int, classes: list[str], targets: np.ndarray | None
+        self,
+        rows: Any,
+        text: str,
+        tokenizer: str,
+        context_length: int,
+        directory: Path,
+        classes: list[str],
+        targets: torch.Tensor | None,
     ):
         super().__init__(tokenizer)
         self.class_names, self._targets = classes, targets
-        self._texts = store(self.tokenizer, True, [])
-        self._special = frozenset(self.tokenizer.all_special_ids)
-        self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
+
+        def cut(batch: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
+            texts = list(_texts(batch[text], text, numbers[0]))
+            ids = self.tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
+            return {"tokens": [own or [self.padding] for own in ids]}  # a model has at least one
+
+        self._texts = tokenized(rows, cut, directory, "labelled", text, digest_of(self.tokenizer), context_length)
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
             "num_classes": len(classes),
             "classes": classes,
-            "pad_token_id": self._padding,
+            "pad_token_id": self.padding,
         }
-        cut = int((self._texts.lengths > context_length).sum())
-        if cut:
-            log.warning("data.context_length=%d: %d of %d texts are longer, and cut", context_length, cut, len(self))
 
     def __len__(self) -> int:
-        return len(self._texts.lengths)
+        return len(self._texts)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these texts, collated. Raises IndexError for an index outside the data."""
-        positions = self._positions(indices)
-        texts = [self._cut(self._texts.document(position)) for position in positions]
-        shape = (len(texts), max(1, *map(len, texts)) if texts else 1)
-        inputs, mask = np.full(shape, self._padding, np.int64), np.zeros(shape, np.int64)
-        for row, text in enumerate(texts):
-            inputs[row, : len(text)], mask[row, : len(text)] = text, 1
-        batch = {"inputs": torch.from_numpy(inputs), "attention_mask": torch.from_numpy(mask)}
-        if self._targets is not None:
-            batch["targets"] = torch.from_numpy(self._targets[positions])
-        return batch
-
-    def _cut(self, text: np.ndarray) -> np.ndarray:
-        """At most `context_length` tokens. A special token at the end, such as BERT's [SEP], stays there."""
-        if len(text) <= self._longest:
-            return text
-        kept = text[: self._longest].copy()
-        if int(text[-1]) in self._special:
-            kept[-1] = text[-1]
-        return kept
+        positions = self._positions(indices).tolist()
+        texts = list(map(torch.from_numpy, documents(self._texts, positions)))
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        inputs = pad_sequence(texts, batch_first=True, padding_value=self.padding)
+        batch = {"inputs": inputs, "attention_mask": mask}
+        return batch if self._targets is None else batch | {"targets": self._targets[positions]}

@@ -1,18 +1,16 @@
 """Prompts and answers, or conversations, for supervised fine-tuning: the loss is on the answers alone."""
 
 import bisect
-import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trainapp.data.sets import tokenizer as tokenizers
-from trainapp.data.sets.text import cache_directory, find_files, key_of, stamps, token_store
+from trainapp.data.sets.hf import Tokenized, cache_directory, digest_of, documents, open_rows, split_rows, tokenized
 from trainapp.errors import UserError
 from trainapp.validation import Bool, Fraction, PositiveInt, Str
 
@@ -23,19 +21,20 @@ ANSWER = 1 << 30  # in a stored token: it is one of an answer
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class SupervisedFineTuning(tokenizers.Tokenized):
-    """Examples from JSON lines: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 where the
+class SupervisedFineTuning(Tokenized):
+    """Examples: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 where the
     next token is not one of an answer.
 
-    files: paths or globs of .jsonl files, or of .json files that hold a list. An example has a text under the keys
-    `prompt` and `answer`, or under `messages` a list of `{role, content}`, which the tokenizer's chat template turns
-    into text; answers are then the assistant's messages.
+    files: JSON lines, or what else `data=hf` reads as `data.path`. An example has a text under the keys `prompt` and
+    `answer`, or under `messages` a list of `{role, content}`, which the tokenizer's chat template turns into text;
+    answers are then the assistant's messages.
     pack: several examples share a sequence of exactly `context_length` tokens. `position_ids`, int64 [B, T], restart
     with each: models of Transformers then attend within an example only. Without it a batch is padded at its end to its
     longest example; a causal model needs no mask for that.
-    chat_template: a file in place of the tokenizer's own. val_fraction: of the examples, the last ones.
+    chat_template: a file in place of the tokenizer's own. val_fraction: of the examples, the last ones; where the files
+    have a split for validation, it is that.
     Examples longer than `context_length` are cut at their end; those that then have no answer are left out. Both are
-    said once. Raises UserError for a line that is no example, and where a split has none.
+    said once. Raises UserError for a row that is no example, and where a split has none.
     """
 
     task = "next_token"
@@ -61,46 +60,66 @@ class SupervisedFineTuning(tokenizers.Tokenized):
             self.tokenizer.chat_template = _template(chat_template)
         if not files:
             raise UserError("data.files=null: name files of examples, such as chat.jsonl")
-        paths, keys = find_files(files), (prompt, answer, messages)
+        directory = cache_directory(cache_dir)
+        train, validation, _ = split_rows(open_rows(files, None, directory, "files"), "train", None, val_fraction)
+        rows = train if split == "train" else validation
+        self._keys, self._longest, self._pack = (prompt, answer, messages), context_length, pack
+        self._has_messages = len(train) > 0 and train[0].get(messages) is not None
         template = str(getattr(self.tokenizer, "chat_template", None))
-        key = key_of("sft", stamps(paths), tokenizers.digest_of(self.tokenizer), template, keys)
-        documents = lambda: tokenized(read_examples(paths), self.tokenizer, keys)  # noqa: E731
-        self._store = token_store(cache_directory(cache_dir), key, documents)
-        self._longest, self._pack = context_length, pack
-        self._lengths = self._store.lengths
-        border = len(self._lengths) - int(len(self._lengths) * val_fraction)
-        usable = self._usable(range(border, len(self._lengths)) if split == "val" else range(border), split)
-        self._sequences = packed(self._lengths, usable, context_length + 1) if pack else [[index] for index in usable]
-        first = next(read_examples(paths), None)
-        self._has_messages = first is not None and messages in first.row
-        self._padding = tokenizers.padding_of(self.tokenizer)
+        parts = ("sft", digest_of(self.tokenizer), template, self._keys)
+        self._examples = tokenized(rows, self._example, directory, *parts, numbers=("length", "first"))
+        usable, lengths = self._usable(split)
+        self._sequences = packed(lengths, usable, context_length + 1) if pack else [[index] for index in usable]
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
-            "pad_token_id": self._padding,
+            "pad_token_id": self.padding,
         } | ({"packed": True} if pack else {})
 
-    def _usable(self, chosen: range, split: str) -> list[int]:
-        """The examples of which an answer is left when they are cut. Raises UserError where there are none."""
-        longest = self._longest + 1  # tokens: the last one is a target only
-        cut = int((self._lengths[chosen.start : chosen.stop] > longest).sum())
-        usable = [index for index in chosen if (self._store.document(index)[1:longest] & ANSWER).any()]
-        if cut or len(usable) < len(chosen):
+    def _example(self, row: dict[str, Any], number: int) -> dict[str, Any]:
+        """Its tokens, of which those of answers have `ANSWER` set; their `length`; and the index of the `first` of an
+        answer that can be a target, or `length`. Raises UserError for a row that is no example.
+        """
+        prompt, answer, messages = self._keys
+        place, row = f"row {number}", _without_nulls(dict(row))
+        if messages in row:
+            tokens = _conversation(place, row[messages], self.tokenizer)
+        elif isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
+            tokens = _pair(row[prompt], row[answer], self.tokenizer)
+        else:
+            raise UserError(
+                f"data.files: {place}: an example needs texts under {prompt!r} and {answer!r} (data.prompt, "
+                f"data.answer), or a list under {messages!r} (data.messages); this one has "
+                f"{', '.join(map(repr, row)) or 'nothing'}"
+            )
+        of_answers = np.flatnonzero(tokens[1:] & ANSWER) + 1
+        return {"tokens": tokens, "length": len(tokens), "first": int(min(of_answers, default=len(tokens)))}
+
+    def _usable(self, split: str) -> tuple[list[int], np.ndarray]:
+        """The examples of which an answer is left when they are cut, and the length of each example. Raises UserError
+        where none is.
+        """
+        count = len(self._examples)
+        table = self._examples[:]
+        lengths, first = (np.asarray(table[name] if count else [], np.int64) for name in ("length", "first"))
+        cut = int((lengths > self._longest + 1).sum())  # the last token is a target only
+        usable = np.flatnonzero(first < np.minimum(lengths, self._longest + 1)).tolist()
+        if cut or len(usable) < count:
             log.warning(
                 "data.context_length=%d: of %d examples of the %s split %d are longer and cut, and %d are left out, "
                 "since nothing of an answer is left",
                 self._longest,
-                len(chosen),
+                count,
                 split,
                 cut,
-                len(chosen) - len(usable),
+                count - len(usable),
             )
-        if not usable and (chosen or split == "train"):
+        if not usable and (count or split == "train"):
             raise UserError(
                 f"data.context_length={self._longest}: no example of the {split} split has an answer that fits; use a "
                 "longer context, or other files"
             )
-        return usable
+        return usable, lengths
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, as before an `answer`; where the first example has messages, as the chat template
@@ -117,12 +136,13 @@ class SupervisedFineTuning(tokenizers.Tokenized):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these sequences, collated. Raises IndexError for an index outside the data."""
         chosen = [self._sequences[position] for position in self._positions(indices)]
-        documents = [[self._store.document(index)[: self._longest + 1] for index in sequence] for sequence in chosen]
-        lengths = [sum(len(document) - 1 for document in sequence) for sequence in documents]
+        fetched = iter(documents(self._examples, [index for sequence in chosen for index in sequence]))
+        examples = [[next(fetched)[: self._longest + 1] for _ in sequence] for sequence in chosen]
+        lengths = [sum(len(document) - 1 for document in sequence) for sequence in examples]
         shape = (len(chosen), self._longest if self._pack else max(lengths, default=1))
-        inputs, targets = np.full(shape, self._padding, np.int64), np.full(shape, IGNORED, np.int64)
+        inputs, targets = np.full(shape, self.padding, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
-        for row, sequence in enumerate(documents):
+        for row, sequence in enumerate(examples):
             start = 0
             for document in sequence:
                 end = start + len(document) - 1
@@ -172,67 +192,14 @@ def _template(path: str) -> str:
         raise UserError(f"data.chat_template={path}: cannot be read ({error}); name a file with a template") from None
 
 
-# --- examples, from JSON lines to tokens of which those of the answers are marked
+# --- examples as tokens, of which those of the answers are marked
 
 
-class Example(NamedTuple):
-    """What names an example in a message, and its content."""
-
-    place: str
-    row: dict[str, Any]
-
-
-def read_examples(paths: Sequence[str]) -> Iterator[Example]:
-    """Of .jsonl files one per line, of .json files the items of a list. Raises UserError for what is neither."""
-    for path in paths:
-        try:
-            with open(path, encoding="utf-8") as file:
-                if path.endswith(".json"):
-                    rows = _parsed(path, file.read())
-                    if not isinstance(rows, list):
-                        raise UserError(
-                            f"data.files={path}: must hold a list of examples, or be JSON lines in a .jsonl file"
-                        )
-                    numbered = ((f"{path}, example {number}", row) for number, row in enumerate(rows, start=1))
-                else:
-                    lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
-                    numbered = ((place, _parsed(place, line)) for place, line in lines)
-                for place, row in numbered:
-                    if not isinstance(row, dict):
-                        raise UserError(
-                            f'data.files: {place}: an example must be an object, such as {{"prompt": "a", "answer": '
-                            '"b"}'
-                        )
-                    yield Example(place, row)
-        except UnicodeDecodeError as error:
-            raise UserError(f"data.files={path}: not text in UTF-8 ({error})") from None
-
-
-def _parsed(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"data.files: {place}: not JSON ({error})") from None
-
-
-def tokenized(examples: Iterator[Example], tokenizer: Any, keys: tuple[str, str, str]) -> Iterator[np.ndarray]:
-    """int32 [n] of each example, where `ANSWER` is set in the tokens of its answers.
-
-    keys: under which an example has its prompt and its answer, or its messages. Raises UserError for one that has
-    neither, or that the tokenizer's chat template refuses.
-    """
-    prompt, answer, messages = keys
-    for place, row in examples:
-        if messages in row:
-            yield _conversation(place, row[messages], tokenizer)
-        elif isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
-            yield _pair(row[prompt], row[answer], tokenizer)
-        else:
-            raise UserError(
-                f"data.files: {place}: an example needs texts under {prompt!r} and {answer!r} (data.prompt, "
-                f"data.answer), or a list under {messages!r} (data.messages); this one has "
-                f"{', '.join(map(repr, row)) or 'nothing'}"
-            )
+def _without_nulls(value: Any) -> Any:
+    """Without keys whose value is None: Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
+    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def _pair(prompt: str, answer: str, tokenizer: Any) -> np.ndarray:
@@ -253,7 +220,11 @@ def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
 
 def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
     """All messages as the chat template writes them; what it adds for an assistant's message is an answer."""
-    _require_messages(place, turns, tokenizer)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and _is_message(turn) for turn in turns):
+        raise UserError(
+            f"data.files: {place}: messages must be a list of objects with a role and a content, or tool_calls; give "
+            'each message a text ("" for none), or leave the example out'
+        )
     if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
         as_tokens = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         coded = _by_template(place, turns, tokenizer, **as_tokens)
@@ -278,27 +249,9 @@ def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
     )
 
 
-def _require_messages(place: str, turns: Any, tokenizer: Any) -> None:
-    """Raises UserError for what is no conversation, or where nothing turns it into text."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        raise UserError(f"data.files: {place}: messages must be a list of objects with a role and a content")
-    for number, turn in enumerate(turns, start=1):
-        # A call of a tool has no text of its own, and templates that know such calls expect that.
-        if turn.get("content") is None and not turn.get("tool_calls"):
-            raise UserError(
-                f"data.files: {place}: message {number} (of {turn['role']}) has no content, which would count "
-                'as an empty text; give it one ("" for none), or leave the example out'
-            )
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"data.files: {place}: the tokenizer has no chat template, which turns messages into text; name a file "
-            "with one by data.chat_template, or give prompts and answers"
-        )
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"data.files: {place}: the tokenizer does not say where in a text its tokens are, so that an assistant's "
-            "cannot be told apart; use a fast tokenizer (tokenizer.json), or give prompts and answers"
-        )
+def _is_message(turn: dict[str, Any]) -> bool:
+    """A call of a tool has no text of its own, and templates that know such calls expect that."""
+    return "role" in turn and not turn.keys().isdisjoint(("content", "tool_calls"))
 
 
 def _templated(place: str, turns: list[dict[str, Any]], tokenizer: Any, prompts: bool) -> str:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trainapp.data.loader import BatchedDataset
 from trainapp.data.sampler import uniform
-from trainapp.data.sets.batched import BatchedDataset
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 # What `uniform` takes as the epoch: synthetic samples are the same in every epoch and differ between splits.
