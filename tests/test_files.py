@@ -11,7 +11,7 @@ from pathlib import Path
 import helpers
 import pytest
 
-from trainapp.files import atomic_write, publish, strict_json, temporary_file
+from trainapp.files import atomic_write, strict_json
 
 
 def test_the_new_content_replaces_the_old_at_the_end(tmp_path):
@@ -68,16 +68,6 @@ def test_sync_writes_the_content_before_the_name(tmp_path, monkeypatch):
     with atomic_write(tmp_path / "a.txt") as file:
         file.write("new")
     assert calls[3:] == ["replace"]
-
-
-def test_the_name_may_depend_on_the_content(tmp_path):
-    with temporary_file(tmp_path) as file:
-        file.write("abc")
-        publish(file, tmp_path / "3.txt")
-    with temporary_file(tmp_path) as file:
-        file.write("dropped")
-    assert os.listdir(tmp_path) == ["3.txt"]
-    assert (tmp_path / "3.txt").read_text() == "abc"
 
 
 WRITERS = """
