@@ -145,7 +145,7 @@ def test_jobs_in_processes_of_their_own(tmp_path):
 # The callback alone, as Hydra calls it
 
 FACTS = {
-    "objective": 0.5, "best_objective": 0.5, "sweeper_receives": "objective", "metric": "loss", "direction": "min",
+    "objective": 0.5, "best_objective": 0.5, "metric": "loss", "direction": "min",
     "steps": 3, "seconds": 1.0, "peak_memory_bytes": 1024, "oom_restarts": 0, "micro_size": 4, "accumulation": 2,
     "ended": "train.max_steps=3",
 }  # fmt: skip

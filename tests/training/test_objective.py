@@ -53,5 +53,4 @@ def test_the_result_says_what_a_sweeper_receives(tmp_path):
     written, (first, last) = helpers.result(tmp_path), helpers.evaluations(tmp_path)
     assert first["loss"] > last["loss"]
     assert (written["best_objective"], written["best_step"]) == (first["loss"], 2)
-    assert written["sweeper_receives"] == "objective"
-    assert written["objective"] == result.for_sweeper == last["loss"]
+    assert written["objective"] == result.objective == last["loss"]

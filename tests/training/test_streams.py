@@ -14,7 +14,7 @@ from trainapp.data.stream import Stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.run.result import opening_line
+from trainapp.run.result import opening_lines
 from trainapp.signals import StopRequest
 
 STREAM = ("model=mlp", "model.width=16", "user_packages=[own_streams]", "train.max_steps=9", "data.num_workers=0")
@@ -96,7 +96,7 @@ def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run_until(tmp_path, 3, *of("Plain")).close()
     run = runs.prepare(tmp_path, *of("Plain"))
-    assert "a stream, at most 9 steps" in opening_line(run)
+    assert opening_lines(run)[0].endswith("; a stream")
     runs.loop.train_step(run)
     run.close()
     assert "the first 48 samples of epoch 0 were read again and skipped" in caplog.text

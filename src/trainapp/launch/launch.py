@@ -102,7 +102,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
         trained.export(config)
         return None
-    return run(config, is_sweep).for_sweeper
+    return run(config, is_sweep).objective
 
 
 def run(config: Config, is_sweep: bool = False) -> "RunResult":

@@ -143,9 +143,8 @@ def _show_runs(jobs: Sequence[Job], sweep_dir: Path) -> None:
 
 def _objective(facts: dict[str, Any]) -> float | None:
     """What sweepers receive. The file cannot hold nan and inf; its note begins with them."""
-    name = facts.get("sweeper_receives", "objective")
-    note = facts.get(f"{name}_note")
-    return float(note.split()[0]) if note and facts.get(name) is None else facts.get(name)
+    note = facts.get("objective_note")
+    return float(note.split()[0]) if note else facts.get("objective")
 
 
 def _best(jobs: Sequence[Job], is_least: bool) -> list[Job]:

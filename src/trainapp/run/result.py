@@ -1,9 +1,9 @@
 """What a run says of itself: a line or two at its start, a table and result.json at its end."""
 
-import contextlib
 import json
 import logging
 import math
+import os
 import signal
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,34 +23,28 @@ log = logging.getLogger(__name__)
 class RunResult:
     """How a run ended; written to result.json. Sizes in samples, memory in bytes."""
 
-    objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
+    objective: (
+        float | None
+    )  # of the last evaluation: what sweepers receive; it may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
     direction: str  # "min" or "max": which values of it are better
     best_objective: float | None  # of all evaluations; None where none was finite
     best_step: int | None
-    sweeper_receives: str  # which of the two a sweeper is given: its name here
-    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `eval_NAME/METRIC`
+    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
     accumulation: int
     oom_restarts: int  # since the run began, in whatever process
-    micro_schedule: dict[
-        Any, Any
-    ]  # sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run
+    # Sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run.
+    micro_schedule: dict[Any, Any]
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
     seconds: float
     checkpoint: str | None
     ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
-
-    @property
-    def for_sweeper(self) -> float | None:
-        """What Hydra's optimizing sweepers receive."""
-        value: float | None = getattr(self, self.sweeper_receives)
-        return value
 
 
 @dataclass
@@ -71,7 +65,6 @@ def result_of(session: Session, seconds: float) -> RunResult:
         direction=session.objective.direction,
         best_objective=progress.best,
         best_step=progress.best_step,
-        sweeper_receives="objective",
         evaluation=session.evaluation.last,
         steps=progress.step,
         samples=progress.samples,
@@ -128,51 +121,30 @@ def write(run_dir: Path, result: RunResult) -> None:
 
 
 def opening_lines(session: Session) -> list[str]:
-    """One, and in training another where only a part of the parameters is trained. Of shards, `numel` counts the
-    whole.
+    """Model, device, precision; in training also how the global batch is cut, and whether a part of the parameters is
+    trained. Of shards, `numel` counts the whole.
     """
-    parameters = list(session.state.model.parameters())
-    total = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if session.config.mode not in ("train", "lr_find") or trained == total:
-        return [opening_line(session)]
-    share = f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)"
-    return [opening_line(session), share]
-
-
-def opening_line(session: Session) -> str:
-    """Model, device, precision; in training also how the global batch is cut."""
-    state, batches, micro_size = session.state, session.batches, session.sizes.train.size
-    parameters = sum(p.numel() for p in state.model.parameters())
-    count = batches.accumulation(micro_size)
-    name = session.config.model.target.rpartition(".")[2]
+    config, state, batches, sizes = session.config, session.state, session.batches, session.sizes
+    parameters = list(state.model.parameters())
+    total, trained = (sum(p.numel() for p in own) for own in (parameters, [p for p in parameters if p.requires_grad]))
+    name = config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
-    model = f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}"
-    if session.config.mode not in ("train", "lr_find"):
-        return model
-    return (
-        f"{model}; global batch {session.config.batch.global_size} = micro-batch {micro_size} x {count} accumulated "
-        f"x {batches.world} rank{'s' * (batches.world > 1)}; {_data_text(session)}" + _schedule_text(session)
-    )
-
-
-def _data_text(session: Session) -> str:
-    """Samples and steps per epoch; of a stream, what ends the run."""
-    train, batches = session.config.train, session.batches
-    if batches.steps_per_epoch is not None:
-        return f"{batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
-    epochs = "" if train.max_epochs is None else f", at most {train.max_epochs} epochs (train.max_epochs)"
-    return "a stream" if train.max_steps is None else f"a stream, at most {train.max_steps} steps{epochs}"
-
-
-def _schedule_text(session: Session) -> str:
-    """The coming entries of `batch.micro_schedule`."""
-    if session.config.batch.micro_schedule is None:
-        return ""
-    entries = [f"{sizes} from step {step}" for step, sizes in sorted(session.sizes.train.schedule.items())]
-    more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
-    return f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
+    model = f"{name} with {_count_text(total)} parameters on {state.device}, {state.precision.mode}"
+    if config.mode not in ("train", "lr_find"):
+        return [model]
+    micro_size = sizes.train.size
+    epoch = batches.steps_per_epoch
+    data = "a stream" if epoch is None else f"{batches.samples} samples, {epoch} steps per epoch"
+    lines = [
+        f"{model}; global batch {config.batch.global_size} = micro-batch {micro_size} x "
+        f"{batches.accumulation(micro_size)} accumulated x {batches.world} rank{'s' * (batches.world > 1)}; {data}"
+    ]
+    if config.batch.micro_schedule is not None:
+        lines.append("the sizes of micro-batches are those of batch.micro_schedule")
+    if trained < total:
+        lines.append(f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)")
+    return lines
 
 
 def report(session: Session, result: RunResult) -> None:
@@ -200,26 +172,19 @@ def print_summary(session: Session, result: RunResult) -> None:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
-        is_more = result.peak_reserved_bytes > result.peak_memory_bytes
-        reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
-        peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}{reserved}"
-        has_trained = session.meter.samples > 0  # in this process: a finished run may be started again
-        rows += [
-            ("steps", f"{result.steps} ({result.samples} samples)"),
-            *([("ended by", progress.stopped)] if progress.stopped else []),
-            ("time", f"{result.seconds:.1f} s"),
-            *([("throughput", f"{result.samples_per_second:.0f} samples/s")] if has_trained else []),
-            *([("peak memory", peak)] if result.peak_memory_bytes else []),
-            *([("micro-batch", _micro_batches(session))] if has_trained else []),
-            ("OOM restarts", result.oom_restarts),
-            ("checkpoint", result.checkpoint or "none"),
-        ]
+        rows += [("steps", f"{result.steps} ({result.samples} samples)"), ("time", f"{result.seconds:.1f} s")]
+        if progress.stopped:
+            rows.append(("ended by", progress.stopped))
+        if session.meter.samples:  # in this process: a finished run may be started again
+            peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
+            if result.peak_reserved_bytes > result.peak_memory_bytes:
+                peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
+            throughput = f"{result.samples_per_second:.0f} samples/s"
+            rows += [("throughput", throughput), ("peak memory", peak), ("micro-batch", _micro_batches(session))]
+        rows += [("OOM restarts", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
     if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
-        with contextlib.suppress(ValueError):
-            run_dir = Path(config.run_dir)
-            shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-            rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
+        rows.append(("TensorBoard", f"tensorboard --logdir {os.path.relpath(config.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
 
