@@ -1,6 +1,5 @@
 """`mode=lr_find`: the loop's own steps at growing rates, a curve, a suggestion, and nothing else."""
 
-import csv
 import itertools
 import math
 
@@ -9,19 +8,25 @@ import runs
 from helpers import LR_FIND_FILES, files, run_cli
 
 from trainapp.config import compose
-from trainapp.errors import TrainingStopped
 from trainapp.launch import launch
 from trainapp.run import lr_find
 
 MLP = (*runs.MODELS["mlp"], "batch.global_size=16", "memory.guard=false", "train.device=cpu")
-FOUND = {"lr_find.csv", "lr_find.png"}
+FOUND = {"lr_find.png"}
 
 
-def find(run_dir, *overrides):
-    """The suggested rate, and the curve's rows as numbers."""
-    rate = launch.launch(compose.from_command_line([*MLP, "mode=lr_find", *overrides], str(run_dir)))
-    with (run_dir / "lr_find.csv").open() as file:
-        return rate, [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+@pytest.fixture
+def find(monkeypatch):
+    """A function that runs the test: the suggested rate, and the curve's rates and losses."""
+    drawn = []
+    draw = lr_find._draw
+    monkeypatch.setattr(lr_find, "_draw", lambda *curve: drawn.append(curve) or draw(*curve))
+
+    def found(run_dir, *overrides):
+        rate = launch.launch(compose.from_command_line([*MLP, "mode=lr_find", *overrides], str(run_dir)))
+        return rate, *drawn[-1][1:3]
+
+    return found
 
 
 @pytest.mark.slow
@@ -37,20 +42,19 @@ def test_from_the_command_line(tmp_path):
     assert (tmp_path / "found/lr_find.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rates_grow_exponentially_and_losses_are_those_of_the_loop(tmp_path):
+def test_rates_grow_exponentially_and_losses_are_those_of_the_loop(tmp_path, find):
     """The same losses in pieces; another experiment's in the control."""
-    rate, rows = find(tmp_path / "a", "lr_find.steps=20", "lr_find.max=0.1", "lr_find.min=1e-5")
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    assert rows[0]["lr"] == pytest.approx(1e-5)
-    assert rows[-1]["lr"] == pytest.approx(0.1)
-    ratios = {round(b["lr"] / a["lr"], 6) for a, b in itertools.pairwise(rows)}
-    assert ratios == {round(1e4 ** (1 / 19), 6)}
     chosen = ("lr_find.steps=20", "lr_find.max=0.1", "lr_find.min=1e-5")
-    same, in_pieces = find(tmp_path / "b", *chosen, "batch.micro_size=5", "schedule.warmup=3", "train.max_epochs=1")
+    rate, rates, losses = find(tmp_path / "a", *chosen)
+    assert len(rates) == 20
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[-1] == pytest.approx(0.1)
+    assert {round(b / a, 6) for a, b in itertools.pairwise(rates)} == {round(1e4 ** (1 / 19), 6)}
+    same, _, in_pieces = find(tmp_path / "b", *chosen, "batch.micro_size=5", "schedule.warmup=3", "train.max_epochs=1")
     assert same == rate
-    assert [row["loss"] for row in in_pieces] == pytest.approx([row["loss"] for row in rows], rel=1e-4)
-    _, other = find(tmp_path / "c", *chosen, "train.seed=1")
-    assert [row["loss"] for row in other] != pytest.approx([row["loss"] for row in rows], rel=1e-4)
+    assert in_pieces == pytest.approx(losses, rel=1e-4)
+    _, _, other = find(tmp_path / "c", *chosen, "train.seed=1")
+    assert other != pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +64,14 @@ def test_rates_grow_exponentially_and_losses_are_those_of_the_loop(tmp_path):
         (["train.grad_clip=null", "lr_find.diverges=1e30"], "the loss or a gradient is not finite"),
     ],
 )
-def test_it_stops_where_the_loss_diverges(tmp_path, capsys, settings, why):
+def test_it_stops_where_the_loss_diverges(tmp_path, capsys, find, settings, why):
     rates = ("optimizer=sgd", "lr_find.min=1e-2", "lr_find.max=1e25", "lr_find.steps=300")
-    rate, rows = find(tmp_path, *rates, *settings)
+    rate, tried, losses = find(tmp_path, *rates, *settings)
     assert files(tmp_path) == FOUND
-    assert f"{rows[-1]['lr']:.2g}, where {why}" in capsys.readouterr().out
-    assert 10 < len(rows) < 300
+    assert f"{tried[-1]:.2g}, where {why}" in capsys.readouterr().out
+    assert 10 < len(tried) < 300
     assert 1e-2 <= rate < 10
-    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert all(map(math.isfinite, losses))
 
 
 @pytest.mark.slow
@@ -95,7 +99,7 @@ def test_it_recovers_from_an_out_of_memory_error(tmp_path):
 def test_groups_keep_their_ratio(tmp_path):
     groups = "optimizer.groups=[{match: head, lr: 5e-3}, {match: stem, eps: 1e-6}]"
     config = compose.from_command_line([*MLP, "mode=lr_find", "optimizer.lr=1e-3", groups])
-    changed = lr_find.configured(config, str(tmp_path), tmp_path / "rates")
+    changed = lr_find.configured(config, str(tmp_path))
     assert changed.optimizer.lr == config.lr_find.max == 10.0
     assert [group.get("lr") for group in changed.optimizer.groups] == [pytest.approx(50.0), None]
 
@@ -106,12 +110,11 @@ def test_groups_keep_their_ratio(tmp_path):
 def test_the_suggestion_of_a_known_curve():
     rates = [10 ** (-6 + 0.1 * step) for step in range(70)]  # up to 10
     curve = [2 - math.tanh(2 * (math.log10(rate) + 3)) + 50 * rate**2 for rate in rates]
-    found = lr_find.suggestion(rates, curve, 1e-6)
+    found = lr_find.suggestion(rates, curve)
     assert found.steepest == pytest.approx(1e-3, rel=0.3)
     assert found.lowest == pytest.approx(0.015, rel=0.5)
     assert found.rate == found.steepest
-    with pytest.raises(TrainingStopped, match=r"the loss falls at no rate from lr_find.min=1e-06 on"):
-        lr_find.suggestion(rates, sorted(curve), 1e-6)
+    assert lr_find.suggestion(rates, sorted(curve)) is None
 
 
 def test_the_smoothed_loss_has_no_bias():

@@ -3,7 +3,6 @@
 The run is the usual one, with a schedule and a callback of its own, in a folder that is removed: only the curve stays.
 """
 
-import csv
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -13,12 +12,13 @@ import numpy as np
 
 from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
 from trainapp.errors import NotFinite, TrainingStopped
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, json_lines
 from trainapp.hooks.callbacks import View
 from trainapp.run import runner
-from trainapp.validation import PositiveFloat, PositiveInt, Str
+from trainapp.tracking.tracker import METRICS
+from trainapp.validation import PositiveFloat, PositiveInt
 
-CSV, PICTURE = "lr_find.csv", "lr_find.png"
+PICTURE = "lr_find.png"
 FEWEST = 3  # steps in which the loss must fall
 SMOOTHING = 0.9  # of the loss per step
 
@@ -36,37 +36,42 @@ class Suggestion(NamedTuple):
 
 
 def run(config: Config) -> float:
-    """Run the test, write its curve, and print what it suggests. Returns that rate.
+    """Run the test, draw its curve, and print what it suggests. Returns that rate.
 
     Raises TrainingStopped where the loss never falls, and what a run raises.
     """
     run_dir, settings = Path(config.run_dir), config.lr_find
     run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".lr_find-", dir=run_dir) as folder:
-        file = Path(folder) / CSV
         why = "the loss diverges"
         try:
-            runner.run(configured(config, folder, file))
+            runner.run(configured(config, folder))
         except NotFinite:
             why = "the loss or a gradient is not finite"
-        steps, losses = _read(file)
-    rates = [settings.max * growing(s - 1, settings.min, settings.max, settings.steps) for s in steps]
+        steps = json_lines(Path(folder) / METRICS)
+    rates = [settings.max * growing(own["step"] - 1, settings.min, settings.max, settings.steps) for own in steps]
+    losses = [own["loss"] for own in steps]
     curve = smoothed(losses)
-    _write(run_dir / CSV, steps, rates, losses, curve)
-    found = suggestion(rates, curve, settings.min)
-    _draw(run_dir / PICTURE, rates, losses, curve, found)
+    found = suggestion(rates, curve)
+    if losses:
+        _draw(run_dir / PICTURE, rates, losses, curve, found)
+    if found is None:
+        raise TrainingStopped(
+            f"mode=lr_find: the loss falls at no rate from lr_find.min={settings.min:g} on; begin lower, or look for a "
+            "mistake in model or loss"
+        )
     print(_text(run_dir, rates, found, why if len(steps) < settings.steps else ""), flush=True)
     return float(f"{found.rate:.2g}")
 
 
-def configured(config: Config, folder: str, file: Path) -> Config:
+def configured(config: Config, folder: str) -> Config:
     """The configuration of the run, in `folder`: its steps as they are, and nothing around them."""
     settings, highest = config.lr_find, config.lr_find.max
     lr = config.optimizer.lr
     ratio = None if lr is None else highest / lr
     groups = [group | {"lr": group["lr"] * ratio} if "lr" in group else group for group in config.optimizer.groups]
     growth = {"minimum": settings.min, "maximum": highest, "steps": settings.steps}
-    watching = Target("trainapp.run.lr_find.RangeTest", {"file": str(file), "diverges": settings.diverges})
+    watching = Target("trainapp.run.lr_find.RangeTest", {"diverges": settings.diverges})
     changes: dict[str, Any] = {
         "run_dir": folder,
         "train": dataclasses.replace(
@@ -88,22 +93,16 @@ def configured(config: Config, folder: str, file: Path) -> Config:
 
 
 class RangeTest:
-    """A learning-rate range test (Smith 2015, arXiv:1506.01186), as a callback.
-
-    Writes the loss of each step to `file`, as CSV, and stops where the smoothed loss is `diverges` times its lowest so
-    far (of a negative one, as far above it). Needs `every.log=1`.
+    """The end of a learning-rate range test (Smith 2015, arXiv:1506.01186): where the smoothed loss is `diverges` times
+    its lowest so far (of a negative one, as far above it). Needs `every.log=1`.
     """
 
-    def __init__(self, file: Str, diverges: PositiveFloat):
-        self.file, self.diverges = Path(file), diverges
+    def __init__(self, diverges: PositiveFloat):
+        self.diverges = diverges
         self.losses: list[float] = []
 
     def after_step(self, view: View) -> None:
-        """Raises OSError where the file cannot be written."""
-        is_first = not self.losses
         self.losses.append(view.logged["loss"])
-        with self.file.open("w" if is_first else "a", newline="") as file:  # what a rebuilt run repeats is written anew
-            csv.writer(file).writerow([view.step, view.logged["loss"]])
         curve = smoothed(self.losses)
         lowest = min(curve)
         if curve[-1] - lowest > (self.diverges - 1) * abs(lowest):
@@ -126,23 +125,11 @@ def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: Po
     return float((minimum / maximum) ** (1 - step / (steps - 1)))
 
 
-def _read(file: Path) -> tuple[list[int], list[float]]:
-    """Steps and losses that a `RangeTest` has written; empty without a finished step."""
-    if not file.exists():
-        return [], []
-    with file.open(newline="") as lines:
-        rows = [(int(step), float(loss)) for step, loss in csv.reader(lines)]
-    return [step for step, _ in rows], [loss for _, loss in rows]
-
-
-def suggestion(rates: list[float], curve: list[float], lowest_rate: float) -> Suggestion:
-    """From the smoothed losses. Raises TrainingStopped where they do not fall."""
+def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
+    """From the smoothed losses; None where they do not fall."""
     end = int(np.argmin(curve)) if curve else 0
     if end < FEWEST:
-        raise TrainingStopped(
-            f"mode=lr_find: the loss falls at no rate from lr_find.min={lowest_rate:g} on ({CSV} has the curve); begin "
-            "lower, or look for a mistake in model or loss"
-        )
+        return None
     slopes = np.gradient(curve[: end + 1], np.log(rates[: end + 1]))
     first = min(len(curve) // 10, end - FEWEST)  # few losses are in the average before: noise has the steepest slopes
     return Suggestion(rates[first + int(np.argmin(slopes[first:]))], rates[end])
@@ -156,20 +143,13 @@ def _text(run_dir: Path, rates: list[float], found: Suggestion, why_ended: str) 
             f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}{why}",
             f"steepest descent at {found.steepest:.2g}; lowest loss at {found.lowest:.2g}, a tenth of which is "
             f"{found.lowest / 10:.2g}{still}",
-            f"{CSV} and {PICTURE} are in {run_dir}",
+            f"{PICTURE} is in {run_dir}",
             f"optimizer.lr={found.rate:.2g}",
         ]
     )
 
 
-def _write(path: Path, steps: list[int], rates: list[float], losses: list[float], curve: list[float]) -> None:
-    with atomic_write(path) as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["step", "lr", "loss", "smoothed"])
-        rows.writerows(zip(steps, rates, losses, curve, strict=True))
-
-
-def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion) -> None:
+def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion | None) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: half a second
     from matplotlib.figure import Figure
 
@@ -178,9 +158,10 @@ def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="C0", alpha=0.3, label="loss")
     axes.plot(rates, curve, color="C0", label="smoothed")
-    axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
-    tenth = found.lowest / 10
-    axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
+    if found is not None:
+        axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
+        tenth = found.lowest / 10
+        axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
     low, high = min(losses), max(curve)  # a loss that explodes would flatten the rest
     margin = 0.05 * (high - low) or 1.0
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
