@@ -289,7 +289,7 @@ def test_the_commands_of_the_documentation(tmp_path):
     assert 0 <= evaluations(tmp_path / "run")[-1]["accuracy"] <= 1
     (root / "train/green/1.png").unlink()
     train(tmp_path / "tested", *second, *model, *small)
-    assert {"accuracy", "eval_test/accuracy"} < set(result(tmp_path / "tested")["evaluation"])
+    assert {"accuracy", "test/accuracy"} < set(result(tmp_path / "tested")["evaluation"])
 
 
 @pytest.mark.slow

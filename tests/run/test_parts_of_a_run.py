@@ -53,7 +53,7 @@ def test_validation_sets_and_metrics_with_the_objective_that_they_have(tmp_path)
     evaluated = runs.run(tmp_path / "eval", "mode=eval", *resumed)
     assert (evaluated.metric, evaluated.objective) == ("hard/own/share", trained.objective)
     before, after = (helpers.evaluations(tmp_path / name)[-1] for name in ("run", "eval"))
-    assert before["eval_hard/own/share"] == after["eval_hard/own/share"]
+    assert before["hard/own/share"] == after["hard/own/share"]
     runs.run(tmp_path / "out", "mode=export", *resumed)
 
 

@@ -24,11 +24,11 @@ def test_each_is_evaluated_and_logged_by_its_name(tmp_path):
     names = {"loss", "accuracy"}
     assert [line["step"] for line in lines] == [2, 4]
     for line, other in zip(lines, alone, strict=True):
-        assert set(line) - {"step", "samples"} == names | {f"eval_{s}/{n}" for s in ("seen", "shifted") for n in names}
+        assert set(line) - {"step", "samples"} == names | {f"{s}/{n}" for s in ("seen", "shifted") for n in names}
         assert {name: line[name] for name in names} == {name: other[name] for name in names}
-    assert len({line["loss"] for line in lines} | {line["eval_seen/loss"] for line in lines}) == 4
+    assert len({line["loss"] for line in lines} | {line["seen/loss"] for line in lines}) == 4
     tags = helpers.scalars(tmp_path / "three")
-    assert set(tags["eval_seen/loss"]) == set(tags["eval_shifted/accuracy"]) == set(tags["eval/loss"]) == {2, 4}
+    assert set(tags["eval/seen/loss"]) == set(tags["eval/shifted/accuracy"]) == set(tags["eval/loss"]) == {2, 4}
     last = {name: value for name, value in lines[-1].items() if name not in ("step", "samples")}
     assert helpers.result(tmp_path / "three")["evaluation"] == pytest.approx(last)
     assert (ended.metric, ended.objective) == ("accuracy", last["accuracy"])
@@ -40,8 +40,8 @@ def test_one_of_them_is_the_objective(tmp_path):
     ended = runs.run(tmp_path, *MLP, *BOTH, "objective=min shifted/loss")
     lines = helpers.evaluations(tmp_path)
     assert ended.metric == "shifted/loss"
-    assert ended.objective == lines[-1]["eval_shifted/loss"]
-    best = min(lines, key=lambda line: line["eval_shifted/loss"])["step"]
+    assert ended.objective == lines[-1]["shifted/loss"]
+    best = min(lines, key=lambda line: line["shifted/loss"])["step"]
     assert runs.saved(tmp_path, 4)["progress"]["best_step"] == best
 
 
@@ -92,12 +92,12 @@ def test_metrics_are_of_each_set_and_callbacks_of_all(tmp_path):
     run = runs.prepare(tmp_path / "sizes", *chosen)
     run.close()
     sizes = {name: batches.samples for name, batches in run.eval_sets.items()}
-    assert {line["mine/total"], line["eval_seen/mine/total"], line["eval_shifted/mine/total"]} == {*sizes.values()}
-    assert ended.objective == line["eval_shifted/mine/total"] == sizes["shifted"] == 30
+    assert {line["mine/total"], line["seen/mine/total"], line["shifted/mine/total"]} == {*sizes.values()}
+    assert ended.objective == line["shifted/mine/total"] == sizes["shifted"] == 30
     assert line["mine/share"] == pytest.approx(line["accuracy"])
-    assert line["eval_seen/mine/share"] == pytest.approx(line["eval_seen/accuracy"])
+    assert line["seen/mine/share"] == pytest.approx(line["seen/accuracy"])
     (seen,) = [call for call in own_hooks.SEEN if call[0] == "evaluation"]
-    assert {"mine", "eval_seen/mine", "eval_shifted/mine", "eval_seen/loss"} <= set(seen[2])
+    assert {"mine", "seen/mine", "shifted/mine", "seen/loss"} <= set(seen[2])
     tables = {path.name for path in (tmp_path / "confusion_matrix").glob("*.csv")}
     assert tables == {"step_00000004.csv", "seen_step_00000004.csv", "shifted_step_00000004.csv"}
 
@@ -115,7 +115,7 @@ def test_mode_eval(tmp_path):
     runs.run(out, *MLP, *BOTH, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
     (line,) = helpers.evaluations(out)
     assert line["loss"] == helpers.evaluations(tmp_path / "run")[-1]["loss"]
-    assert {"eval_seen/loss", "eval_shifted/loss"} < set(line)
+    assert {"seen/loss", "shifted/loss"} < set(line)
 
 
 def test_a_resumed_run_may_have_others(tmp_path):
@@ -123,7 +123,7 @@ def test_a_resumed_run_may_have_others(tmp_path):
     runs.run_until(tmp_path, 3, *overrides, TRAIN_SPLIT)
     runs.run(tmp_path, *overrides, *BOTH)
     lines = helpers.evaluations(tmp_path)
-    assert [("eval_shifted/loss" in line) for line in lines] == [False, True, True]
+    assert [("shifted/loss" in line) for line in lines] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import logged_name, logged_name_of, setting_name
+from trainapp.hooks.metrics import logged_name
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.validation import NonNegativeInt, PositiveInt
 
@@ -147,14 +147,13 @@ class EarlyStopping:
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        metric = logged_name_of(self.metric, metrics)
         is_first = self.best is None and not self.bad
-        if metric not in metrics and is_first:  # later it may be one that only some evaluations have
+        if self.metric not in metrics and is_first:  # later it may be one that only some evaluations have
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
-                f"{', '.join(map(setting_name, metrics))}"
+                f"{', '.join(metrics)}"
             )
-        value = metrics.get(metric, math.nan)
+        value = metrics.get(self.metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
         if math.isfinite(value) and gain > self.min_delta:
             self.best, self.best_step, self.bad = value, view.step, 0

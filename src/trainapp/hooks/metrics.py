@@ -23,20 +23,8 @@ MOST_VALUES = 100  # of a vector that is logged as one number each
 
 
 def logged_name(name: str, metric: str) -> str:
-    """The name under which a metric of the validation set `name` is logged: `eval_NAME/loss`; `loss` of the data's own
-    split, "".
-    """
-    return f"eval_{name}/{metric}" if name else metric
-
-
-def setting_name(metric: str) -> str:
-    """The name that settings use for a metric that is logged as `eval_NAME/loss`: `NAME/loss`."""
-    return metric.removeprefix("eval_") if "/" in metric else metric
-
-
-def logged_name_of(metric: str, known: Collection[str]) -> str:
-    """The inverse of `setting_name`. known: names that are logged."""
-    return f"eval_{metric}" if metric not in known and f"eval_{metric}" in known else metric
+    """The name of a metric of the validation set `name`: `NAME/loss`; `loss` of the data's own split, ""."""
+    return f"{name}/{metric}" if name else metric
 
 
 class StatefulMetrics:

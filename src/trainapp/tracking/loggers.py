@@ -49,7 +49,9 @@ class Logger:
         """Open. The same run continues where `run_dir` has been used before."""
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """group: "train", "eval", or what a callback says. Names with a `/` are complete without it."""
+        """group: "train", "eval", or what a callback says. Names with a `/` are complete without it, but
+        for those of "eval", where a validation set or a metric of several numbers has them.
+        """
 
     def text(self, tag: str, text: str, step: int) -> None:
         """A note, or a table, in Markdown."""
@@ -86,7 +88,7 @@ class Guarded:
 
 def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
     """The values by their full names."""
-    return {name if "/" in name else f"{group}/{name}": value for name, value in values.items()}
+    return {name if "/" in name and group != "eval" else f"{group}/{name}": value for name, value in values.items()}
 
 
 class TensorBoard(Logger):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainapp.data.batch import MicroBatch, ranges, tensors_in
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
+from trainapp.hooks.metrics import as_scalars, logged_name
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
@@ -169,13 +169,13 @@ def _of_whole_set(session: Session, interleaved: bool) -> Totals:
 def record_objective(session: Session, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, direction = session.state.progress, session.objective.direction
-    metric = logged_name_of(session.objective.metric, means)
+    metric = session.objective.metric
     if metric not in means:  # it may be one that only some batches have
         if progress.objective is None:
-            raise no_such_metric(session.objective, map(setting_name, means))
+            raise no_such_metric(session.objective, means)
         session.tracker.warn_once(
             f"objective={direction} {session.objective.metric}: the evaluation at step {progress.step} has no such "
-            f"metric, which counts as nan; it has {', '.join(map(setting_name, means))}",
+            f"metric, which counts as nan; it has {', '.join(means)}",
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)
