@@ -45,6 +45,14 @@ class Unmergeable:
         return self.total
 
 
+class OfThree(Correct):
+    """Of three classes."""
+
+    def update(self, logits, targets):
+        if logits.shape[1:] != (3,):
+            raise ValueError("expected logits [B, 3]")
+
+
 class TearsApart(Correct):
     """Runs out of memory in the middle of its third update, once: half of the update is done by then."""
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import trainapp
 from trainapp.errors import UserError
-from trainapp.hooks.predictions import ClassDim
+from trainapp.hooks.predictions import dim_of_classes
 from trainapp.inference import rows as module
 
 PAGE = ROOT / "docs/inference.md"
@@ -268,7 +268,7 @@ def test_shapes_that_may_be_read_both_ways(tmp_path):
     shown = [row["prediction"] for row in lines(tmp_path / "run/predictions/step_00000004.jsonl")]
     assert shown == expected[:8]
     own = "task=own_inference.per_pixel"
-    with pytest.raises(UserError, match=r"\[12, 8, 8, 8\].* dimension 1 or the last; return classes from a method"):
+    with pytest.raises(UserError, match=r"\[12, 8, 8, 8\].* dimension 1 or the last; .*return classes from a method"):
         predict(tmp_path, tmp_path / "run", *OWN, own)
     with pytest.raises(ValueError, match=r"dimension 1 or the last; .*class_dim=1"):
         runs.run(tmp_path / "refused", *cube, own, "callbacks=predictions")
@@ -291,14 +291,12 @@ def test_shapes_that_may_be_read_both_ways(tmp_path):
     ],
 )
 def test_the_dimension_of_the_classes(output, targets, expected):
-    assert ClassDim().of(torch.zeros(output), torch.zeros(targets, dtype=torch.int64)) == expected
+    assert dim_of_classes(torch.zeros(output), torch.zeros(targets, dtype=torch.int64)) == expected
 
 
-def test_earlier_shapes_decide():
+def test_where_both_dimensions_fit():
     """Of sequences, one of which has as many tokens as there are classes."""
-    own, same = ClassDim(), (torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.int64))
+    both = (torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="dimension 1 or the last"):
-        own.of(*same)
-    assert own.of(torch.zeros(2, 5, 4), torch.zeros(2, 4, dtype=torch.int64)) == 1
-    assert own.of(*same) == 1
-    assert ClassDim(-1).of(*same) == -1
+        dim_of_classes(*both)
+    assert [dim_of_classes(*both, known) for known in (1, -1)] == [1, -1]

@@ -24,7 +24,7 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
 def complaints(text: str) -> list[str]:
     """The names of the files that could not be written and of trackers that failed, as often as that was said."""
     failed = re.findall(r"(tracker\.\w+) failed in \w+ \(OSError: ", text)  # others' tracebacks may be on its line
-    return failed + sorted(Path(path).name for path in re.findall(r"(/\S+) cannot be written", text))
+    return failed + sorted(Path(path).name for path in re.findall(r"^(/\S+) cannot be written", text, re.MULTILINE))
 
 
 @pytest.mark.slow

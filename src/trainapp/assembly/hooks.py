@@ -12,7 +12,6 @@ from trainapp.config.schema import Config, Target
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
-from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import EVERY, StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
@@ -100,8 +99,8 @@ def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
             "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
         )
     for metric in hooks.metrics.values():
-        if isinstance(metric, (Counts, FirstPredictions)) and metric.class_dim.dim is None:
-            metric.class_dim.dim = losses.class_dim(task)
+        if isinstance(metric, FirstPredictions) and metric.class_dim is None:
+            metric.class_dim = losses.class_dim(task)
     metrics.to(engine.state.device)
     return metrics
 

@@ -7,7 +7,7 @@ It is updated once per finished batch of an evaluation, merged over ranks, and c
 import contextlib
 import copy
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,8 +120,7 @@ def _update(metric: Any, name: str, arguments: Any) -> None:
             "of the arguments of the metric's `update` is expected; if the task has a metric of its own with this "
             "name, choose another one here"
         )
-    shown = [*map(_described, positional), *(f"{key}={_described(value)}" for key, value in named.items())]
-    with _named(f"metrics.{name}: update of a {type(metric).__name__} with ({', '.join(shown)}) from the task"):
+    with _named(f"metrics.{name}: update of a {type(metric).__name__} with what the task returns for it"):
         metric.update(*positional, **named)
 
 
@@ -133,12 +132,6 @@ def _named(work: str) -> Iterator[None]:
     except Exception as error:
         add_note(error, f"in {work}")
         raise
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
 
 
 class OwnMetric:

@@ -1,9 +1,12 @@
-"""Predictions for the first samples of an evaluation: `callbacks=predictions`. A metric that keeps, a callback that
-writes.
+"""What evaluations have found, to look at: predictions of the first samples (`callbacks=predictions`: a metric that
+keeps, a callback that writes) and which classes are taken for which (`callbacks=confusion_matrix`, which draws what
+torchmetrics counts).
 """
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +19,7 @@ from trainapp.hooks.metrics import logged_name
 from trainapp.validation import PositiveInt, Str
 
 SHOWN = 60  # characters of a cell in the trackers' table
+MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
 
 
 @dataclass
@@ -25,36 +29,25 @@ class Rows:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-class ClassDim:
-    """Found by the shapes of outputs and integer targets [B, ...]: logits are [B, ..., classes] or [B, classes, ...].
+def dim_of_classes(output: Tensor, targets: Tensor, known: int | None = None) -> int | None:
+    """1 or -1: in which dimension an output has the logits of classes, for targets [B, ...]: logits are [B, ...,
+    classes] or [B, classes, ...]. None where it has none, which one value per sample is not either.
 
-    dim: 1 or -1 where it is known; it decides where shapes do not, as with [B, T, T]. remedy: the end of the message
-    where nothing does.
+    known: decides where both fit, as with [B, T, T]. Raises ValueError where that is None.
     """
-
-    def __init__(self, dim: int | None = None, remedy: str = "give the metric class_dim=1 or class_dim=-1"):
-        self.dim, self._remedy = dim, remedy
-
-    def of(self, output: Tensor, targets: Tensor) -> int | None:
-        """1 or -1; None where the output has no logits of classes, which one value per sample is not either.
-
-        Raises ValueError for shapes that may be read both ways, if no earlier ones have told.
-        """
-        if targets.is_floating_point() or output.ndim != targets.ndim + 1 or output.ndim < 2:
-            return None
-        first, *rest = targets.shape
-        layouts = {-1: [first, *rest, output.shape[-1]], 1: [first, output.shape[1], *rest]}
-        fitting = [dim for dim, shape in layouts.items() if list(output.shape) == shape and output.shape[dim] > 1]
-        if not fitting:
-            return None
-        if len(fitting) == 1:
-            self.dim = fitting[0]
-        elif output.ndim > 2 and self.dim is None:
-            raise ValueError(
-                f"of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be dimension 1 "
-                f"or the last; {self._remedy}"
-            )
-        return fitting[0] if len(fitting) == 1 or output.ndim == 2 else self.dim
+    if targets.is_floating_point() or output.ndim != targets.ndim + 1 or output.ndim < 2:
+        return None
+    is_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
+    is_second = (output.shape[0], *output.shape[2:]) == targets.shape and output.shape[1] > 1
+    if is_last and is_second and output.ndim > 2 and known is None:
+        raise ValueError(
+            f"of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be dimension 1 or "
+            "the last; give the metric class_dim=1 or -1, or return classes from a method `predict(model, batch)` of "
+            "the task"
+        )
+    if is_last and is_second:
+        return known or -1
+    return -1 if is_last else 1 if is_second else None
 
 
 class FirstPredictions:
@@ -65,7 +58,8 @@ class FirstPredictions:
     """
 
     def __init__(self, samples: PositiveInt = 8, class_dim: Literal[1, -1] | None = None):
-        self.samples, self.class_dim = samples, ClassDim(class_dim)
+        self.samples = samples
+        self.class_dim: int | None = class_dim
         self._rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -75,7 +69,7 @@ class FirstPredictions:
         left = self.samples - len(self._rows)
         if left > 0:
             outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
-            dim = self.class_dim.of(outputs, targets)
+            dim = dim_of_classes(outputs, targets, self.class_dim)
             self._rows += _values(outputs, targets) if dim is None else _classes(outputs.movedim(dim, -1), targets)
 
     def merge(self, other: "FirstPredictions") -> None:
@@ -156,3 +150,63 @@ def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     text = text.replace("|", "\\|").replace("\n", " ")
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+class ConfusionMatrix:
+    """After each evaluation: a table and a picture in confusion_matrix/, and the picture to the trackers.
+
+    metric: the name of the metric that counts.
+    """
+
+    def __init__(self, metric: Str = "confusion_matrix"):
+        self.metric = metric
+
+    def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
+        """Raises UserError where the metric is not configured, or computes something else."""
+        for name, data, matrix in view.computed(self.metric, metrics):
+            if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+                raise UserError(
+                    f"callbacks.confusion_matrix.metric={self.metric}: no metric of this name computes a square "
+                    "matrix; callbacks=confusion_matrix configures one, metrics.confusion_matrix"
+                )
+            if view.is_rank_zero:
+                self._show(view, name, data, matrix)
+
+    def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
+        labels = [str(label) for label in labels_of(data)] or [str(number) for number in range(len(matrix))]
+        write_table(view.new_file("confusion_matrix", name, ".csv"), labels, matrix.tolist())
+        picture = view.new_file("confusion_matrix", name, ".png")
+        draw(picture, labels, matrix, f"{name} step {view.step}".strip())
+        view.tracker.image(logged_name(name, "confusion_matrix"), picture, view.step)
+
+
+def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """One row per true class."""
+    with atomic_write(path) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["true class / predicted", *names])
+        writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
+
+
+def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:
+    """As shares of each true class."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: 0.3 s
+    from matplotlib.figure import Figure
+
+    size = len(names)
+    shares = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
+    side = 3 + 0.35 * min(size, MOST_LABELS)
+    figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    axes.set(title=title, xlabel="predicted", ylabel="true")
+    if size <= MOST_LABELS:
+        axes.set_xticks(range(size), names, rotation=90)
+        axes.set_yticks(range(size), names)
+        for row, column in matrix.nonzero().tolist():
+            color = "white" if shares[row, column] > 0.5 else "black"
+            number = str(int(matrix[row, column]))
+            axes.text(column, row, number, ha="center", va="center", color=color, fontsize="x-small")
+    with atomic_write(path, "wb") as file:
+        canvas.print_png(file)

@@ -28,7 +28,7 @@ from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import labels_of
-from trainapp.hooks.predictions import ClassDim
+from trainapp.hooks.predictions import dim_of_classes
 from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, is_built_in, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
@@ -211,7 +211,6 @@ class Predictor:
 
     def __init__(self, task: Any, setting: str, names: Sequence[str]):
         self.task, self.setting, self.names = task, setting, names
-        self._class_dim = ClassDim(class_dim(task), "return classes from a method `predict(model, batch)` of the task")
 
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One per sample. Raises UserError for outputs that are not of single samples."""
@@ -275,7 +274,7 @@ class Predictor:
             dim = class_dim(self.task)
             return None if dim is None or output.shape[dim] == 1 else dim
         try:
-            return self._class_dim.of(output, targets)
+            return dim_of_classes(output, targets, class_dim(self.task))
         except ValueError as error:
             raise UserError(f"mode=predict with task={self.setting}: {error}") from None
 
