@@ -93,8 +93,7 @@ def ordered(size: int) -> dict[str, float]:
     """The application's sampler."""
     import torch
 
-    from trainapp.data.progress import Progress
-    from trainapp.data.source import EvalBatches, TrainBatches
+    from trainapp.data.source import EvalBatches, Progress, TrainBatches
     from trainapp.parallel.ranks import SingleRank
 
     before, started = peak_mib(), time.perf_counter()

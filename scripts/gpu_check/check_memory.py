@@ -16,7 +16,8 @@ from trainapp.run import runner
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import loop
 from trainapp.training.evaluate import evaluate
-from trainapp.training.session import Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Session
 
 ERRORS, EVALUATIONS = {"cuda": 20, "cpu": 4}, {"cuda": 40, "cpu": 10}
 PLACES = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "recomputation": Phase.BACKWARD}

@@ -16,6 +16,7 @@ import torch
 
 from trainapp.torch_private import outside_dispatch_modes
 
+CPU = torch.device("cpu")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
-from trainapp.data.progress import Progress
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.losses.losses import inputs_and_targets
 
 CPU = torch.device("cpu")

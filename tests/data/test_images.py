@@ -13,10 +13,11 @@ from image_folders import COLOURS, fill, image, splits
 from markdown import commands
 from PIL import Image
 
-from trainapp.data.loader import Fetcher, Request, seed_generators
+from trainapp.data.loader import Fetcher, Request
 from trainapp.data.sets import images as module
 from trainapp.data.sets.images import Images
 from trainapp.errors import UserError
+from trainapp.rng import CPU, seed_from
 
 DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.
@@ -45,7 +46,7 @@ def open_images(path, split="train", **settings):
 
 
 def drawn(data, index, seed=0):
-    seed_generators(seed, 0, index)
+    seed_from(CPU, seed, 0, index)
     return data[index]
 
 

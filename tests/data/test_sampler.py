@@ -12,11 +12,10 @@ from torch.utils.data import Dataset
 
 from trainapp.data.batch import cut, cut_evenly, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
-from trainapp.data.progress import Progress
 from trainapp.data.sampler import epoch_order, own_part
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
-from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.source import EvalBatches, Progress, TrainBatches
 from trainapp.parallel.ranks import SingleRank
 
 CPU = torch.device("cpu")

@@ -7,9 +7,8 @@ import pytest
 import runs
 import torch
 
-from trainapp.data.progress import Progress
 from trainapp.data.sampler import Sampler, Weighted
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 from trainapp.training import loop
 

@@ -6,8 +6,7 @@ import own_streams
 import pytest
 import torch
 
-from trainapp.data.progress import Progress
-from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.source import EvalBatches, Progress, TrainBatches
 from trainapp.data.stream_reader import Place, Position, Reader, is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank

@@ -11,9 +11,8 @@ import torch
 from on_gpu import LARGE, MIB, ON_GPU, launched
 
 from trainapp.config import schema
-from trainapp.data.progress import Progress
 from trainapp.data.sets.digits import Digits
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.memory import device as device_memory
 from trainapp.training import loop
 

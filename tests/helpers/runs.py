@@ -87,7 +87,7 @@ def prepare(run_dir: Path, *overrides: str) -> Session:
 
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
-    session.engine.begin(session.next_step()._replace(is_logged=is_logged))
+    session.engine.begin(session.begin_update()._replace(is_logged=is_logged))
     return transaction.accumulated(session)
 
 

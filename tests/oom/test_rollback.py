@@ -10,7 +10,7 @@ from runs import weights
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.training.session import Phase
+from trainapp.training.phase import Phase
 from trainapp.training.transaction import rollback
 
 from .conftest import cell, tiny

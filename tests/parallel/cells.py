@@ -16,8 +16,7 @@ import torch
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
-from trainapp.data.progress import Progress
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import elastic
 from trainapp.oom.report import OomReport

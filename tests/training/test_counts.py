@@ -149,7 +149,7 @@ def test_nothing_counts_in_some_micro_batches(prepare):
 )
 def test_a_count_that_cannot_be_is_an_error(prepare, count, message):
     run = prepare("batch.micro_size=16")
-    run.task = lambda model, batch: (model(batch["inputs"]).sum(), torch.tensor(count), {})
+    run.engine.evaluated_task = lambda model, batch: (model(batch["inputs"]).sum(), torch.tensor(count), {})
     before = runs.weights(run.state.model)
     with pytest.raises(TrainingStopped, match=message):
         loop.train_step(run)
@@ -158,7 +158,7 @@ def test_a_count_that_cannot_be_is_an_error(prepare, count, message):
 
 def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
     run = prepare()
-    run.task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0, {})
+    run.engine.evaluated_task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0, {})
     with caplog.at_level(logging.INFO):
         evaluate.evaluate(run)
     assert math.isnan(run.state.progress.objective)

@@ -38,7 +38,7 @@ def attack_by_autograd(model, batch):
 
 def test_a_task_that_clears_gradients_is_refused(tmp_path):
     run = runs.prepare(tmp_path, *MLP)
-    run.task = attack
+    run.engine.evaluated_task = attack
     with pytest.raises(UserError, match=r"the task changes the gradients.*torch\.autograd\.grad"):
         loop.train_step(run)
 
@@ -47,7 +47,7 @@ def test_gradients_inside_a_task_do_not_depend_on_the_cut(tmp_path):
     found = []
     for size in (32, 16, 4):
         run = runs.prepare(tmp_path / str(size), *MLP, f"batch.micro_size={size}", "model.dropout=0")
-        run.task = attack_by_autograd
+        run.engine.evaluated_task = attack_by_autograd
         runs.accumulate(run)
         found.append(runs.gradients(run.state.model))
     assert all(runs.relative_error(other, found[0]) < 1e-5 for other in found[1:])

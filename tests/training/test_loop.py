@@ -222,7 +222,7 @@ def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept
         return loss, count, {"large": lambda: large.sum()}
 
     run = prepare(*runs.MODELS["mlp"], "batch.micro_size=8")
-    run.task = losses.CheckedTask(task, "task=own")
+    run.engine.evaluated_task = losses.CheckedTask(task, "task=own")
     totals = runs.accumulate(run, is_logged)
     assert found == [is_kept] * 2
     assert totals.metrics == ({"large": (12.0, 16)} if is_logged else {})

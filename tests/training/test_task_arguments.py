@@ -127,14 +127,14 @@ own.whole_batch = True
 def test_embeddings(task):
     assert losses.compares_samples(task)
     assert losses.has_embeddings(task)
-    checked = losses.checked(task, "task=own")
+    checked = losses.CheckedTask(task, "task=own")
     assert losses.has_embeddings(checked)
     assert callable(checked.loss_of_embeddings)
 
 
 def test_attributes_of_a_partial_come_before_those_of_its_function():
     assert losses.compares_samples(own)
-    assert losses.needs_whole_batch(losses.checked(own, "task=own"))
+    assert losses.needs_whole_batch(losses.CheckedTask(own, "task=own"))
     assert not losses.compares_samples(function)
     assert attribute(functools.partial(own), "whole_batch") is True
     assert attribute(own, "split") is None

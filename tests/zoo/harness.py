@@ -173,7 +173,7 @@ class Training:
         assert self.attempts < 60, "this never ends"
         if session is not self.run:
             self.run = session
-            session.task = _Recording(session.task, self)
+            session.engine.evaluated_task = _Recording(session.task, self)
             session.engine.tasks = {name: _Recording(task, self) for name, task in session.engine.tasks.items()}
             for fault in self.faults:
                 fault.attach(session)

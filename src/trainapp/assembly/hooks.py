@@ -19,7 +19,8 @@ from trainapp.memory.device import uncompiled
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.engine import Engine
 from trainapp.training.evaluate import no_such_metric
-from trainapp.training.session import Objective, Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Objective, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 SAMPLES = 2  # which a remainder of an evaluation may have, too
@@ -166,7 +167,7 @@ def _tried(session: Session) -> set[str]:
 
 def _metrics_of_first(session: Session, batch: Any) -> Any:
     """What the task returns as metrics for a batch. Collective with FSDP."""
-    for module in (session.state.model, *session.state.stateful.modules.values()):
+    for module in session.state.modules:
         module.eval()
     batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
     session.ranks.enable_votes(False)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainapp.checkpoint import state_dicts
 from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
-from trainapp.data.progress import Progress
+from trainapp.data.source import Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
@@ -71,6 +71,11 @@ class TrainState:
     def __post_init__(self) -> None:
         self._model = ModelState(self.model)
         self.every = tuple(update.every for update in self.updates)  # the steps in which they are made
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, and what else is a module: a teacher in a task, say."""
+        return [self.model, *self.stateful.modules.values()]
 
     @property
     def update(self) -> Update:

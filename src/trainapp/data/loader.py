@@ -2,21 +2,18 @@
 
 import contextlib
 import os
-import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.sampler import Draw
-from trainapp.rng import preserved_rng
+from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import outside_dispatch_modes
 
-_CPU = torch.device("cpu")
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of its samples [start, end) alone
 
 
@@ -49,33 +46,25 @@ class Fetcher(Dataset):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
         if not self._batched:
-            with preserved_rng(_CPU):
+            with preserved_rng(CPU):
                 return self._collate([self._sample(index) for index in request.indices], request.indices)
         samples = self.dataset.__getitems__(request.indices)
         if not isinstance(samples, list):
             return samples
-        with contextlib.nullcontext() if self._own_collate is None else preserved_rng(_CPU):
+        with contextlib.nullcontext() if self._own_collate is None else preserved_rng(CPU):
             return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
         # A sample that is drawn again has other random transforms.
         own = (index, index.position) if isinstance(index, Draw) else (index,)
-        seed_generators(self.seed, self._epoch or 0, *own)
+        seed_from(CPU, self.seed, self._epoch or 0, *own)
         return self.dataset[int(index)]
 
     def _collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
         if self._own_collate is None:
             return default_collate(samples)
-        seed_generators(self.seed, self._epoch or 0, *indices)
+        seed_from(CPU, self.seed, self._epoch or 0, *indices)
         return self._own_collate(samples)
-
-
-def seed_generators(*numbers: int) -> None:
-    """The global ones of Python, NumPy and torch's CPU: torch.manual_seed would touch the device's, too."""
-    seed = hash(numbers) % 2**63
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
 
 
 class BatchedDataset(Dataset):

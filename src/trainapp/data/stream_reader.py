@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from trainapp.data.loader import Results, seed_generators
+from trainapp.data.loader import Results
 from trainapp.errors import UserError
-from trainapp.rng import preserved_rng
+from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
 AHEAD = 32  # samples that a worker process keeps ready
@@ -153,7 +152,7 @@ class Reader(Dataset):
             self._pickles = True
         if start is not None:
             self._reads = self._from(start)
-        with preserved_rng(torch.device("cpu")):
+        with preserved_rng(CPU):
             read = next(self._reads)
         return pickle.dumps(read, pickle.HIGHEST_PROTOCOL) if self._pickles else read
 
@@ -185,7 +184,7 @@ class Reader(Dataset):
 
     def _open(self, place: Place) -> Any:
         """Begin at the place. Returns the first sample."""
-        seed_generators(self.seed, place.epoch, *self.shard)  # for what the source shuffles when an epoch begins
+        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for what the source shuffles when an epoch begins
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(place.epoch)
         if place.state is not None:
@@ -198,7 +197,7 @@ class Reader(Dataset):
         return sample
 
     def _read(self, epoch: int, number: int) -> Any:
-        seed_generators(self.seed, epoch, *self.shard, number)
+        seed_from(CPU, self.seed, epoch, *self.shard, number)
         return next(self._iterator, _End.END)
 
     def _state(self) -> Any:

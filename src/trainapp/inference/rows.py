@@ -32,7 +32,8 @@ from trainapp.hooks.predictions import dim_of_classes
 from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, is_built_in, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
-from trainapp.training.session import Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Session
 from trainapp.training.transaction import note_refused
 
 log = logging.getLogger(__name__)

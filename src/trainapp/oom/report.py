@@ -17,7 +17,8 @@ from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import storage_id
-from trainapp.training.session import Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Session
 from trainapp.training.transaction import SwallowedOutOfMemory
 from trainapp.units import bytes_text, listed
 

@@ -137,10 +137,6 @@ class DDP(SingleDevice):
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield
 
-    def finish_accumulation(self) -> None:
-        """A hook cannot raise through DDP, so the result of its last vote is raised here."""
-        self.ranks.check_peers()
-
     def abort_step(self) -> None:
         """Rewraps the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()

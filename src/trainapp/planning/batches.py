@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors
-from trainapp.data.progress import Progress
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.planning.recorder import Recorder
 from trainapp.torch_private import outside_dispatch_modes

@@ -12,7 +12,7 @@ from trainapp.config.schema import Memory
 from trainapp.memory.device import CpuMemory
 from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
 from trainapp.techniques.catalogue import Technique
-from trainapp.training.session import Attempt, Phase
+from trainapp.training.phase import Attempt, Phase
 
 TEMPORARIES = "temporaries"  # freed in the phase that allocates them
 _NAMES = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainapp.optim.precision import Precision
 from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode, is_fake
-from trainapp.training.session import Phase
+from trainapp.training.phase import Phase
 
 _EQUAL = torch.ops.aten.equal.default  # torch.equal reads, too
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default

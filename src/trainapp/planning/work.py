@@ -21,7 +21,7 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.tracking.meter import Meter
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.session import Phase, Step
+from trainapp.training.phase import Phase, Step
 
 Fetched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
-from trainapp.data.progress import Progress
+from trainapp.data.source import Progress
 from trainapp.files import atomic_write, strict_json
 from trainapp.tracking.tracker import RESULT
 from trainapp.training.session import Session

@@ -31,7 +31,8 @@ from trainapp.sizes import autotuner
 from trainapp.sizes.record import initial_sizes, take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
-from trainapp.training.session import Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Session
 from trainapp.training.transaction import refused_in_attempt
 
 log = logging.getLogger(__name__)

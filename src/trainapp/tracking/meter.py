@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import flop_counter
 
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.data.batch import tensors_in
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
 from trainapp.memory.host import HostMemory
 from trainapp.memory.live_tensors import Category
@@ -103,7 +102,7 @@ class Meter:
         self.started = self._window_start = time.monotonic()
         self.paused = self._window_paused = 0.0
 
-    def resident(self, batch: Any = None) -> dict[Category, Iterable[torch.Tensor]]:
+    def resident(self) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by kind."""
         outside = [own for name, own in self.state.stateful.modules.items() if not name.startswith("callbacks.")]
         tensors = (tensor for own in outside for tensor in (*own.parameters(), *own.buffers()))  # a teacher's, say
@@ -115,7 +114,6 @@ class Meter:
             Category.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
             Category.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
             Category.WEIGHT_AVERAGE: self.state.average.averages,
-            Category.BATCH: tensors_in(batch),  # last, so that an error names it
         }
 
     def gradients(self) -> list[torch.Tensor]:

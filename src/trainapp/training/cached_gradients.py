@@ -30,7 +30,7 @@ from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
 from trainapp.training.engine import Engine, Number, Totals, Watched
-from trainapp.training.session import Phase
+from trainapp.training.phase import Phase
 
 
 class _Embedded(NamedTuple):

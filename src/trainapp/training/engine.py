@@ -25,7 +25,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
-from trainapp.training.session import Attempt, Phase, Step
+from trainapp.training.phase import Attempt, Phase, Step
 
 Number = Tensor | float
 Compute = Callable[[Task, Any], tuple[Any, ...]]

@@ -21,7 +21,8 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_evaluation, seed_from
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.session import Evaluated, Objective, Phase, Session
+from trainapp.training.phase import Phase
+from trainapp.training.session import Evaluated, Objective, Session
 from trainapp.training.transaction import note_refused, watched
 from trainapp.units import suggest
 
@@ -99,7 +100,7 @@ def as_evaluated(engine: Engine, name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(snapshot.preserved_generators())
         stack.enter_context(state.average.in_place_of_weights())
-        stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
+        stack.enter_context(evaluation_mode(state.modules))
         stack.enter_context(snapshot.undone_on_error())
         yield
 

@@ -20,7 +20,8 @@ from trainapp.models.inspect import evaluation_mode
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
-from trainapp.training.session import Phase, Session, Step
+from trainapp.training.phase import Phase, Step
+from trainapp.training.session import Session
 
 
 @dataclass
@@ -61,8 +62,7 @@ def _call(session: Session, method: str, *arguments: Any) -> None:
     if not methods or session.callbacks.failure is not None:  # the run is about to end
         return
     started, verdict = time.monotonic(), Verdict()
-    roots = [session.state.model, *session.state.stateful.modules.values()]
-    with session.snapshot.preserved_generators(), evaluation_mode(roots), torch.no_grad():
+    with session.snapshot.preserved_generators(), evaluation_mode(session.state.modules), torch.no_grad():
         for name, function in methods:
             try:
                 function(_view(session, name, verdict), *arguments)

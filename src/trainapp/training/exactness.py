@@ -14,7 +14,8 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
 from trainapp.snapshot import checksum
 from trainapp.training.engine import Totals
-from trainapp.training.session import Session, Step
+from trainapp.training.phase import Step
+from trainapp.training.session import Session
 
 STEPS = 3
 MOST_FINDINGS = 5

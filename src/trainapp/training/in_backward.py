@@ -17,7 +17,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.optimizers import step_alone
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
 from trainapp.training.engine import Engine, Totals, count_factor
-from trainapp.training.session import Phase, Step
+from trainapp.training.phase import Phase, Step
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.config.schema import Config
-from trainapp.data.progress import Progress
-from trainapp.data.source import TrainBatches
+from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 
 

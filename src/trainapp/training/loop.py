@@ -15,7 +15,8 @@ from trainapp.sizes.record import shape_of, shown
 from trainapp.training import events
 from trainapp.training.engine import Totals
 from trainapp.training.evaluate import evaluate
-from trainapp.training.session import Phase, Session, Step
+from trainapp.training.phase import Phase, Step
+from trainapp.training.session import Session
 from trainapp.training.transaction import around, micro_batches, transaction
 
 

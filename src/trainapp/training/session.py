@@ -1,12 +1,11 @@
-"""The `Session`: the live objects of one process, and where its step is."""
+"""The `Session`: the live objects of one process."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
-from trainapp.checkpoint.train_state import TrainState, Update
+from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
@@ -22,91 +21,11 @@ from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.training.engine import Engine, Totals
 from trainapp.training.limits import Limits
+from trainapp.training.phase import Attempt, Phase, Step
 
-if TYPE_CHECKING:
-    from trainapp.training.engine import Engine, Totals
-
-EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
-
-
-class Phase(str, Enum):
-    """The phases of a run, in the order of a step. Incidents name them by their values."""
-
-    WEIGHT_AVERAGE = "weight average"
-    EVALUATE = "evaluate"
-    SAVE = "save"
-    READ = "read"  # a stream's samples of the coming step
-    START = "start"
-    DATA = "data"
-    FORWARD = "forward"
-    LOSS = "loss"
-    METRIC = "metric"
-    BACKWARD = "backward"
-    GRADIENTS = "gradients"
-    UNSCALE = "unscale"
-    CLIP = "clip"
-    UPDATE_IN_BACKWARD = "update in backward"
-    BACKWARD_AFTER_UPDATES = "backward after updates"
-    COMMIT = "commit"
-    COMMITTED = "committed"
-    SEARCH = "search"
-    LOG = "log"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether the step has not changed anything yet: rolling back leaves no trace."""
-        return self in _BEFORE_COMMIT
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
-        return self is Phase.COMMIT or self.updates_in_backward
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether a backward that updates parameters has begun to do so."""
-        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
-
-    @property
-    def is_voted_on(self) -> bool:
-        """Whether a vote, where votes are held, makes all ranks leave it: torch unscales shards with a reduction of its
-        own that no vote can stop.
-        """
-        return (self.can_be_undone and self is not Phase.UNSCALE) or self in (Phase.READ, Phase.EVALUATE)
-
-    @property
-    def depends_on_size(self) -> bool:
-        """Whether a smaller micro-batch needs less memory here."""
-        return self in _BEFORE_COMMIT or self.is_torn or self is Phase.EVALUATE
-
-
-_BEFORE_COMMIT = frozenset(
-    {
-        Phase.DATA,
-        Phase.FORWARD,
-        Phase.LOSS,
-        Phase.METRIC,
-        Phase.BACKWARD,
-        Phase.GRADIENTS,
-        Phase.UNSCALE,
-        Phase.CLIP,
-    }
-)
-
-
-class Step(NamedTuple):
-    """The coming optimizer step, and which of its updates: with one optimizer, there is one."""
-
-    update: Update
-    number: int  # from 1; the same again after a skipped step
-    attempt: int  # from 1, skipped steps included: what `batch.micro_schedule` counts
-    samples: int  # over all ranks
-    is_logged: bool
-    is_drawn: bool  # plot its memory
+EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
 
 
 class Objective(NamedTuple):
@@ -140,24 +59,10 @@ class Evaluated(NamedTuple):
 class Evaluation:
     """What evaluations have found: the present one, which continues after it ran out of memory, and the last."""
 
-    totals: "Totals | None" = None  # so far, of the data set that is being evaluated
+    totals: Totals | None = None  # so far, of the data set that is being evaluated
     collector: Any = None  # of its batches, see `training.evaluate`
     finished: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged; of this process
-
-
-@dataclass
-class Attempt:
-    """The step or evaluation in progress: what recovery needs to know when it fails."""
-
-    phase: Phase = Phase.START
-    started: float = 0.0  # time.monotonic()
-    retried: int = -1  # the last step that was retried at the same size
-    refused: int = 0  # allocations that the device's allocator had refused when it began
-    step: Step | None = None  # the last one that was begun
-    micro_batches: int = 0  # begun in it
-    logged: dict[str, float] = field(default_factory=dict)  # metrics of its finished updates
-    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
 
 
 @dataclass
@@ -165,7 +70,7 @@ class Session:
     """Everything that the loop works with: each field is one room's object."""
 
     config: Config
-    engine: "Engine"  # computes gradients and commits them
+    engine: Engine  # computes gradients and commits them
     ranks: Ranks
     batches: TrainBatches
     eval_sets: EvalSets  # empty: nothing to evaluate
@@ -234,18 +139,16 @@ class Session:
         """What is evaluated; with one optimizer, what is trained, too."""
         return self.engine.evaluated_task
 
-    @task.setter
-    def task(self, task: Task) -> None:
-        self.engine.evaluated_task = task
-
     def coming_updates(self) -> Iterator[Step]:
-        """The coming step, once for each of its updates that is due and not finished."""
-        yield self.next_step()
+        """The remaining updates of the next step, one at a time: each is begun once the one before it is finished."""
+        yield self.begin_update()
         while self.state.progress.update:
-            yield self.next_step()
+            yield self.begin_update()
 
-    def next_step(self) -> Step:
-        """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
+    def begin_update(self) -> Step:
+        """Turn to the next update; of a stream, read its samples. Every `every.log`-th step is logged, and the last
+        one.
+        """
         progress, every, self.attempt.phase = self.state.progress, self.limits.log, Phase.READ
         update = self.state.updates[progress.update]
         if update.name:  # one of several

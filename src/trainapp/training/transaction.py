@@ -21,7 +21,8 @@ from trainapp.rng import seed_from
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import exactness
 from trainapp.training.engine import Totals
-from trainapp.training.session import Phase, Session, Step
+from trainapp.training.phase import Phase, Step
+from trainapp.training.session import Session
 
 
 class SwallowedOutOfMemory(torch.OutOfMemoryError):
