@@ -16,7 +16,6 @@ from runs import end
 from zoo.gans import discriminate, distance, generate
 
 from trainapp.data.sampler import epoch_order
-from trainapp.data.source import due_updates
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
 from trainapp.training import loop
