@@ -81,17 +81,6 @@ def test_another_base_is_refused(tmp_path, base):
 
 
 @pytest.mark.slow
-def test_adapters_and_whole_models_are_told_apart(tmp_path):
-    plain = tuple(o for o in LORA if not o.startswith("adapter"))
-    runs.run(tmp_path / "lora", *LORA, "train.max_steps=1")
-    runs.run(tmp_path / "plain", *plain, "train.max_steps=1")
-    with pytest.raises(UserError, match="it holds adapters alone; use adapter=lora"):
-        runs.run(tmp_path / "lora", *plain, "train.max_steps=2")
-    with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):
-        runs.run(tmp_path / "plain", *LORA, "train.max_steps=2")
-
-
-@pytest.mark.slow
 def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     run = runs.run_until(tmp_path / "run", 4, *on(base))
     inputs = torch.arange(12)[None]
@@ -146,17 +135,6 @@ def test_a_classifier_trains_its_new_last_layer(tmp_path):
     assert all(name.startswith("classifier.modules_to_save") for name in trained)
 
 
-def test_models_of_ones_own_take_adapters(tmp_path):
-    gpt = (*runs.MODELS["gpt"], "adapter=lora", "optimizer.lr=0.01")
-    run = runs.prepare(tmp_path, *gpt)
-    trained = {name.split(".lora_")[0] for name, p in run.state.model.named_parameters() if p.requires_grad}
-    runs.loop.train(run)
-    run.close()
-    names = ("attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down")
-    assert trained == {f"layers.0.{name}" for name in names}
-    assert run.state.progress.step == 4
-
-
 @pytest.mark.slow
 def test_initial_weights_are_read_into_the_base(tmp_path):
     gpt = runs.MODELS["gpt"]
@@ -186,6 +164,9 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     plain = tuple(o for o in on(base) if not o.startswith("adapter"))
     with pytest.raises(UserError, match="it holds adapters alone; use adapter=lora"):
         runs.prepare(tmp_path / "plain", *plain, *weights)
+    runs.run(tmp_path / "whole", *plain, "train.max_steps=1")
+    with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):
+        runs.run(tmp_path / "whole", *on(base), "train.max_steps=2")
     other = hf_files.model_folder(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="adapters that were trained on another base"):
         runs.prepare(tmp_path / "another", *on(other), *weights)
@@ -376,26 +357,19 @@ def test_what_forwards_write_of_the_base_is_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
+def test_what_forwards_wrote_is_loaded_and_exported(tmp_path, caplog):
     runs.run(tmp_path / "run", *CODEBOOK)
     code = runs.saved(tmp_path / "run", 4)["model"]["code"]
-    of_run = f"checkpointing.resume={tmp_path / 'run'}"
+    of_run = (f"checkpointing.resume={tmp_path / 'run'}", *CODEBOOK)
     loaded = trainapp.load(str(tmp_path / "run"), which="last", user_packages=["test_adapters"])
     assert torch.equal(loaded.state_dict()["code"], code)
-    evaluated = runs.run(tmp_path / "eval", *CODEBOOK, "mode=eval", of_run)
+    evaluated = runs.run(tmp_path / "eval", *of_run, "mode=eval")
     assert evaluated.evaluation["loss"] == evaluations(tmp_path / "run")[-1]["loss"]
     new = runs.prepare(tmp_path / "new", *CODEBOOK, f"model.init_from={tmp_path / 'run'}")
     new.close()
     assert torch.equal(new.state.model.code, code)
     assert "inside.weight" in base_of(new.state.model).names  # of the base, and not in the checkpoint
-
-
-@pytest.mark.slow
-def test_a_merged_export_has_what_forwards_wrote(tmp_path, caplog):
-    runs.run(tmp_path / "run", *CODEBOOK)
-    code = runs.saved(tmp_path / "run", 4)["model"]["code"]
-    export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", *CODEBOOK)
-    runs.run(tmp_path / "small", *export)
-    assert "code" in caplog.text
-    runs.run(tmp_path / "merged", *export, "export.merge=true")
+    runs.run(tmp_path / "small", *of_run, "mode=export")
+    assert "of code, peft takes the values of the base" in caplog.text
+    runs.run(tmp_path / "merged", *of_run, "mode=export", "export.merge=true")
     assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)

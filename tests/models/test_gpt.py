@@ -26,14 +26,6 @@ def test_parameter_count():
     assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
 
 
-@pytest.mark.parametrize(
-    ("width", "ratio", "hidden"), [(384, 8 / 3, 1024), (384, 2.6667, 1024), (128, 4, 512), (8, 1.0, 32)]
-)
-def test_hidden_is_a_multiple_of_32(width, ratio, hidden):
-    model = small(width=width, mlp_ratio=ratio)
-    assert model.layers[0].mlp.gate.out_features == hidden
-
-
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
 def test_a_token_changes_no_logits_before_it(tokens, kv_heads):
     model = small(kv_heads=kv_heads)
@@ -131,11 +123,6 @@ def test_initial_standard_deviations():
     assert model.layers[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
     for projection in (model.layers[7].attention.output, model.layers[7].mlp.down):
         assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
-
-
-def test_head_of_features_is_forward(tokens):
-    model = small()
-    assert torch.equal(model.head(model.features(tokens)), model(tokens))
 
 
 def test_dropout_acts_in_training_only(tokens):

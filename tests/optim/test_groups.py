@@ -94,6 +94,7 @@ def test_a_block_that_shares_a_parameter_has_it_once():
             r"optimizer\.groups\.1: head\.weight is in group 0, too; each",
         ),
         ([group("head", lrr=1.0)], r"optimizer\.groups\.0\.lrr: AdamW has no lrr of a group; it may have lr, betas"),
+        ([group("head", state_dtype="8bit")], "AdamW has no state_dtype of a group"),
         ([group("head", fused=True)], r"optimizer\.groups\.0\.fused: AdamW has no fused of a group"),
         ([group("head", freeze=True)], "; parameters are frozen by model.freeze"),
     ],
@@ -101,28 +102,6 @@ def test_a_block_that_shares_a_parameter_has_it_once():
 def test_mistakes(own, message):
     with pytest.raises(UserError, match=message):
         built(*own)
-
-
-def test_an_option_that_the_optimizer_has_once_for_all():
-    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.state_dtype: AdamW has no state_dtype of a group"):
-        built(group("head", state_dtype="8bit"), target="trainapp.optim.low_precision.AdamW")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("[{lr: 1.0}]", ".match: required, but not set"),
-        ("[{match: head, lr: 0}]", ".lr=0: must be greater than 0"),
-        ("[{match: head, lr: fast}]", ".lr=fast: must be a valid number"),
-        ("[{match: head, weight_decay: -1}]", ".weight_decay=-1: must be greater than or equal to 0"),
-        ("[{match: []}]", ".match=[]: List should have at least 1 item"),
-    ],
-)
-def test_mistakes_in_the_configuration(tmp_path, value, message):
-    with pytest.raises(UserError, match=r"^optimizer\.groups\.0") as refused:
-        runs.configure(tmp_path, f"optimizer.groups={value}")
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 # Through the application
@@ -145,20 +124,6 @@ def test_each_group_learns_at_its_rate(tmp_path):
         torch.testing.assert_close(parameter.detach(), before[name] - rate * gradients[name])
     (line,) = metrics(tmp_path)
     assert (line["lr"], line["lr/head"]) == (0.1, 0.5)
-
-
-def test_the_schedule_multiplies_every_rate(tmp_path):
-    own = (
-        *runs.MODELS["mlp"],
-        "schedule=linear",
-        "schedule.warmup=0",
-        f"optimizer.groups=[{HEAD}]",
-        "optimizer.lr=0.1",
-    )
-    runs.run(tmp_path, *own, "train.max_steps=4")
-    lines = metrics(tmp_path)
-    assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    assert [line["lr/head"] for line in lines] == pytest.approx([0.5, 0.375, 0.25, 0.125])
 
 
 OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")

@@ -186,18 +186,6 @@ def test_micro_batches_add_up(tmp_path, kind):
     assert error(gradient("parts", 2), gradient("whole", 16)) < 0.01
 
 
-@by_kind
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_checkpointing_has_the_same_gradients(tmp_path, kind, mode):
-    def gradients_of(mode):
-        run = runs.prepare(tmp_path / mode, *GPT, f"precision={kind}", f"activation_checkpointing={mode}")
-        runs.accumulate(run)
-        run.close()
-        return [p.grad for p in run.state.model.parameters()]
-
-    assert all(map(torch.equal, gradients_of(mode), gradients_of("none")))
-
-
 @pytest.mark.slow
 @by_kind
 def test_it_learns_as_bf16_does(tmp_path, kind):

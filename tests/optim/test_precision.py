@@ -6,7 +6,6 @@ from helpers import metrics
 from recorded_operations import RecordedOperations
 
 from trainapp.config import schema
-from trainapp.errors import UserError
 from trainapp.optim import low_precision, precision
 from trainapp.training import loop
 
@@ -221,20 +220,3 @@ def test_pure_bf16_learns_as_fp32_does(tmp_path, monkeypatch):
     # Negative control: rounded to nearest, most updates are lost.
     monkeypatch.setattr(low_precision, "copy_rounded", lambda target, source, generator: target.copy_(source))
     assert last_loss(tmp_path / "nearest") > 1.02 * fp32
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("model=resnet", "model.width=4", "data=digits"), "precision=bf16_pure: BatchNorm needs its weights in fp32;"),
-        (("train.ema=0.9",), "precision=bf16_pure with train.ema=0.9: an average in bf16 would stand still"),
-        (("optimizer=adamw",), "precision=bf16_pure with torch.optim.AdamW: updates smaller than half of the last"),
-    ],
-)
-def test_pure_bf16_is_refused(tmp_path, overrides, message):
-    model = () if "model=resnet" in overrides else runs.MODELS["mlp"]
-    optimizer = () if "optimizer=adamw" in overrides else ("optimizer=adamw_bf16",)
-    with pytest.raises(UserError) as refused:
-        runs.prepare(tmp_path, *model, "precision=bf16_pure", *optimizer, *overrides)
-    assert str(refused.value).startswith(message)
-    assert "\n" not in str(refused.value)
