@@ -162,7 +162,7 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     assert new.state.progress.step == 0
     assert runs.differences(new.state.tensors()["model"], adapters) == []
     plain = tuple(o for o in on(base) if not o.startswith("adapter"))
-    with pytest.raises(UserError, match="it holds adapters alone; use adapter=lora"):
+    with pytest.raises(UserError, match="it holds adapters alone that were trained on a base"):
         runs.prepare(tmp_path / "plain", *plain, *weights)
     runs.run(tmp_path / "whole", *plain, "train.max_steps=1")
     with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):

@@ -114,11 +114,10 @@ def require_same_base(model: nn.Module, saved: str | None) -> None:
             "it holds a whole model; use adapter=none, or train adapters on it: export it, and name the export as "
             "model.path (of a model of Transformers) or its model.safetensors as model.init_from"
         )
-    if own is None:
-        raise UserError("it holds adapters alone; use adapter=lora, with the model that they were trained on")
     raise UserError(
-        "it holds adapters that were trained on another base model; use the same model.path (or model settings, "
-        "train.seed and model.init_from) and adapter settings, with the files as they were"
+        f"it holds adapters{'' if own else ' alone'} that were trained on {'another' if own else 'a'} base model; use the "
+        "same adapter settings and model.path (or model settings, train.seed and model.init_from), with the files as "
+        "they were"
     )
 
 

@@ -6,9 +6,9 @@ it, as it reads any other.
 
 import inspect
 import logging
+import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -79,7 +79,7 @@ def build(
             model: Any = kind.from_config(settings, **options)
         else:
             options["revision"] = revision or "main"
-            model = _pretrained(kind, _place(path), settings, options, num_classes is not None)
+            model = _pretrained(kind, os.path.expanduser(path), settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     without_cache(model)
@@ -107,16 +107,6 @@ def _named(config: dict[str, Any] | None, path: str | None) -> str:
     return f"model.path={path}" if path is not None else f"model.config={config}"
 
 
-def _place(path: str) -> str:
-    """The folder, where there is one; else a name on the hub."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path={path}: there is no such folder, searched from {Path.cwd()}")
-    return path
-
-
 def _configuration(transformers: Any, config: dict[str, Any] | None, path: str | None, revision: str | None) -> Any:
     given = dict(config or {})
     refused = [name for name in given if name in _CODE or name.endswith("_implementation")]
@@ -132,10 +122,8 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
         )
     try:
         if path is not None:
-            return transformers.AutoConfig.from_pretrained(_place(path), revision=revision or "main", **given)
+            return transformers.AutoConfig.from_pretrained(os.path.expanduser(path), revision=revision or "main", **given)
         return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
-    except UserError:
-        raise
     except Exception as error:  # a configuration checks itself, with errors of its own
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
 

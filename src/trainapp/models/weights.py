@@ -51,7 +51,9 @@ def load_tensors(
     found = _unwrap(content, own)
     loaded = {id(tensor) for name, tensor in own.items() if name in found}
 
-    missing = [name for name, tensor in own.items() if id(tensor) not in loaded and not _optional(name)]
+    lacking = [name for name, tensor in own.items() if id(tensor) not in loaded]
+    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
+    missing = [name for name in lacking if not name.endswith("num_batches_tracked")]
     unexpected = [name for name in found if name not in own]
     misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
     fitting = {name: found[name] for name in found if name in own and name not in misshaped}
@@ -118,8 +120,3 @@ def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, 
 
 def _all_start(names: Iterable[str], prefix: str) -> bool:
     return all(name.startswith(prefix) for name in names)
-
-
-def _optional(name: str) -> bool:
-    """Old files lack BatchNorm's counter, which matters only to `momentum=None`."""
-    return name.endswith("num_batches_tracked")
