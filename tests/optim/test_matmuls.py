@@ -11,7 +11,6 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.optim.matmuls import QuantizedLinear, quantizable, quantize, require_kernels
-from trainapp.run import runner
 
 pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,7 +168,7 @@ def test_a_checkpoint_is_resumed_and_exported_in_another_precision(tmp_path, kin
     assert continued.steps == 3
     folder = tmp_path / "exported"
     resume = f"checkpointing.resume={tmp_path / 'run'}"
-    runner.run(runs.configure(tmp_path / "run2", *GPT, "mode=export", resume, f"export.folder={folder}"))
+    runs.run(tmp_path / "run2", *GPT, "mode=export", resume, f"export.folder={folder}")
     exported = load_file(folder / "model.safetensors")
     assert {t.dtype for t in exported.values()} == {torch.float32}
 

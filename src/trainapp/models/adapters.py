@@ -115,9 +115,9 @@ def require_same_base(model: nn.Module, saved: str | None) -> None:
             "model.path (of a model of Transformers) or its model.safetensors as model.init_from"
         )
     raise UserError(
-        f"it holds adapters{'' if own else ' alone'} that were trained on {'another' if own else 'a'} base model; use the "
-        "same adapter settings and model.path (or model settings, train.seed and model.init_from), with the files as "
-        "they were"
+        f"it holds adapters{'' if own else ' alone'} that were trained on {'another' if own else 'a'} base model; use "
+        "the same adapter settings and model.path (or model settings, train.seed and model.init_from), with the files "
+        "as they were"
     )
 
 

@@ -122,7 +122,8 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
         )
     try:
         if path is not None:
-            return transformers.AutoConfig.from_pretrained(os.path.expanduser(path), revision=revision or "main", **given)
+            given["revision"] = revision or "main"
+            return transformers.AutoConfig.from_pretrained(os.path.expanduser(path), **given)
         return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     except Exception as error:  # a configuration checks itself, with errors of its own
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
