@@ -18,7 +18,6 @@ import trainapp
 from trainapp import api
 from trainapp.checkpoint.directory import MANIFEST, read_manifest
 from trainapp.data.sets.digits import Digits
-from trainapp.errors import UserError
 from trainapp.run import result
 
 TINY = (*runs.MODELS["mlp"], "train.device=cpu", "batch.global_size=16", "train.max_epochs=null", "memory.guard=false")
@@ -140,8 +139,6 @@ def test_the_result_is_that_of_the_command_line_and_of_the_finished_run(tmp_path
         (["mode=eval", "checkpointing.resume=x"], "a", "trainapp.train: mode=eval does not train"),
         (["mode=plan"], "a", "trainapp.train: mode=plan does not train; use trainapp.plan"),
         ("model=mlp", "a", "must be a list of strings"),
-        (["model=mlp"], 3, "trainapp.train: run_dir=3 must be the path"),
-        (["model=mlp"], "", "trainapp.train: run_dir='' must be the path"),
         (["model=mlp"], "file", "file: File exists; .*must name a folder"),
     ],
 )
@@ -334,9 +331,3 @@ def test_a_callers_no_grad_does_not_reach_the_run():
     with torch.inference_mode(), api._as_before():
         assert torch.is_grad_enabled()
         assert not torch.zeros(2).is_inference()
-
-
-@pytest.mark.parametrize("which", [None, 3, ""])
-def test_which_checkpoint_must_be_named(tmp_path, which):
-    with pytest.raises(UserError, match=r"trainapp\.load: .*which must be 'best', 'last' or the path"):
-        trainapp.load(tmp_path, which=which)

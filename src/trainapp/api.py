@@ -6,7 +6,6 @@ A run takes place in this process or, with several ranks, as a process of the co
 import gc
 import logging
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from trainapp.run.result import Result
 
 _running = threading.Lock()  # held by the one run in this process
-_LOOK_EVERY = 0.1  # seconds: how soon a signal is passed on
 
 
 def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
@@ -51,7 +49,7 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     Python receives signals); SystemExit after SIGTERM, likewise.
     """
     with _one_run("trainapp.train"), _imports(config_dir):
-        config = compose.from_command_line(_settings("train", overrides), _path("train", run_dir), config_dir)
+        config = compose.from_command_line(_settings("train", overrides), _absolute(run_dir), config_dir)
         if config.mode != "train":
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
@@ -96,7 +94,7 @@ def load(
     with _imports(config_dir), _as_before():
         from trainapp.run import trained
 
-        return trained.model(Path(_path("load", run_dir)), which, packages)
+        return trained.model(Path(_absolute(run_dir)), which, packages)
 
 
 def predict(
@@ -110,9 +108,9 @@ def predict(
     and what is raised: as for `train`. After Ctrl-C the same call continues the file.
     """
     given = [*_settings("predict", overrides), "mode=predict"]
-    given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
+    given.append(command_line.override("checkpointing.resume", _absolute(run)))
     with _one_run("trainapp.predict"), _imports(config_dir):
-        config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
+        config = compose.from_command_line(given, _absolute(run_dir), config_dir)
         _run(config)
     output = config.predict.output
     return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
@@ -147,10 +145,8 @@ def _imports(config_dir: str | Path | None) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _path(function: str, value: Any, name: str = "run_dir") -> str:
-    if not isinstance(value, str | os.PathLike) or not str(value):
-        raise UserError(f"trainapp.{function}: {name}={value!r} must be the path of the run's directory")
-    return str(Path(value).expanduser().resolve())
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _settings(function: str, overrides: Iterable[str]) -> list[str]:
@@ -239,33 +235,32 @@ def _logged(run_dir: Path) -> Iterator[None]:
 
 def _run_as_command(config: Config) -> None:
     """The run as a process of its own. Signals are passed on to it; its error is raised here."""
-    said = b""
-    with (
-        subprocess.Popen(
-            [sys.executable, *shlex.split(config.command)[1:]],
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
-            start_new_session=True,  # a terminal's Ctrl-C would reach it twice
-        ) as process,
-        StopRequest() as stop,
-    ):
-        assert process.stderr is not None
-        passed_on = None
-        while True:
-            if stop.signal != passed_on:
-                passed_on = stop.signal
-                process.send_signal(stop.signal or 0)
-            if select.select([process.stderr], [], [], _LOOK_EVERY)[0]:
-                text = os.read(process.stderr.fileno(), 2**16)
-                if not text:
-                    break
-                sys.stderr.write(text.decode(errors="replace"))
-                said = (said + text)[-(2**16) :]
+    message: list[str] = []  # the last that it prints for the user
+    with subprocess.Popen(
+        [sys.executable, *shlex.split(config.command)[1:]],
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
+        start_new_session=True,  # a terminal's Ctrl-C would reach it twice
+    ) as process:
+        is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+        signals = StopRequest.SIGNALS if is_main else ()
+        before = {own: signal.signal(own, lambda number, _: process.send_signal(number)) for own in signals}
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                sys.stderr.write(line)
+                if line.startswith("trainapp: "):
+                    message = [line.removeprefix("trainapp: ").strip()]
+                elif message and line.startswith(" " * 10):
+                    message.append(line.strip())
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     exit_code = process.returncode
     if exit_code > 128:
         raise SystemExit(exit_code)
     if exit_code:
-        _, is_named, message = f"\n{said.decode(errors='replace')}".rpartition("\ntrainapp: ")
-        message = message if is_named else f"its process ended (exit code {exit_code}); see its output"
-        error = TrainingStopped if exit_code == TrainingStopped.exit_code or not is_named else UserError
-        raise error("\n".join(line.strip() for line in message.strip().splitlines()))
+        message = message or [f"its process ended (exit code {exit_code}); see its output"]
+        raise (UserError if exit_code == UserError.exit_code else TrainingStopped)("\n".join(message))

@@ -140,7 +140,6 @@ def test_an_evaluation_of_a_stream_that_runs_out_of_memory_begins_its_set_again(
         (of("Plain", "data.drop_last=true"), r"data\.drop_last, data\.sampling\.weights: .* is a stream"),
         (of("Plain", "every.log=1 epochs"), r"every\.log: 1 epochs needs epochs of known length"),
         (of("Plain", "schedule.warmup=1 epochs"), r"schedule: 1 epochs needs epochs of known length"),
-        (of("Batched"), r"a Batched is no data set; it needs `__len__` and `__getitem__`, or, as a stream, `__iter__`"),
     ],
 )
 def test_what_a_stream_cannot_do(tmp_path, overrides, message):

@@ -73,10 +73,6 @@ def test_another_argument_of_the_task_is_another_experiment(tmp_path):
         ("{_target_: classification, smoothing: 0.1}", r"task.smoothing: no such setting"),
         ("{_target_: test_task_arguments.scaled, scal: 1}", r"task.scal: no such setting; did you mean 'scale'"),
         ("{_target_: test_task_arguments.scaled}", r"task.scale: required"),
-        (
-            "{_target_: test_task_arguments.scaled, scale: 1, model: 2}",
-            r"task\.model: .* called with a model and a batch",
-        ),
         ("{_target_: test_task_arguments.Scaled, scale: [1]}", r"task\.scale=\[1\]: .*number"),
         ("{_target_: auto, scale: 1}", r"task=auto: arguments"),
     ],

@@ -14,7 +14,7 @@ from trainapp.checkpoint.directory import names_checkpoint, read_manifest, resol
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.targets import check_arguments
-from trainapp.data.stream_reader import is_empty, is_stream
+from trainapp.data.stream_reader import is_empty
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.contrastive import Contrastive, require_complete
@@ -71,7 +71,7 @@ def load_components(config: Config) -> Components:
     spec = dict(getattr(train, "spec", {}))
     updates = {
         update.name: built_task(config, found[setting], setting, update.task, update.task_arguments)
-        for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
+        for setting, update in ((f"updates.{number}.task", update) for number, update in enumerate(config.updates))
     }
     task = built_task(config, found["task"], "task", config.task, config.task_arguments) or _default_task(
         config, train, updates
@@ -111,8 +111,6 @@ def built_task(config: Config, found: Any, setting: str, name: str, arguments: d
             )
     elif inspect.isfunction(found):
         model_and_batch = dict.fromkeys(_parameters(found)[:2])
-        if taken := arguments.keys() & model_and_batch.keys():
-            raise UserError(f"{setting}.{min(taken)}: {name} is called with a model and a batch; leave it out")
         given = targets.arguments_of(found, arguments, setting, config.user_packages, model_and_batch)
         own = {key: value for key, value in given.items() if key not in model_and_batch}
         task = functools.partial(found, **own) if own else found
@@ -120,10 +118,6 @@ def built_task(config: Config, found: Any, setting: str, name: str, arguments: d
         raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
     require_complete(task, f"{setting}={name}")
     return task
-
-
-def _settings_of_tasks(config: Config) -> list[str]:
-    return [f"updates.{number}.task" for number in range(len(config.updates))]
 
 
 def _default_task(config: Config, data: Any, updates: dict[str, losses.Task]) -> losses.Task:
@@ -161,28 +155,17 @@ def _locate_all(config: Config) -> dict[str, Any]:
     """
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
-    evaluated = {f"eval.{name}": node for name, node in config.eval.items()}
-    for group, node in {"data": config.data, "model": config.model, **evaluated}.items():
+    built = {"data": config.data, "model": config.model} | {f"eval.{name}": own for name, own in config.eval.items()}
+    tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
+    tasks |= {} if config.task == "auto" else {"task": config.task}
+    for name, target in ({name: own.target for name, own in (built | config.optimizers).items()} | tasks).items():
+        setting = name if name in tasks else f"{name}._target_"
         try:
-            found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
-            open_ended = set(_parameters(found[group])) if group == "model" else {"split", "seed"}
-            errors += check_arguments(found[group], node.arguments, group, open_ended)
-        except UserError as error:
-            errors.append(str(error))
-    tasks = {"task": config.task} | dict(
-        zip(_settings_of_tasks(config), (update.task for update in config.updates), strict=True)
-    )
-    for setting, optimizer in config.optimizers.items():
-        try:
-            targets.locate(optimizer.target, f"{setting}._target_", config.user_packages)
-        except UserError as error:
-            errors.append(str(error))
-    for setting, task in tasks.items():
-        try:
-            if task in BUILT_IN_TASKS:
-                found[setting] = BUILT_IN_TASKS[task]
-            elif task != "auto" or setting != "task":
-                found[setting] = targets.locate(task, setting, config.user_packages)
+            own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
+            found[name] = own_task or targets.locate(target, setting, config.user_packages)
+            if name in built:
+                open_ended = set(_parameters(found[name])) if name == "model" else {"split", "seed"}
+                errors += check_arguments(found[name], built[name].arguments, name, open_ended)
         except UserError as error:
             errors.append(str(error))
     if errors:
@@ -224,13 +207,14 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
         )
         for split in ("train", "val")
     )
-    if config.task == "auto" and not config.updates:
-        _require_known_task(train, config.data.target)
-    _require_samples(train, f"data={config.data.target}")
+    task = getattr(train, "task", None)
+    if config.task == "auto" and not config.updates and task not in BUILT_IN_TASKS:
+        raise UserError(
+            f"task=auto: {config.data.target} says that its task is {task!r}, which must be one of "
+            f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to a function of yours"
+        )
     if is_empty(train):
         raise UserError(f"data={config.data.target}: the training split is empty")
-    if evaluation is not None:
-        _require_samples(evaluation, f"data={config.data.target}")
     return train, {} if evaluation is None or is_empty(evaluation) else {"": evaluation}
 
 
@@ -238,36 +222,9 @@ def _eval_set(config: Config, name: str, kind: Any) -> Any:
     """The data set `eval.name`: its validation split, unless its arguments say otherwise."""
     node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
     found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
-    if found is not None:
-        _require_samples(found, f"eval.{name}._target_={node.target}")
     if found is None or is_empty(found):
         raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
     return found
-
-
-def _require_samples(data: Any, setting: str) -> None:
-    """Raises UserError for an object from which no sample can be had."""
-    fetches = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
-    if not (is_stream(data) or (hasattr(data, "__len__") and fetches)):
-        raise UserError(
-            f"{setting}: a {type(data).__name__} is no data set; it needs `__len__` and `__getitem__`, or, as a "
-            "stream, `__iter__` alone"
-        )
-
-
-def _require_known_task(data: Any, name: str) -> None:
-    """Raises UserError unless the data set's `task` is one of the application's own."""
-    task = getattr(data, "task", None)
-    if task is None:
-        raise UserError(
-            f"task=auto: {name} does not say what its task is; set task to {', '.join(BUILT_IN_TASKS)} or a function "
-            "of yours"
-        )
-    if task not in BUILT_IN_TASKS:
-        raise UserError(
-            f"task=auto: {name} says that its task is {task!r}, which must be one of {', '.join(BUILT_IN_TASKS)}; "
-            "correct it, or set task to a function of yours"
-        )
 
 
 def _parameters(target: Any) -> list[str]:

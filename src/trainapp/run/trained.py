@@ -49,8 +49,6 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
 def _checkpoint(run_dir: Path, which: str | Path) -> Path:
     """Raises UserError where there is none, or a damaged one."""
     setting = f"trainapp.load: run_dir={run_dir}, which"
-    if not isinstance(which, str | Path) or not str(which):
-        raise UserError(f"{setting}={str(which)!r}: which must be 'best', 'last' or the path of a checkpoint")
     if which == "best" and run_dir.is_dir():
         best = CheckpointDirectory(run_dir, 1, SingleRank()).best()
         if best is None:
