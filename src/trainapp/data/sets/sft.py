@@ -163,25 +163,18 @@ def packed(lengths: np.ndarray, indices: Sequence[int], room: int) -> list[list[
     data. (Best-fit decreasing: at most 11/9 of the fewest sequences possible, and 1.)
     """
     sequences: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # numbers of sequences
-    rooms: list[int] = []  # the keys of `by_room`, sorted
+    rooms: list[tuple[int, int]] = []  # what is left in a sequence, and its number, sorted
     for index in sorted(indices, key=lambda index: (-lengths[index], index)):
         size = min(int(lengths[index]), room) - 1
-        place = bisect.bisect_left(rooms, size)
+        place = bisect.bisect_left(rooms, (size, 0))
         if place == len(rooms):
             left, number = room - 1, len(sequences)
             sequences.append([])
         else:
-            left = rooms[place]
-            number = by_room[left].pop()
-            if not by_room[left]:
-                del by_room[left], rooms[place]
+            left, number = rooms.pop(place)
         sequences[number].append(index)
-        left -= size
-        if left and left not in by_room:
-            bisect.insort(rooms, left)
-        if left:
-            by_room.setdefault(left, []).append(number)
+        if left > size:
+            bisect.insort(rooms, (left - size, number))
     return sorted(sorted(sequence) for sequence in sequences)
 
 
