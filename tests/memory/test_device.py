@@ -157,19 +157,6 @@ def test_the_limit_is_a_size_or_a_fraction():
         device.build(schema.Memory(limit="100000GiB"), CPU)
 
 
-def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
-    with pytest.raises(UserError, match=r"before any batch; raise .* \(model\.freeze\), or one of") as caught:
-        runs.prepare(tmp_path, "model=mlp", "memory.limit=1MiB")
-    assert "parameters 332.0 KiB" in str(caught.value)
-    lines = str(caught.value).splitlines()
-    no_state = "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false"
-    assert any(line.startswith(f"  {no_state}: saves all optimizer state; cost: another optimizer") for line in lines)
-    assert any(line.startswith("  precision=bf16_pure optimizer=adamw_bf16: saves half of param") for line in lines)
-    assert not any("activation_checkpointing" in line or "fsdp.cpu_offload" in line for line in lines)
-    run = runs.prepare(tmp_path, "model=mlp", "memory.limit=1MiB", *no_state.split())
-    run.close()
-
-
 @pytest.mark.slow
 def test_watching_changes_no_bit(tmp_path):
     """Every step measured, compared with only the first."""

@@ -14,17 +14,15 @@ from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint,
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
-from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
-from trainapp.memory.device import DeviceMemory, static_bytes
+from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_tensors, load_weights
 from trainapp.optim.on_host import copies_of
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
-from trainapp.techniques.catalogue import Situation, before_any_batch
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
@@ -66,7 +64,6 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     if parts.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
-    _require_room(memory, state, Situation(config, state.model, components.knows_loss))
     state.data_samples, state.data_order = batches.samples, batches.source.order_name
     state.class_names = [str(name) for name in labels_of(components.train_data)]
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
@@ -116,23 +113,6 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
     elif source is not None and base is None:
         load_weights(state.model, source, strict)
     state.average.start_at_weights()
-
-
-def _require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
-    """Raises UserError when the limit leaves no memory for any batch, however small. It names the techniques that
-    save of what persists.
-    """
-    sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-    total = sum(sizes.values())
-    if memory.limit is not None and total >= memory.limit:
-        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        lines = [f"  {own.setting}: saves {own.saves}; cost: {own.costs}" for own in before_any_batch(situation)]
-        listed = "\n".join(lines).replace("`", "")
-        raise UserError(
-            f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(total)} before any batch; raise the "
-            f"limit, use a smaller model, train a part of it (model.freeze), or one of these:\n{listed}\n"
-            "mode=plan behind the same command traces a step with each of them, also with several, and says which fit."
-        )
 
 
 def _warn_of_host_copies(state: TrainState) -> None:

@@ -52,7 +52,6 @@ class Technique:
     in_force: whether a configuration has the technique; by default, if it has the first of the changes.
     result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
     in fewer bits), "other": another optimizer, model or task, which no plan proposes unless nothing else fits.
-    saves_state: whether it saves of what persists between steps, and so before any batch.
     """
 
     setting: str
@@ -64,7 +63,6 @@ class Technique:
     helps: Callable[[Situation], bool] = lambda situation: True
     in_force: Callable[[Config], bool] | None = None
     result: Literal["same", "rounded", "other"] = "other"
-    saves_state: bool = False
 
     def __post_init__(self) -> None:
         if self.changes is _OF_SETTING:
@@ -171,12 +169,6 @@ def available(situation: Situation) -> list[Technique]:
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
 
 
-def before_any_batch(situation: Situation) -> list[Technique]:
-    """The techniques that save of what persists between steps, and could be set, by the user's own value too."""
-    own = situation.config
-    return [one for one in TECHNIQUES if one.saves_state and not one.is_set(own) and one.suits(situation)]
-
-
 def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
@@ -268,7 +260,6 @@ TECHNIQUES = (
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
-        saves_state=True,
     ),
     Technique(
         "activation_checkpointing=full",
@@ -325,7 +316,6 @@ TECHNIQUES = (
         saves="one of AdamW's two moments",
         costs="another optimizer: needs a learning rate of its own",
         changes=_optimizer("sgd"),
-        saves_state=True,
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
@@ -333,7 +323,6 @@ TECHNIQUES = (
         costs="another optimizer: needs a learning rate of its own",
         changes=_optimizer("sgd", momentum=0, nesterov=False),
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
-        saves_state=True,
     ),
     *(
         Technique(
@@ -344,7 +333,6 @@ TECHNIQUES = (
             changes=_optimizer(f"adamw_{state_dtype}"),
             in_force=_has_moments_in(state_dtype),
             result="rounded",
-            saves_state=True,
         )
         for state_dtype, share, bits, applies in (
             ("bf16", "half", "only 8 bits of precision", "always"),
@@ -358,7 +346,6 @@ TECHNIQUES = (
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
         changes=_optimizer("adafactor"),
-        saves_state=True,
     ),
     Technique(
         "optimizer=muon",
@@ -366,7 +353,6 @@ TECHNIQUES = (
         costs="another optimizer; some matmuls per matrix in every step",
         applies="models with hidden matrices",
         changes=_optimizer("muon"),
-        saves_state=True,
     ),
     Technique(
         "optimizer.in_backward=true",
@@ -382,7 +368,6 @@ TECHNIQUES = (
         costs="no clipping; an error in the last backward goes back to the checkpoint",
         applies="as above, in place of `train.grad_clip`",
         helps=lambda situation: situation.config.train.grad_clip is not None,
-        saves_state=True,
     ),
     Technique(
         "optimizer.offload=true",
@@ -391,14 +376,12 @@ TECHNIQUES = (
         applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
         helps=_is_on_a_gpu,
         result="same",
-        saves_state=True,
     ),
     Technique(
         "train.ema=null",
         saves="a copy of the weights",
         costs="evaluation of the average of the weights",
         applies="by default",
-        saves_state=True,
     ),
     Technique(
         "adapter=lora",
@@ -408,7 +391,6 @@ TECHNIQUES = (
         changes={},  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
-        saves_state=True,
     ),
     Technique(
         "parallel=fsdp",
@@ -417,7 +399,6 @@ TECHNIQUES = (
         applies="several ranks, or GPUs for them; models with `blocks()`",
         helps=_has_ranks_and_blocks,
         result="same",
-        saves_state=True,
     ),
     Technique(
         "parallel.fsdp.cpu_offload=true",
@@ -425,7 +406,6 @@ TECHNIQUES = (
         costs="copies between host and device, and the optimizer's step on the host",
         applies="`parallel=fsdp`",
         result="same",
-        saves_state=True,
     ),
     Technique(
         "parallel.fsdp.meta_init=true",
