@@ -151,19 +151,6 @@ def test_one_message(tmp_path, trained, overrides, message):
         generate(tmp_path, trained, *overrides)
 
 
-def test_a_classifier_is_refused(tmp_path):
-    runs.run(tmp_path / "run", *runs.MODELS["mlp"])
-    with pytest.raises(UserError, match="predicts classes; use mode=predict"):
-        generate(tmp_path, tmp_path / "run")
-
-
-def test_a_model_of_embeddings_is_refused(tmp_path):
-    pairs = ("data=digits", "data._target_=trainapp.data.sets.digits.DigitPairs", "~data.augment", "task=contrastive")
-    runs.run(tmp_path / "run", *runs.MODELS["mlp"], *pairs, "train.max_steps=1")
-    with pytest.raises(UserError, match="task=contrastive: the run's model makes embeddings of its inputs; use"):
-        generate(tmp_path, tmp_path / "run", prompts=[[1, 2, 3]])
-
-
 @pytest.mark.slow
 def test_tokens_where_the_data_has_no_text(tmp_path):
     runs.run(tmp_path / "run", *runs.MODELS["gpt"])

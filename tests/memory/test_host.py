@@ -78,13 +78,3 @@ def test_off_means_off():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with host.guarded(Memory(guard=False), 2**30):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_the_host_peak_is_of_its_window():
-    memory = host.HostMemory()
-    memory.window()
-    block = bytearray(200 * 2**20)
-    block[::4096] = b"x" * len(block[::4096])
-    del block
-    with_block, without = memory.window()["memory/host_rss_peak"], memory.window()["memory/host_rss_peak"]
-    assert with_block - without > 150 * 2**20

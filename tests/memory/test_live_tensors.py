@@ -12,8 +12,7 @@ from torch import nn
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import CpuMemory
-from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded
-from trainapp.memory.timeline import stacked
+from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
 
 KIB = 1024
 

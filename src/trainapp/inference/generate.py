@@ -22,7 +22,6 @@ from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
-from trainapp.losses.losses import classification, has_embeddings, unchecked
 from trainapp.models.inspect import is_of_transformers, positions_of
 from trainapp.training.session import Session
 
@@ -39,7 +38,6 @@ def generate(session: Session) -> None:
     """
     model: Any = session.strategy.model
     settings, data = session.config.generate, session.batches.dataset
-    _require_next_tokens(session)
     ends = ends_of_text(settings, data, model)
     prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_of(model))
@@ -229,16 +227,6 @@ def context_of(model: Any) -> int | None:
         return positions_of(model.config)
     length = getattr(model, "context_length", None)
     return length if isinstance(length, int) else None
-
-
-def _require_next_tokens(session: Session) -> None:
-    task = unchecked(session.task)
-    if task is classification or has_embeddings(task):
-        what = "predicts classes" if task is classification else "makes embeddings of its inputs"
-        raise UserError(
-            f"mode=generate with task={session.config.task}: the run's model {what}; use mode=predict, or a run whose "
-            "model predicts next tokens"
-        )
 
 
 def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | None) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import hashlib
 import heapq
-import inspect
 import itertools
 import json
 import logging
@@ -231,11 +230,6 @@ class Predictor:
         if inputs is None:
             kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise self._refused(f"which part of its batches ({kind}) the model takes is not known")
-        try:
-            inspect.signature(model.forward).bind(inputs, **others)
-        except TypeError as error:
-            what = f"{type(model).__name__} cannot be called with a batch's inputs ({error})"
-            raise self._refused(what) from None
         output = model(inputs, **others)
         return getattr(output, "logits", output)
 

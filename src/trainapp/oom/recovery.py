@@ -16,7 +16,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory, out_of_memory_in
-from trainapp.memory.timeline import Picture
+from trainapp.memory.live_tensors import Picture
 from trainapp.oom.report import OomReport, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import flop_counter
 
 from trainapp.checkpoint.train_state import TrainState
+from trainapp.memory import host
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
-from trainapp.memory.host import HostMemory
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import ATTENTION_OPERATORS, DispatchMode
@@ -87,7 +87,7 @@ class Meter:
         counts_tokens: bool = False,
         utilisation: "Utilisation | None" = None,
     ):
-        self.state, self.memory, self.host = state, memory, HostMemory()
+        self.state, self.memory = state, memory
         self.communication_buffers, self.hook_tensors = communication_buffers, hook_tensors
         self.counts_tokens, self.utilisation = counts_tokens, utilisation
         self._window_count: Any = 0  # of tokens; a tensor stays on the device until a log step
@@ -170,7 +170,7 @@ class Meter:
             **self.memory.window(),
             **{f"memory/{kind}": size for kind, size in self.static.items()},
             "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
-            **self.host.window(),
+            **host.resident(),
         }
         if self.counts_tokens:
             values["tokens_per_second"] = float(self._window_count) / seconds

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.files import atomic_write, json_lines, strict_json
-from trainapp.memory.timeline import Picture, draw
+from trainapp.memory.live_tensors import Picture, draw
 from trainapp.tracking.loggers import Guarded, Logger, Start
 from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
