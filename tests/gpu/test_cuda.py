@@ -64,8 +64,8 @@ def test_a_deterministic_job_after_another(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_prefetching_changes_no_batch(workers):
-    """Pinned memory, a separate stream, one batch ahead: the tensors equal the host's, also across an epoch's end."""
+def test_copying_changes_no_batch(workers):
+    """Copied from pinned memory while the device works: the tensors equal the host's, also across an epoch's end."""
     data, found = Digits("train", augment=True), {}
     for device in (torch.device("cpu"), torch.device("cuda")):
         batches = TrainBatches(data, global_size=500, seed=0, device=device, workers=workers)
@@ -73,7 +73,7 @@ def test_prefetching_changes_no_batch(workers):
         for _ in range(4):
             for micro in batches.micro_batches(progress, [128]):
                 if device.type == "cuda":
-                    torch.cuda._sleep(1_000_000)  # the copy stream runs ahead of the work
+                    torch.cuda._sleep(1_000_000)  # the host runs ahead of the device
                 samples.append(micro.data["inputs"].clone())
             batches.advance(progress)
         found[device.type] = [sample.cpu() for sample in samples]

@@ -19,6 +19,8 @@ from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
 
+DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
+
 
 def due_updates(step: int, every: Sequence[int]) -> list[int]:
     """The numbers of the updates that follow `step` finished steps: of each, `every` says in which steps it is made.
@@ -62,9 +64,6 @@ class Progress:
     def begin_next_epoch(self) -> None:
         """Skip the rest of this epoch."""
         self.epoch, self.consumed = self.epoch + 1, 0
-
-
-DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
 
 
 class TrainBatches:

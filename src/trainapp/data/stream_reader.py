@@ -82,22 +82,13 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
 
 
 def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
-    """Into how many shards each rank's part is split: one per worker process where their number is set.
+    """Into how many shards each rank's part is split: one per worker process where their number is set, and the source
+    can be read in shards.
 
     setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
     order of the stream: with more, it depends on their number.
     """
-    if setting == "auto" or workers <= 1:
-        return 1
-    if has_shards(source):
-        return workers
-    log.info(
-        "data.num_workers=%s: one process reads the stream, since a %s cannot be read in shards (it has no method "
-        "`shard(index, count)`)",
-        setting,
-        type(source).__name__,
-    )
-    return 1
+    return workers if setting != "auto" and workers > 1 and has_shards(source) else 1
 
 
 class Place(NamedTuple):

@@ -150,8 +150,10 @@ class Images(torch.utils.data.Dataset):
             path = os.fsdecode(self._files[place])
             try:
                 return read(path), int(self.targets[place])
-            except ValueError as error:
-                reason = f"{path} cannot be read as an image ({error})"
+            except MemoryError:
+                raise
+            except Exception as error:
+                reason = f"{path} cannot be read as an image ({type(error).__name__}: {error})"
             if self.on_error == "stop":
                 raise UserError(
                     f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which takes "
@@ -279,23 +281,14 @@ def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -
 def read(path: str) -> Any:
     """The image at `path` as a PIL image of mode RGB, upright. The first one, of a file with several.
 
-    Raises ValueError, with the reason, for a file that is damaged, no image, missing or not to be read. Others, such
-    as too many open files or a lost server, are the machine's: a run that left such files out would depend on them.
+    For a damaged file decoders raise OSError, SyntaxError, struct.error, EOFError and others.
     """
     from PIL import Image, ImageOps  # late: only this data set needs it
 
-    try:
-        with Image.open(path) as image:
-            image.load()
-            # Older versions of Pillow have the 16 bits of a PNG in mode I.
-            return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
-    except MemoryError:
-        raise
-    except Exception as error:  # decoders raise SyntaxError, struct.error, EOFError and others for damaged files
-        of_file = (FileNotFoundError, PermissionError, IsADirectoryError)
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, of_file):
-            raise
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+    with Image.open(path) as image:
+        image.load()
+        # Older versions of Pillow have the 16 bits of a PNG in mode I.
+        return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
 
 
 def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
