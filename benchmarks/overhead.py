@@ -31,10 +31,10 @@ from _common import keep_freed_memory, machine, quartiles, table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp.assembly import build
 from trainapp.config import compose
 from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.training import loop
 from trainapp.training.session import Session
@@ -140,14 +140,14 @@ def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str
     cpus: dict[str, list[float]] = {c.name: [] for c in contenders}
     for number in range(case.rounds + 1):
         # Every other round runs backwards, so that no loop always follows the same neighbour.
-        for runner in contenders if number % 2 else reversed(contenders):
+        for contender in contenders if number % 2 else reversed(contenders):
             wall, cpu = time.perf_counter(), time.process_time()
-            runner.advance(case.steps)
+            contender.advance(case.steps)
             if case.device == "cuda":
                 torch.cuda.synchronize()  # the loops before it have done the same: none works in the time of the next
             if number:  # the first round is warm-up; in it, trainapp's size is still unvalidated
-                walls[runner.name].append((time.perf_counter() - wall) / case.steps)
-                cpus[runner.name].append((time.process_time() - cpu) / case.steps)
+                walls[contender.name].append((time.perf_counter() - wall) / case.steps)
+                cpus[contender.name].append((time.process_time() - cpu) / case.steps)
     return {
         name: {"seconds": walls[name], "ratios": ratios(walls, name), "cpu_ratios": ratios(cpus, name)}
         for name in walls
@@ -165,16 +165,16 @@ def check_same_work(contenders: list[Contender], tolerance: float = TOLERANCE["c
     Later steps prove nothing: after 50 steps of the wide case, fused and plain AdamW agree to 1e-14 in float64 but
     differ by 1.5% in float32, because rounding accumulates; after 10 steps they agree to 2e-7.
     """
-    for runner in contenders:
-        runner.advance(CHECKED_STEPS)
+    for contender in contenders:
+        contender.advance(CHECKED_STEPS)
     reference = next(c for c in contenders if c.name == REFERENCE).losses()
-    for runner in contenders:
-        losses = runner.losses()
+    for contender in contenders:
+        losses = contender.losses()
         if losses.keys() != reference.keys():
-            raise RuntimeError(f"{runner.name} logged {len(losses)} steps, the reference {len(reference)}")
+            raise RuntimeError(f"{contender.name} logged {len(losses)} steps, the reference {len(reference)}")
         for step, loss in losses.items():
             if not math.isclose(loss, reference[step], rel_tol=tolerance):
-                raise RuntimeError(f"step {step}: {runner.name} has loss {loss}, the reference {reference[step]}")
+                raise RuntimeError(f"step {step}: {contender.name} has loss {loss}, the reference {reference[step]}")
 
 
 def report(found: dict[str, dict[str, list[float]]]) -> str:
@@ -245,9 +245,7 @@ def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Sessio
     settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # so that log lines cost as in a run
-    session = build.build(settings, StopRequest(), SingleRank())
-    build.start_tracking(session)
-    return session
+    return runner.prepare(settings, StopRequest(), SingleRank())
 
 
 def advance_trainapp(session: Session, steps: int) -> None:

@@ -134,13 +134,12 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
     """trainapp's loop: `advance(steps)` and a function that returns the last loss."""
-    from trainapp.assembly import build
+    from trainapp.run import runner
     from trainapp.signals import StopRequest
     from trainapp.training import loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
-    run = build.build(settings, StopRequest(), ranks)
-    build.start_tracking(run)
+    run = runner.prepare(settings, StopRequest(), ranks)
     found: list[float] = []
     log = run.tracker.log
 
@@ -166,15 +165,15 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.distributed.fsdp import fully_shard
     from torch.nn import functional
 
-    from trainapp.assembly import build
     from trainapp.config import schema
     from trainapp.data.sampler import epoch_order
     from trainapp.parallel.ranks import SingleRank
+    from trainapp.run import runner
     from trainapp.signals import StopRequest
 
     single = copy.deepcopy(settings)
     single.parallel = schema.Parallel()
-    run = build.build(single, StopRequest(), SingleRank())
+    run = runner.prepare(single, StopRequest(), SingleRank())
     data, model, found = run.batches.dataset, run.state.model, []
     if strategy == "fsdp":
         mesh = init_device_mesh("cpu", (ranks.world,))

@@ -26,6 +26,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.planning.batches import without_values
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
+from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.training import loop
@@ -142,6 +143,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
         fetched = parts.batches.micro_batches
         parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None, parts.memory)
         run = build.session_of(config, parts, StopRequest(), SingleRank())
+        run.sizes = runner.sizes_of(run, None, None)
         run.limits = dataclasses.replace(run.limits, log=0, evaluate=0, save=0)
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()

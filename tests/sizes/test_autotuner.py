@@ -6,12 +6,9 @@ import torch
 
 from trainapp.data.batch import MicroBatch
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes import autotuner
-from trainapp.sizes.autotuner import Autotuner, autotuner_for
 from trainapp.sizes.micro_batches import MicroBatchSizes
+from trainapp.sizes.record import Autotuner
 from trainapp.training import loop
-
-CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +62,12 @@ def test_an_evaluation_between_does_not_tune_the_training_anew():
     assert switches()[0] is True
 
 
-def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path, monkeypatch):
+def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path):
     """It may need memory that has not been validated."""
-    monkeypatch.setattr(autotuner, "autotuner_for", lambda device, deterministic: Autotuner())
     run, votes = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=6"), []
+    assert not run.sizes.autotuner.enabled  # without CUDA
+    run.sizes.autotuner.enabled = True
     run.ranks.enable_votes = votes.append
     loop.train(run)
     run.close()
     assert votes == [True, True, True, True, False, False]
-
-
-def test_only_cuda_that_need_not_be_deterministic_has_one():
-    assert autotuner_for(torch.device("cuda"), deterministic=False) is not None
-    assert autotuner_for(torch.device("cuda"), deterministic=True) is None
-    assert autotuner_for(torch.device("cpu"), deterministic=False) is None

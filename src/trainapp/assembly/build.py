@@ -1,10 +1,7 @@
 """Turns a checked configuration into a `Session`: the assembled model plus data, memory and files."""
 
 import logging
-import sys
 from pathlib import Path
-
-import torch
 
 from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
@@ -22,12 +19,11 @@ from trainapp.models.weights import load_tensors, load_weights
 from trainapp.optim.on_host import copies_of
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import StopRequest
-from trainapp.sizes.record import initial_sizes
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
 from trainapp.training.limits import Limits
-from trainapp.training.session import EvalSets, Objective, Session
+from trainapp.training.session import Objective, Session
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -36,7 +32,7 @@ log = logging.getLogger(__name__)
 def build(
     config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
 ) -> Session:
-    """A session ready for its first step that writes nothing yet: see `start_tracking`.
+    """A session that has no micro-batch sizes yet, and writes nothing: see `runner.prepare`.
 
     memory: the previous session's in the same process, with its limit and counters; None builds a new one.
     resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
@@ -69,7 +65,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
     engine.nonfinite.last_checkpoint = checkpointer.newest_name
-    whole, metrics = losses.needs_whole_batch(components.task), hooks.metrics_of(config, components.hooks, engine)
+    metrics = hooks.metrics_of(config, components.hooks, engine)
     session = Session(
         config=config,
         engine=engine,
@@ -77,7 +73,6 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         batches=batches,
         eval_sets=eval_sets,
         limits=Limits.of(config, batches, state.progress),
-        sizes=initial_sizes(config, ranks.world, config.batch.global_size, eval_samples(eval_sets), whole=whole),
         memory=memory,
         meter=Meter(
             state,
@@ -139,16 +134,6 @@ def start_tracking(session: Session) -> None:
             loggers=loggers,
         )
     session.meter.start()
-
-
-def eval_samples(batches: EvalSets) -> int:
-    """Samples of the largest evaluation set over all ranks, at least 1; very many where that is unknown."""
-    return max((evaluated.samples or sys.maxsize for evaluated in batches.values()), default=1)
-
-
-def smallest_micro_batch(model: torch.nn.Module) -> int:
-    """The model's `smallest_micro_batch`, 1 by default: some models cannot train on single samples."""
-    return getattr(model, "smallest_micro_batch", 1)
 
 
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:

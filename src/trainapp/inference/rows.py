@@ -98,7 +98,7 @@ def write_rows(
             with torch.inference_mode(), session.state.precision.autocast:
                 return rows_of(micro)
 
-        session.sizes.tunes(session.sizes.evaluation)
+        session.sizes.autotuner.follow(session.sizes.evaluation)
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
         with as_evaluated(session.engine, mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))

@@ -54,6 +54,11 @@ def belongs_to_trainapp(model: nn.Module) -> bool:
     return type(model).__module__.startswith("trainapp.models.")
 
 
+def smallest_micro_batch(model: nn.Module) -> int:
+    """The model's `smallest_micro_batch`, 1 by default: some models cannot train on single samples."""
+    return getattr(model, "smallest_micro_batch", 1)
+
+
 def lazy_modules(model: nn.Module) -> list[str]:
     """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
     lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.build import smallest_micro_batch
 from trainapp.assembly.components import Components
 from trainapp.assembly.model import assemble, materialise
 from trainapp.assembly.parts import Parts, load_parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.memory.host import total_bytes
-from trainapp.models.inspect import is_of_transformers, lazy_modules
+from trainapp.models.inspect import is_of_transformers, lazy_modules, smallest_micro_batch
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local

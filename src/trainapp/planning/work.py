@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainapp.assembly.build import smallest_micro_batch
 from trainapp.assembly.parts import Parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.live_tensors import Category
-from trainapp.models.inspect import blocks_of
+from trainapp.models.inspect import blocks_of, smallest_micro_batch
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.tracking.meter import Meter

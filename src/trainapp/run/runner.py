@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainapp.losses.contrastive import require_uncut
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
+from trainapp.models.inspect import smallest_micro_batch
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -27,8 +29,7 @@ from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
-from trainapp.sizes import autotuner
-from trainapp.sizes.record import initial_sizes, take_restart
+from trainapp.sizes.record import Sizes, initial_sizes, take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
 from trainapp.training.phase import Phase
@@ -116,32 +117,41 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if config.mode == "train":
         config = with_modes(config, ranks)
     session = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
-    whole = losses.needs_whole_batch(session.task) and config.mode not in INFERENCE
-    if whole and config.mode == "train":
-        require_uncut(config, ranks.world, session.batches.samples)
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    session.sizes = initial_sizes(
-        config,
-        ranks.world,
-        session.config.batch.global_size,
-        len(config.generate.prompts) if config.mode == "generate" else build.eval_samples(session.eval_sets),
-        smallest=build.smallest_micro_batch(session.state.model),
-        whole=whole,
-        attempts=session.state.progress.step + session.state.progress.skipped,
-        retries_in_place=session.retries_in_place,
-        restart=restart,
-        saved=saved if saved and saved["budget"] == session.memory.budget else None,
-    )
-    session.sizes.continue_record(saved, restart)
-    session.sizes.autotuner = autotuner.autotuner_for(session.state.device, config.train.deterministic)
+    session.sizes = sizes_of(session, saved, restart)
     hooks.try_metrics(session)
     build.start_tracking(session)
     return session
+
+
+def sizes_of(session: Session, saved: dict[str, Any] | None, restart: dict[str, Any] | None) -> Sizes:
+    """The micro-batch sizes to begin with: see `initial_sizes`. Raises UserError for settings that would cut a batch
+    which is never cut.
+    """
+    config, ranks, progress = session.config, session.ranks, session.state.progress
+    whole = losses.needs_whole_batch(session.task) and config.mode not in INFERENCE
+    if whole and config.mode == "train":
+        require_uncut(config, ranks.world, session.batches.samples)
+    evaluated = [own.samples or sys.maxsize for own in session.eval_sets.values()]  # 0: unknown
+    return initial_sizes(
+        config,
+        ranks.world,
+        config.batch.global_size,
+        len(config.generate.prompts) if config.mode == "generate" else max(evaluated, default=1),
+        smallest=smallest_micro_batch(session.state.model),
+        whole=whole,
+        attempts=progress.step + progress.skipped,
+        retries_in_place=session.retries_in_place,
+        restart=restart,
+        saved=saved,
+        same_memory=saved is not None and saved["budget"] == session.memory.budget,
+        autotunes=session.state.device.type == "cuda" and not config.train.deterministic,
+    )
 
 
 def attempt(session: Session) -> OomReport | None:

@@ -8,15 +8,49 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainapp.config.schema import Config
 from trainapp.data.source import TrainBatches
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
-from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
 
 RESTART = "restart.json"  # in the run directory: what a worker that ran out of memory leaves for the restarted ones
 EVALUATION = "eval_micro"
+
+
+class Autotuner:
+    """cuDNN's autotuner, switched on only while the sizes at work are settled.
+
+    With `cudnn.benchmark`, the first convolution of each shape times the algorithms, with workspaces that may not fit,
+    and then empties the allocator's cache. A search for the micro-batch size would pay that for every convolution at
+    every size that it tries, and take the failed workspaces for a size that does not fit.
+
+    Switching it on later is not enough: torch keeps one plan per shape, chosen by heuristics or timed, and does not
+    time a shape that has a plan (`run_single_conv` in aten/src/ATen/native/cudnn/Conv_v8.cpp, read in torch 2.4;
+    tests/gpu tries it). But the key of that cache has `cudnn.deterministic` in it. So sizes that are not settled run
+    with deterministic algorithms, and the first step with a settled one finds no plan.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._is_on: bool | None = None  # None: not set yet
+        self._settled: set[int] = set()  # ids of sizes
+
+    def follow(self, sizes: MicroBatchSizes) -> bool:
+        """Call before work that is cut by these sizes. Returns whether it is the first since they are settled, in which
+        algorithms are timed: that may need memory which was not validated. Equal on all ranks that share the sizes.
+        """
+        if not self.enabled:
+            return False
+        is_settled = sizes.search_has_ended and not sizes.is_unvalidated
+        if is_settled is not self._is_on:
+            torch.backends.cudnn.benchmark = self._is_on = is_settled
+            torch.backends.cudnn.deterministic = not is_settled
+        is_first = is_settled and id(sizes) not in self._settled
+        (self._settled.add if is_settled else self._settled.discard)(id(sizes))
+        return is_first
 
 
 class Sizes:
@@ -27,14 +61,10 @@ class Sizes:
     run began, in whatever process.
     """
 
-    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes):
+    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, autotunes: bool = False):
         self.by_update, self.evaluation = by_update, evaluation
         self.train, self.oom_restarts = next(iter(by_update.values())), 0
-        self.autotuner: Autotuner | None = None
-
-    def tunes(self, sizes: MicroBatchSizes) -> bool:
-        """See `Autotuner.follow`."""
-        return self.autotuner is not None and self.autotuner.follow(sizes)
+        self.autotuner = Autotuner(autotunes)
 
     def turn_to(self, update: str) -> None:
         """Select the update whose sizes `train` are."""
@@ -60,15 +90,15 @@ class Sizes:
         own = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
         return own | {"used": used, "oom_restarts": self.oom_restarts}
 
-    def continue_record(self, saved: dict[str, Any] | None, restart: dict[str, Any] | None) -> None:
+    def continue_record(self, saved: dict[str, Any], restart: dict[str, Any]) -> None:
         """Add to the record of a checkpoint instead of beginning a new one.
 
         The checkpoint knows neither of the error that has led back to it nor of those after it: `restart` counts them.
         """
-        for name, used in (saved or {}).get("used", {}).items():
+        for name, used in saved.get("used", {}).items():
             if name in self.by_update:
                 self.by_update[name].used = dict(used)
-        self.oom_restarts = max((known or {}).get("oom_restarts", 0) for known in (saved, restart))
+        self.oom_restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
         """Leave the failing sizes, all that have failed before, which no checkpoint may hold yet, and the number of
@@ -116,13 +146,15 @@ def initial_sizes(
     retries_in_place: bool = True,
     restart: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
+    same_memory: bool = True,
+    autotunes: bool = False,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
     1. `restart`: what workers that ran out of memory have left. The size that it replaces has just failed.
     2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
+    4. `saved`: the checkpoint's, if they were found in the same amount of memory.
     5. This rank's share of the global batch.
 
     For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
@@ -130,9 +162,11 @@ def initial_sizes(
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
     steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
     retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
-    larger size is tried. restart, saved: as `Sizes.state_dict` returns them; `restart` may have only one of the two.
+    larger size is tried. restart, saved: as `Sizes.state_dict` returns them, whose record is continued; `restart` may
+    have only one of the two. autotunes: see `Autotuner`.
     """
     batch, restart, saved = config.batch, restart or {}, saved or {}
+    found = saved if same_memory else {}
     share, eval_share = -(-global_size // world), -(-eval_samples // world)
     given, grows = _given(config, share), retries_in_place and not whole and _may_grow(config)
 
@@ -141,24 +175,27 @@ def initial_sizes(
 
     by_update = {}
     for name in [update.name for update in config.updates] or [""]:
-        own, key = new(given or share, smallest), _key_of(name)
+        by_update[name] = own = new(given or share, smallest)
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
-        if key in restart:
-            own.load_state_dict(restart[key], is_lower=True)
-            own.schedule.pop(attempts + 1, None)
-        elif own.schedule:
-            own.follow_schedule(attempts + 1)
-        elif given is None:
-            _load(own, saved.get(key))
-        by_update[name] = own
+        _begin(own, _key_of(name), attempts + 1, restart, found if given is None else {})
     # Never more than this rank has: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
-    if EVALUATION in restart:
-        evaluation.load_state_dict(restart[EVALUATION], is_lower=True)
-    elif batch.eval_micro_size == "auto":
-        _load(evaluation, saved.get(EVALUATION))
-    return Sizes(by_update, evaluation)
+    _begin(evaluation, EVALUATION, attempts + 1, restart, found if batch.eval_micro_size == "auto" else {})
+    sizes = Sizes(by_update, evaluation, autotunes)
+    sizes.continue_record(saved, restart)
+    return sizes
+
+
+def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: dict[str, Any], found: dict[str, Any]) -> None:
+    """Follow the first that is known: `restart`, the schedule, what a checkpoint has found."""
+    if key in restart:
+        own.load_state_dict(restart[key], is_lower=True)
+        own.schedule.pop(attempt, None)
+    elif own.schedule:
+        own.follow_schedule(attempt)
+    elif key in found and found[key]["buckets"]:
+        own.load_state_dict(found[key])
 
 
 def _given(config: Config, share: int) -> int | None:
@@ -171,12 +208,6 @@ def _given(config: Config, share: int) -> int | None:
 
 def _may_grow(config: Config) -> bool:
     return config.oom.grow and config.batch.micro_schedule is None and config.accumulation.steps == "auto"
-
-
-def _load(sizes: MicroBatchSizes, saved: dict[str, Any] | None) -> None:
-    """What a checkpoint has found, if anything."""
-    if saved and saved["buckets"]:
-        sizes.load_state_dict(saved)
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:

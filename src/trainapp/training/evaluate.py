@@ -62,7 +62,7 @@ def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated:
     """One set, all its samples. Collective."""
     state, sizes, present = session.state, session.sizes.evaluation, session.evaluation
-    tunes = session.sizes.tunes(sizes)
+    tunes = session.sizes.autotuner.follow(sizes)
     if present.totals is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank validates its size on its own batches, whose number differs: agree once.
         all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1

@@ -75,7 +75,6 @@ class Session:
     batches: TrainBatches
     eval_sets: EvalSets  # empty: nothing to evaluate
     limits: Limits  # the run's length and cadences
-    sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
     tracker: Tracker | SilentTracker
@@ -85,6 +84,7 @@ class Session:
     metrics: StatefulMetrics
     callbacks: Callbacks
     evaluation: Evaluation = field(default_factory=Evaluation)
+    sizes: Sizes = field(init=False)  # of micro-batches; chosen once a checkpoint is read
 
     @property
     def state(self) -> TrainState:

@@ -49,7 +49,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
             note_refused(session)
         attempt.phase = Phase.DATA
         session.ranks.start_flag_exchange(session.flags)  # in the background: the step hides it
-        tunes = sizes.autotuner is not None and sizes.autotuner.follow(sizes.train)
+        tunes = sizes.autotuner.follow(sizes.train)
         session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
             if attempt.rehearsals:
