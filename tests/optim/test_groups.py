@@ -50,12 +50,6 @@ def test_options_of_what_a_pattern_matches():
     assert len(of) == len(list(Net().parameters()))
 
 
-def test_a_module_is_named_by_its_name():
-    """As in `model.freeze`; a pattern that merely begins like it does not match."""
-    _, of = built(group("layers.0", lr=0.5))
-    assert {name for name, own in of.items() if own["lr"] == 0.5} == {"layers.0.weight", "layers.0.bias"}
-
-
 def test_weight_decay_of_a_group_is_not_for_its_norms_and_biases():
     _, of = built(group("head", weight_decay=0.3), group("norm", weight_decay=0.2))
     assert (of["head.weight"]["weight_decay"], of["head.bias"]["weight_decay"]) == (0.3, 0.0)

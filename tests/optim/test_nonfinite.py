@@ -82,18 +82,6 @@ def test_too_many_skipped_in_a_row_stop(tmp_path):
     assert run.state.progress.skipped == MAX_SKIPPED
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in")
-def test_detect_anomaly_names_the_operation(tmp_path):
-    """The effect of debug=nonfinite."""
-    run = runs.prepare(tmp_path, *MLP, "debug=nonfinite", "train.max_steps=4")
-    run.state.model.head.register_forward_hook(lambda module, inputs, output: (output * 0).sqrt())
-    with pytest.raises(RuntimeError, match="Function 'MulBackward0' returned nan values"):
-        loop.train(run)
-    run.tracker.close()
-    torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
-
-
 def test_the_norm_is_of_all_gradients_together():
     gradients = [torch.full((3,), 2.0), torch.full((2, 2), 1.0)]
     assert float(gradient_norm(gradients)) == 4.0

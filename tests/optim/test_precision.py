@@ -51,23 +51,6 @@ def test_a_transformer_is_evaluated_the_same_while_memory_is_counted(fast_path):
     assert torch.equal(plain, counted) != fast_path
 
 
-def stepped(mode, gradient):
-    """`(whether the step was applied, the weight, the loss scale)` of SGD with a rate of 1 from a weight of 1."""
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    built = precision.build(schema.Precision(mode=mode, initial_scale=4.0), torch.device("cpu"))
-    weight.grad = built.scaler.scale(torch.tensor([gradient]))
-    built.unscale(optimizer, lambda found: None)
-    return built.step(optimizer), weight.item(), built.scaler.get_scale()
-
-
-def test_step_tells_whether_it_was_applied():
-    assert stepped("fp16", 0.5) == (True, 0.5, 4.0)
-    assert stepped("fp16", float("inf")) == (False, 1.0, 2.0)
-    assert stepped("fp32", 0.5) == (True, 0.5, 1.0)
-    assert stepped("fp32", float("inf"))[0]  # without a loss scaler, NonFiniteCheck decides
-
-
 def test_an_overflow_on_another_rank_is_an_overflow_here():
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)

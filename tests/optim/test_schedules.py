@@ -38,13 +38,6 @@ def at(steps, run=LONG, **settings):
     return [factor(step) for step in steps]
 
 
-@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
-def test_warm_up_is_the_same_for_all(shape):
-    """1/w, 2/w, ..., 1 in the first w steps."""
-    assert at(range(6), shape=shape, warmup=5)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert at([5], shape=shape, warmup=5) == [1.0]
-
-
 def test_linear():
     assert at([0, 25, 50, 75, 99, 100], shape="linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0.01, 0])
     assert at([20, 60, 100], shape="linear", warmup=20, final=0.5) == pytest.approx([1, 0.75, 0.5])

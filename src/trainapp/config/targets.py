@@ -51,13 +51,11 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
         require_package(module_name.partition(".")[0], f"{setting}={target}")
         raise UserError(
-            f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
+            f"{setting}={target}: importing {module_name} failed: {error}; modules are found in the working directory, "
             "in --config-dir, and on PYTHONPATH"
-        ) from None
+        ) from error
     located = getattr(module, name, None)
     if not callable(located):
         names = [own for own in dir(module) if not isinstance(vars(module).get(own), types.ModuleType)]
