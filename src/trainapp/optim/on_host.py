@@ -21,57 +21,48 @@ class HostCopies:
     """Copies of an optimizer's parameters and gradients in host memory, pinned where the device is CUDA."""
 
     def __init__(self) -> None:
-        self._on_host: dict[int, Tensor] = {}  # by the id of the parameter
-        self._gradients: dict[int, Tensor] = {}  # likewise
-        self._on_device: dict[int, Tensor] = {}  # the parameter, by the id of its copy
+        self._all: list[tuple[Tensor, Tensor, Tensor]] = []  # the parameter, its copy, that of its gradient
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [*self._on_host.values(), *self._gradients.values()]
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The parameter's copy, the same for every call."""
-        if id(parameter) not in self._on_host:
-            copy = self._empty(parameter).copy_(parameter.detach())
-            self._on_host[id(parameter)], self._on_device[id(copy)] = copy, parameter
-            self._gradients[id(parameter)] = self._empty(parameter)
-        return self._on_host[id(parameter)]
-
-    def _empty(self, parameter: Tensor) -> Tensor:
-        return torch.empty_like(parameter, device="cpu", pin_memory=_on_cuda(parameter), requires_grad=False)
+        return [copy for _, *copies in self._all for copy in copies]
 
     def of_groups(self, groups: list[Any]) -> list[Any]:
-        """Parameter groups, or plain parameters, with the copies in them."""
+        """Parameter groups, or plain parameters, with new copies in them."""
         return [
-            {**group, "params": [self.of(p) for p in group["params"]]} if isinstance(group, dict) else self.of(group)
+            {**group, "params": [self._of(p) for p in group["params"]]} if isinstance(group, dict) else self._of(group)
             for group in groups
         ]
 
+    def _of(self, parameter: Tensor) -> Tensor:
+        options: dict[str, Any] = {"device": "cpu", "pin_memory": _on_cuda(parameter), "requires_grad": False}
+        copy, gradient = (torch.empty_like(parameter, **options) for _ in range(2))
+        self._all.append((parameter, copy.copy_(parameter.detach()), gradient))
+        return copy
+
     def fetch(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy existing gradients and their parameters to the host, and let groups and state have the copies."""
-        for parameter in self._on_device.values():
+        for parameter, copy, gradient in self._all:
             if parameter.grad is not None:
-                copy, gradient = self._on_host[id(parameter)], self._gradients[id(parameter)]
                 gradient.copy_(parameter.grad, non_blocking=True)
                 copy.copy_(parameter, non_blocking=True)
                 copy.grad = gradient
-        for device in {p.device for p in self._on_device.values() if _on_cuda(p)}:
+        for device in {parameter.device for parameter, *_ in self._all if _on_cuda(parameter)}:
             torch.cuda.current_stream(device).synchronize()  # the host reads what has been copied
-        _rename(optimizer, self._on_host)
+        _rename(optimizer, {id(parameter): copy for parameter, copy, _ in self._all})
 
     def give_back(self) -> None:
         """Copy the parameters that had a gradient back. The next `fetch` waits for it, by the order of the stream."""
-        for parameter in self._on_device.values():
-            copy = self._on_host[id(parameter)]
+        for parameter, copy, _ in self._all:
             if copy.grad is not None:
                 parameter.copy_(copy, non_blocking=True)
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Let groups and state have the parameters instead of the copies, which have no gradients any more."""
-        for copy in self._on_host.values():
+        for _, copy, _ in self._all:
             copy.grad = None
-        _rename(optimizer, self._on_device)
+        _rename(optimizer, {id(copy): parameter for parameter, copy, _ in self._all})
 
 
 def move_to_host(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
