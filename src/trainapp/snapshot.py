@@ -1,17 +1,17 @@
-"""What a forward may change, to return to: one `Snapshot` for steps, evaluations, trial calls and recomputed blocks.
+"""Capture and restore everything a forward pass may change: for steps, evaluations, trial calls and recomputed blocks.
 
 | what | how it is restored |
 |---|---|
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
-| another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has moved |
+| another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has changed |
 | a parameter | copied in every `take` once a forward is known to have written it |
-| which parameters, buffers and submodules there are; other attributes of the user's modules | by reference |
+| the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
-| what has a state of its own: `get_extra_state`, generators, a task, a data set | by its `Owner` |
+| objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
 
-Copying every parameter would take the memory of a second model. So a write is noticed by the parameter's version
-counter, and in the first two steps by checksums too (`.data.mul_()` and NumPy move no version); the parameter is copied
-from then on. A first write cannot be undone: `restore` names it in `lost`.
+Copying every parameter would take the memory of a second model. Instead, the parameter's version counter reveals a
+write, and so do checksums in the first two steps (writes through `.data` or NumPy leave the version unchanged); from
+then on the parameter is copied. A first write cannot be undone: `restore` names it in `lost`.
 
     snapshot = Snapshot({"model": model}, owners)
     snapshot.take()         # at the start of a step
@@ -47,14 +47,14 @@ from trainapp.torch_private import (
 _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
 _IS_TRAINING = operator.attrgetter("training")
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
-_COPIED = (Tensor, np.ndarray)  # of attributes; others are restored by reference
+_COPIED = (Tensor, np.ndarray)  # attributes that are copied; others are restored by reference
 _PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 Parameters = Literal["written", "trained", "all"]
-MOVED_ON = ("data", "generator")  # kinds of owners that stay where they are when a step is left out for good
+MOVED_ON = ("data", "generator")  # kinds of owners that are not rewound when a step is skipped
 
 
 class Structure:
-    """Which tensors and attributes modules hold: found by a walk, and valid until they hold others."""
+    """The tensors and attributes of modules: collected once; invalid as soon as a module's contents change."""
 
     def __init__(self, roots: Mapping[str, nn.Module], objects: Iterable[Any], shards: Mapping[Any, Tensor]):
         found = [(root, path, module) for root, top in roots.items() for path, module in top.named_modules()]
@@ -66,10 +66,10 @@ class Structure:
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
         self.attributes: list[dict[str, Any]] = list(map(vars, own))
         self.objects: list[dict[str, Any]] = list(map(vars, objects))
-        self.parameters: dict[str, Tensor] = {}  # this rank's parts of them
+        self.parameters: dict[str, Tensor] = {}  # this rank's shards
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
-        self.constants: dict[str, Tensor] = {}  # buffers outside of the state dict
+        self.constants: dict[str, Tensor] = {}  # buffers that are not in the state dict
         seen: set[int] = set()
         for root, path, module in found:
             parameters, buffers, _ = registries_of(module)
@@ -86,7 +86,7 @@ class Structure:
                         self.leaves.append(tensor)
                     with torch.no_grad():
                         named[".".join(filter(None, (root, path, name)))] = local(tensor)
-        self.unsure = {**self.parameters, **self.constants}  # where a write without a trace is looked for
+        self.unsure = {**self.parameters, **self.constants}  # checksummed: the version counter misses some writes
 
     def is_current(self) -> bool:
         """Whether the modules still hold the same tensors and submodules."""
@@ -95,12 +95,12 @@ class Structure:
         return all(map(operator.is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
 
     def versions(self) -> list[int]:
-        """How often each parameter has been written."""
+        """The version counter of each parameter."""
         return list(map(version_of, self.parameters.values()))
 
 
 class _Constant(NamedTuple):
-    """A tensor that is rarely written. copy: of that version; None where it is not needed."""
+    """A tensor that is rarely written. copy: its value at `version`; None if not needed."""
 
     tensor: Tensor
     version: int
@@ -108,7 +108,7 @@ class _Constant(NamedTuple):
 
 
 class _References(NamedTuple):
-    """What is restored by reference, of all modules and objects; and the states of owners."""
+    """What is restored by reference in all modules and objects, and the states of owners."""
 
     attributes: list[dict[str, Any]]
     training: list[bool]
@@ -117,7 +117,7 @@ class _References(NamedTuple):
 
 @dataclass
 class State:
-    """What a `take` has recorded."""
+    """The record of a `take`."""
 
     structure: Structure
     references: _References
@@ -140,16 +140,16 @@ class State:
                 self.constants[key] = _Constant(tensor, version, None)
 
     def has_lost(self) -> bool:
-        """Whether one of them has been written later."""
+        """Whether a tensor without a copy was modified since."""
         return any(copy is None and version_of(tensor) != version for tensor, version, copy in self.constants.values())
 
 
 class Snapshot:
-    """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: that
-    are no modules, such as a task, of which plain values, tensors and arrays in attributes are restored.
+    """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: other
+    objects, such as a task, whose plain values, tensors and arrays in attributes are restored.
 
-    verified: in how many of the first steps checksums are compared. Attributes: `written`, the parameters that forwards
-    are known to write; `lost`, those that the last `restore` found written, and of which there is no copy.
+    verified: number of first steps in which checksums are compared. Attributes: `written`, the parameters that forwards
+    are known to write; `lost`, parameters that the last `restore` found written without having a copy.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class Snapshot:
         self.written: list[str] = []
         self.lost: list[str] = []
         self._steps_to_verify = verified
-        # FSDP2 swaps these for gathered parameters in every forward, and swaps them back itself.
+        # FSDP2 swaps these for gathered parameters in every forward and restores them itself.
         registries = [registry for top in modules.values() for m in top.modules() for registry in registries_of(m)]
         self._shards = {(id(r), name): tensor for r in registries for name, tensor in r.items() if is_shard(tensor)}
         self._structure = Structure(self._roots, self._objects, self._shards)
-        self._copied: tuple[Structure, list[str]] | None = None  # whose tensors, and which parameters, `_copies` are of
+        self._copied: tuple[Structure, list[str]] | None = None  # key of the cached copies: structure, names
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         self._constants: dict[int, _Constant] = {}
@@ -175,8 +175,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, stateful: Stateful, verified: int = 2) -> "Snapshot":
-        """Of everything that a step may change in these objects. Callbacks run between steps, where there is nothing to
-        restore.
+        """A snapshot of everything that a step may change in these objects. Callbacks are not included: they run
+        between steps.
         """
         owners = {n: owner for n, owner in stateful.owners.items() if not owner.is_held and owner.kind != "callbacks"}
         model = {name: root for name, root in stateful.roots.items() if name == "model"}
@@ -190,7 +190,7 @@ class Snapshot:
         return self._state
 
     def take(self, parameters: Parameters = "written") -> None:
-        """Record the current state. parameters: which of them to copy, besides those that are known to be written."""
+        """Record the current state. parameters: which to copy, besides those known to be written."""
         self.lost, self._state = [], None
         if self._steps_to_verify or not self._structure.is_current():
             self._structure = Structure(self._roots, self._objects, self._shards)
@@ -215,7 +215,7 @@ class Snapshot:
         )
 
     def _copies_of_changing(self, parameters: Parameters) -> list[tuple[Tensor, Tensor]]:
-        """Buffers in the state dict and the parameters to copy, into the memory of the last copies."""
+        """Copy the buffers in the state dict and the chosen parameters, into the memory of the last copies."""
         now, chosen = self._structure, list(self.written)
         if parameters != "written":
             every = zip(now.parameters, now.leaves, strict=True)
@@ -225,22 +225,22 @@ class Snapshot:
             named = (now.unsure.get(name) for name in chosen)
             tensors = [*now.buffers.values(), *(tensor for tensor in named if tensor is not None)]
             self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in tensors]
-            # By device and dtype: BatchNorm counts its batches in integers, and CUDA copies a mixed list with a launch
-            # per tensor (ForeachBinaryOpList.cu at pytorch's commit 00a1abb).
+            # Grouped by device and dtype: BatchNorm's batch counter is an integer, and CUDA copies a mixed list with
+            # one launch per tensor (ForeachBinaryOpList.cu at pytorch's commit 00a1abb).
             groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for tensor, copy in self._copies:
                 group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
                 group[0].append(copy)
                 group[1].append(tensor)
             self._copied, self._groups = (now, chosen), list(groups.values())
-        if self._groups:  # entering `no_grad` takes as long as all the rest of it
+        if self._groups:  # entering `no_grad` takes as long as all the rest
             with torch.no_grad():
                 for copies, tensors in self._groups:
                     foreach_copy_(copies, tensors)
         return self._copies
 
     def _copies_of_constants(self, tensors: list[Tensor]) -> dict[int, _Constant]:
-        """Into new memory, where there is no copy of this version."""
+        """Copy constants whose current version has no copy, into new memory."""
         before, self._constants = self._constants, {}
         for tensor in tensors:
             known, version = before.get(id(tensor)), version_of(tensor)
@@ -250,11 +250,11 @@ class Snapshot:
         return self._constants
 
     def _sums(self) -> dict[str, Tensor]:
-        with outside_dispatch_modes():  # counting live tensors would take longer than the sums
+        with outside_dispatch_modes():  # counting live tensors would take longer than summing
             return {name: checksum(tensor) for name, tensor in self._structure.unsure.items() if _has_memory(tensor)}
 
     def note_written(self) -> None:
-        """Remember which parameters have been written since `take`. Call before anything else changes them."""
+        """Record which parameters have been written since `take`. Call before anything else changes them."""
         if self._steps_to_verify or self._taken.versions != self._taken.structure.versions():
             self.note(self._written())
 
@@ -264,11 +264,11 @@ class Snapshot:
         self._steps_to_verify = max(0, self._steps_to_verify - 1)
 
     def note(self, names: Iterable[str]) -> None:
-        """Parameters that a forward is known to write: here, on another rank or in an earlier process."""
+        """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
         self.written += [name for name in names if name not in self.written]
 
     def _written(self) -> list[str]:
-        """Names of what has been written since `take`."""
+        """Names of the parameters and constants written since `take`."""
         state = self._taken
         before, now = state.versions, state.structure.versions()
         moved = {name for name, a, b in zip(state.structure.parameters, before, now, strict=True) if a != b}
@@ -278,7 +278,7 @@ class Snapshot:
         return [name for name in unsure if name in moved or name in silent]
 
     def restore(self, but: Collection[str] = ()) -> None:
-        """Return to the last `take`. Sets `lost`. but: kinds of owners that stay as they are."""
+        """Return to the last `take`. Sets `lost`. but: kinds of owners to leave unchanged."""
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
@@ -298,7 +298,7 @@ class Snapshot:
         constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
         for tensor, copy in (*constants, *state.copies):
             if copy is not None and tensor.shape == copy.shape:
-                tensor.data.copy_(copy)  # moves no version: the tensor counts as written only where a forward has
+                tensor.data.copy_(copy)  # leaves the version unchanged: only a forward's write counts
             elif copy is not None:  # another tensor was assigned to its `.data`
                 tensor.data = copy.clone()
         for array, kept in state.arrays:
@@ -320,15 +320,15 @@ class Snapshot:
                 self._owners[name].restore(held)
 
     def released(self) -> State:
-        """What the last `take` has recorded, for `replayed`: the next one copies into new memory."""
+        """Hand over the last record, for `replayed`: the next `take` copies into new memory."""
         state, self._state = self._taken, None
         self._copied, self._copies, self._groups, self._constants = None, [], [], {}
         return state
 
     @contextlib.contextmanager
     def replayed(self, state: State) -> Iterator[None]:
-        """That state inside the block, but for parameters and `requires_grad`, and the present one after it: for a
-        recomputation. No tensor is written, since gradients may have saved it: copies take their place.
+        """Temporarily reinstate `state` (except parameters and requires_grad) for recomputation. No tensor is written,
+        since autograd may have saved it: copies take their place.
         """
         stand_ins: dict[int, Any] = {key: copy.clone() for key, copy in state.copies_by_id().items()}
         stand_ins |= {id(array): kept.copy() for array, kept in state.arrays}
@@ -352,7 +352,7 @@ class Snapshot:
             self._restore_owners(references.owned)
 
     def restore_generators(self) -> None:
-        """Those of model and task alone, as in the last `take`: for a second forward of the same samples."""
+        """Restore only the model's and task's generators: for a second forward of the same samples."""
         owned = self._taken.references.owned
         self._restore_owners(
             {n: held for n, held in owned.items() if self._owners[n].kind == "generator" and not _of_data(n)}
@@ -371,7 +371,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def undone(self, parameters: Parameters = "written") -> Iterator[None]:
-        """Whatever the block changes is undone after it: for a trial call."""
+        """Undo all changes of the block when it ends: for a trial call."""
         self.take(parameters)
         try:
             yield
@@ -380,26 +380,26 @@ class Snapshot:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Around work that calls `take` after each part of it: an error undoes the part that it interrupted."""
+        """Around work that calls `take` after each part: an error undoes the part it interrupted."""
         self.take()
         try:
             yield
         except BaseException:
-            if self._state is not None:  # otherwise `take` was interrupted, and the part before it is finished
-                self.restore()  # copies into memory that exists: allocates nothing of note
+            if self._state is not None:  # otherwise `take` was interrupted, and the previous part is finished
+                self.restore()  # copies into existing memory: allocates next to nothing
             raise
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [_PARTS + 1]: sums, modulo 2**64, of the tensor's bits in as many parts; the last weighs them by their
-    place in a part, so that exchanged elements tell. It finds writes that move no version.
+    """int64 [_PARTS + 1]: sums, modulo 2**64, of the tensor's bits in each part; the last sum is weighted by position,
+    so that swapped elements are detected. Finds writes that leave the version unchanged.
 
-    Two passes over its memory; a copy of the tensor only where its memory is not one block, or holds conjugates or
+    Two passes over its memory; copies the tensor only if it is not contiguous in memory, or holds conjugates or
     negatives.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # such as those of fft(x).conj()
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # of memory, also where it is channels_last
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # memory order, also for channels_last
     flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8
     if flat.storage_offset() % 8 and whole:
@@ -419,7 +419,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Let a dictionary hold the same objects as before, in the same order."""
+    """Refill a dictionary with the same objects as before, in the same order."""
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
@@ -436,10 +436,10 @@ def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a tensor that is kept: not a result whose graph still exists."""
+    """Whether the value is a tensor to keep: not a result whose graph still exists."""
     return type(value) is Tensor and value.grad_fn is None and can_be_held(value)
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not sparse, meta and fake tensors."""
+    """Whether the tensor has memory that can be copied: not sparse, meta or fake."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta

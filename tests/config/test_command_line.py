@@ -125,7 +125,7 @@ def test_a_name_that_does_not_exist(override, message):
 
 
 def test_where_a_plus_is_named_it_works():
-    assert "is added with +optimizer.amsgrad=VALUE" in refusal("optimizer.amsgrad=true")
+    assert "use +optimizer.amsgrad=VALUE" in refusal("optimizer.amsgrad=true")
     assert compose.from_command_line(["+optimizer.amsgrad=true"]).optimizer.arguments["amsgrad"] is True
 
 

@@ -9,13 +9,13 @@ TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, pa
 REFUSED = [
     ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
-    ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: its loss scale lets"),
+    ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: gradients overflow"),
     ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
     (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),
     (TWO.replace("{name: a", "{every: 2, name: a"), "updates: the first update is made in every step"),
-    (f"{TWO}|optimizer.groups=[{{match: x, lr: 1}}]", "optimizer.groups with updates: its patterns would be matched"),
-    (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it has sizes for each"),
-    ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it has sizes for each"),
+    (f"{TWO}|optimizer.groups=[{{match: x, lr: 1}}]", "optimizer.groups with updates: its patterns would apply"),
+    (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it needs sizes for each"),
+    ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it needs sizes for each"),
     (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
     *(
         (
@@ -43,14 +43,14 @@ REFUSED = [
     ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with model=hf with parallel.fsdp.m"),
     (
         "model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true",
-        "adapter=none with model=hf with parallel.fsdp.meta_init=true: weights would be drawn",
+        "adapter=none with model=hf with parallel.fsdp.meta_init=true: weights would be initialised",
     ),
-    ("mode=eval", "mode=eval with checkpointing.resume=auto: it is about a trained model; name the checkpoint"),
-    ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: a"),
-    ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: a process of it has the"),
+    ("mode=eval", "mode=eval with checkpointing.resume=auto: it needs a trained model; name the checkpoint"),
+    ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: each"),
+    ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each process of this"),
     ("mode=generate checkpointing.resume=x generate.prompts=['']", "mode=generate with generate.prompts: there is"),
     (f"mode=lr_find|{TWO}", "mode=lr_find with updates: the losses of several optimizers"),
-    ("mode=lr_find checkpointing.resume=x", "mode=lr_find with checkpointing.resume=x: it begins with initial weights"),
+    ("mode=lr_find checkpointing.resume=x", "mode=lr_find with checkpointing.resume=x: it starts from initial weights"),
     (
         "mode=lr_find|optimizer._target_=torch.optim.SGD|optimizer.groups=[{match: x, lr: 1}]",
         "mode=lr_find with optimizer.groups with optimizer.lr=null: the groups' rates keep their ratio",

@@ -94,7 +94,7 @@ def test_schedule_of_micro_batches(schedule, by_update):
     "schedule", [{0: 4}, {"one": 4}, {1: 0}, {1: 2.5}, {1: "4"}, {1: {64: 0}}, {1: {}}, {}, 32, "32", "{"]
 )
 def test_a_schedule_of_another_form(schedule):
-    with pytest.raises(UserError, match=r"batch.micro_schedule=.*must give sizes by the step from which they hold"):
+    with pytest.raises(UserError, match=r"batch.micro_schedule=.*must give sizes by the step from which they apply"):
         from_dict(changed(batch__micro_schedule=schedule))
 
 

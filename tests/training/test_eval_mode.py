@@ -88,7 +88,7 @@ def test_the_runs_own_files_stay(tmp_path):
 
 
 def test_without_a_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="it is about a trained model; name the checkpoint"):
+    with pytest.raises(UserError, match="it needs a trained model; name the checkpoint"):
         runs.run(tmp_path, *runs.MODELS["mlp"], "mode=eval")
 
 

@@ -1,5 +1,5 @@
-"""The words of the command line: what it takes beyond Hydra's overrides, how they are written, and what a user reads
-about a name that does not exist. Imports no torch.
+"""The command line: its additions to Hydra's overrides, writing overrides and commands, and messages for unknown names.
+Imports no torch.
 """
 
 import os
@@ -36,16 +36,16 @@ def add_import_paths(arguments: Sequence[str]) -> None:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
-# From what a user writes to Hydra's overrides
+# From user input to Hydra's overrides
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Hydra's overrides, with its own marks where trainapp needs none. Other arguments may be among them.
+    """Hydra's overrides, with the `+` and `~` marks that trainapp lets users omit. Other arguments are kept.
 
-    `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` begins without the settings of the default option,
-    which are those of another class. Where an option is chosen, too, as in `optimizer=sgd optimizer._target_=mine.SGD`,
-    its settings stay. `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which
-    the default option need not have: see `run.resume`.
+    `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` drops the settings of the default option, which
+    belong to another class. If an option is chosen too, as in `optimizer=sgd optimizer._target_=mine.SGD`, its settings
+    stay. `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default
+    option may lack: see `run.resume`.
     """
     groups = {match[1] for text in arguments if (match := _OWN_CLASS.match(text))}
     groups = {group for group in groups if not any(_chooses(text, group) for text in arguments)}
@@ -57,7 +57,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         group = next((own for own in groups if re.match(rf"(\+{{0,2}}|~){own}[.=]", text)), None)
         if group is None:
             texts.append(f"++{text}" if changes_data and text.startswith("data.") else text)
-        elif not text.startswith("~"):  # a setting of the option, which is not there
+        elif not text.startswith("~"):  # a setting of the dropped option
             texts += [f"~{group}"] * bool(_OWN_CLASS.match(text)) + [f"++{text.lstrip('+')}"]
     return texts
 
@@ -66,11 +66,11 @@ def _chooses(text: str, group: str) -> bool:
     return text == f"~{group}" or (text.startswith(f"{group}=") and not _OWN_CLASS.match(text))
 
 
-# Commands and overrides that a user may type
+# Commands and overrides shown to users
 
 
 def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str | Path] = ()) -> str:
-    """The shell command of these overrides, in this directory."""
+    """The shell command with these overrides, for this directory."""
     words = ["python -m trainapp"]
     words += [f"--config-dir {shlex.quote(str(folder))}" for folder in config_dirs]
     words += map(shlex.quote, given)
@@ -78,14 +78,14 @@ def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str |
 
 
 def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
-    """The shell command that continues this run: the same overrides, in the same directory."""
+    """The shell command that resumes this run: the same overrides, in the same directory."""
     sources = hydra_config.runtime.config_sources
     folders = [source.path for source in sources if source.provider == "command-line"]
     return command(overrides(hydra_config), run_dir, folders)
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
-    """What the command line sets, but for the checkpoint that a training resumes: it soon has its own."""
+    """The command line's overrides, without the checkpoint that training resumed: it soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
@@ -99,15 +99,15 @@ def override(name: str, value: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """`value` between quotes, as Hydra and OmegaConf read it back: `${` does not begin an interpolation. Backslashes
-    stand for themselves but before a quote and before `${`.
+    """`value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes are
+    literal except before a quote and before `${`.
     """
     literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), literal) + "'"
 
 
 def size_overrides(config: Config, size: int) -> list[str]:
-    """The overrides that set the micro-batch, whatever else would set it."""
+    """The overrides that set the micro-batch size, overriding all other settings of it."""
     others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
     others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
     return [*others, f"batch.micro_size={size}"]
@@ -115,7 +115,7 @@ def size_overrides(config: Config, size: int) -> list[str]:
 
 # Names that do not exist
 
-# Settings and options (`group=option`) of earlier versions, and what became of them.
+# Settings and options (`group=option`) of earlier versions, and their replacements.
 RENAMED = {
     "activation_checkpointing=budget": "is now activation_checkpointing=auto",
     "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
@@ -134,7 +134,7 @@ RENAMED = {
 
 
 def renamed(setting: str, value: object = None) -> str | None:
-    """What became of a setting, or of its value, of an earlier version; None for all others."""
+    """A note on a setting, or a value of it, from an earlier version; None for all others."""
     for name in (setting, f"{setting}={value}", f"{setting.removesuffix('.mode')}={value}"):
         if name in RENAMED:
             return f"{name}: {RENAMED[name]}"
@@ -142,8 +142,8 @@ def renamed(setting: str, value: object = None) -> str | None:
 
 
 def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The message for a mistake on the command line that Hydra has found; None for an error that needs its traceback.
-    Hydra's own words, with the name that is meant where it can be guessed.
+    """The message for a command-line mistake found by Hydra; None for an error that needs its traceback. Hydra's
+    message, plus a suggestion if one is close.
     """
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # names no group
         given = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false)", text)), str(error))
@@ -163,9 +163,9 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
 
 
 def _meant(path: str, error: BaseException) -> str:
-    """A guess, and what may be done where it is an argument of a class that the YAML files do not list."""
+    """A suggestion; otherwise how to add an argument that the YAML files do not list."""
     parent, _, key = path.rpartition(".")
     node = getattr(error.__cause__ or error, "parent_node", None)
     listed = [str(name) for name in node] if node is not None and OmegaConf.is_dict(node) else []
-    known = f"; `trainapp --cfg job` shows all; what the YAML files do not list is added with +{path}=VALUE"
+    known = f"; `trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{path}=VALUE"
     return suggest(key, [*listed, *(() if parent else (folder.name for folder in CONF.iterdir()))]) or known

@@ -1,4 +1,4 @@
-"""Turns what Hydra composed into the typed configuration and reports all mistakes at once. Imports no torch."""
+"""Turns Hydra's composed configuration into the typed one and reports all mistakes at once. Imports no torch."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ FILLED_IN = ("run_dir", "command", "given", "task_arguments")
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
     """The configuration of `python -m trainapp OVERRIDES`, for notebooks, tests and benchmarks.
 
-    config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
+    config_dir: as `--config-dir`, a folder with your own options. Raises UserError with all mistakes.
     """
     given = command_line.for_hydra(as_overrides(overrides))
     folder = None if config_dir is None else _folder(config_dir)
@@ -48,7 +48,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
 @contextlib.contextmanager
 def _without_callers_hydra() -> Iterator[None]:
-    """Inside `@hydra.main`, ours or the user's, Hydra refuses a second initialization: set its state aside."""
+    """Set Hydra's state aside: inside `@hydra.main`, ours or the user's, it refuses a second initialization."""
     main, runtime, version = GlobalHydra.instance(), JobRuntime.instance(), VersionBase.instance()
     hydra, name, base = main.hydra, runtime.get("name"), version.version_base
     main.clear()
@@ -62,7 +62,7 @@ def _without_callers_hydra() -> Iterator[None]:
 
 
 def as_overrides(given: Iterable[str]) -> list[str]:
-    """The overrides of a call from Python. Raises UserError for a text or a dict, the usual mistakes."""
+    """The overrides of a call from Python. Raises UserError for a string or a dict, the usual mistakes."""
     if isinstance(given, str | Mapping):
         raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
     return list(given)
@@ -75,7 +75,7 @@ def _folder(config_dir: str | Path) -> Path:
 
 
 def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:
-    """The typed configuration of one run. overrides: of the command line. Raises UserError with all mistakes, one per
+    """The typed configuration of one run. overrides: the command line's. Raises UserError with all mistakes, one per
     line.
     """
     try:
@@ -83,7 +83,7 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
-    # Of `data@eval.hard=digits` the part that it sets.
+    # For `data@eval.hard=digits`, the section that it sets.
     given = {re.split(r"[=:]", text.lstrip("+~"), maxsplit=1)[0].rpartition("@")[2] for text in overrides}
     return from_dict(plain, run_dir, command, sorted(given))
 
@@ -104,7 +104,7 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
 
 
 def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
-    """In the layout of `Config`: a task's arguments apart from its name."""
+    """The values in the layout of `Config`: a task's arguments apart from its name."""
     sections = _with_task(plain)
     for group in ("metrics", "callbacks", "tracker"):
         nodes = plain.get(group)
@@ -117,7 +117,7 @@ def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_task(node: dict[str, Any]) -> dict[str, Any]:
-    """A node whose `task` may be a mapping of `_target_` and arguments."""
+    """Splits the `task` of a node, if it is a mapping, into its name and arguments."""
     task = node.get("task")
     if not isinstance(task, dict) or "_target_" not in task:
         return dict(node)
@@ -126,7 +126,7 @@ def _with_task(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_optimizer(update: Any, common: Any) -> Any:
-    """One of `updates`: its optimizer starts from `optimizer`, the common one, unless it names a class of its own."""
+    """An entry of `updates`: its optimizer starts from the common `optimizer`, unless it names its own class."""
     if not isinstance(update, dict):
         return update
     own = update.get("optimizer") or {}
@@ -136,7 +136,7 @@ def _with_optimizer(update: Any, common: Any) -> Any:
 
 
 def _as_written(line: str) -> str:
-    """The message, with settings named as the user writes them, and about a former one what became of it."""
+    """The message, with settings named as the user writes them, and a note on settings of earlier versions."""
     setting, value = re.split(r"[=:]", line.partition(": ")[0] + "=", maxsplit=2)[:2]
     if former := command_line.renamed(setting, value):
         return former

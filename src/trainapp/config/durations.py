@@ -1,6 +1,6 @@
 """One notation for every duration: a number of steps, `2 epochs`, `10000 samples` or `5 percent` (of the run).
 
-All are converted to steps once, at the start (one helper for this: big_vision's idea).
+All are converted to steps once, at the start, by one helper (big_vision's idea).
 """
 
 import math
@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 
 @dataclass(frozen=True)
 class RunLength:
-    """What durations are measured against. `total_steps` is None when the run's end is not known in steps, and
+    """The lengths that durations refer to. `total_steps` is None if the run's end is not known in steps,
     `steps_per_epoch` for a stream.
     """
 
@@ -23,7 +23,7 @@ class RunLength:
 
 
 def parse(value: int | str) -> tuple[float, str]:
-    """`(amount, unit)` of a duration. Raises a ValueError that states the rule for anything else."""
+    """`(amount, unit)` of a duration. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         amount, unit = float(value), "steps"
     else:

@@ -1,6 +1,6 @@
-"""Settings that exclude each other: one table, which needs the configuration alone. Imports no torch.
+"""Settings that exclude each other: one table, which needs only the configuration. Imports no torch.
 
-What needs the built model, the data or the machine is checked where those are.
+Rules that need the built model, the data or the machine are checked where those exist.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trainapp.config.schema import ABOUT_A_RUN, Config, Optimizer
 from trainapp.config.targets import as_yaml
 
-# Settings that users choose by the option of a group.
+# Settings that users set by choosing a group's option.
 OF_GROUP = {
     "activation_checkpointing": "activation_checkpointing.mode",
     "adapter": "adapter.kind",
@@ -19,10 +19,10 @@ OF_GROUP = {
 
 
 class Exclusion(NamedTuple):
-    """Settings that cannot be together where `when` holds of the configuration.
+    """Settings that conflict if `when` is true of the configuration.
 
-    settings: named in the message, with their values. One without a value is written as it is. The message is
-    `a.b=1 with c=2: reason; remedy`.
+    settings: names for the message, which adds their values; a text that is not a setting is used as is. The message
+    is `a.b=1 with c=2: reason; remedy`.
     """
 
     settings: tuple[str, ...]
@@ -37,7 +37,7 @@ def conflicts(config: Config) -> list[str]:
 
 
 def message(row: Exclusion, config: Config) -> str:
-    """What a user reads about this row."""
+    """The message of a row."""
     shown = " with ".join(_with_value(name, config) for name in row.settings)
     return f"{shown}: {row.reason}; {row.remedy}"
 
@@ -67,7 +67,7 @@ _HUGGING_FACE = "trainapp.models.huggingface.build"
 
 
 def _is_not_in_backward(config: Config) -> bool:
-    """Whether a setting needs a moment between the backward and the update of a parameter."""
+    """Whether a setting acts between the backward and the update of a parameter."""
     train = config.train
     return (
         train.grad_clip is not None
@@ -80,7 +80,7 @@ def _is_not_in_backward(config: Config) -> bool:
 
 
 def _is_with_fsdp(config: Config, is_own: Callable[[Optimizer], bool]) -> bool:
-    """Whether shards are updated by such an optimizer."""
+    """Whether FSDP is used with an optimizer for which `is_own` holds."""
     return config.parallel.strategy == "fsdp" and any(map(is_own, config.optimizers.values()))
 
 
@@ -101,7 +101,7 @@ EXCLUSIONS = (
     Exclusion(
         ("train.detect_anomaly", "precision"),
         lambda c: c.train.detect_anomaly and c.precision.mode == "fp16" and c.precision.initial_scale > 1,
-        "its loss scale lets gradients overflow until it has settled, and the detection would stop at the first one",
+        "gradients overflow until its loss scale has settled, and the detection would stop at the first overflow",
         "use precision=bf16, or precision.initial_scale=1",
     ),
     Exclusion(
@@ -126,14 +126,14 @@ EXCLUSIONS = (
     Exclusion(
         ("optimizer.groups", "updates"),
         lambda c: bool(c.updates) and bool(c.optimizer.groups),
-        "its patterns would be matched among the parameters of every update",
-        "give them in the optimizer of the update that they are for (updates: [{name: ..., optimizer: {groups: ...}}])",
+        "its patterns would apply to the parameters of every update",
+        "give them in the optimizer of their update (updates: [{name: ..., optimizer: {groups: ...}}])",
     ),
     Exclusion(
         ("batch.micro_schedule", "updates"),
         _misses_updates,
-        "with updates it has sizes for each of them by its name, and without updates it has no names",
-        "write {NAME: {1: 64, 30: 32}} with updates, else {1: 64, 30: 32}",
+        "with updates it needs sizes for each update's name, and without updates no names",
+        "write {NAME: {1: 64, 30: 32}} with updates, otherwise {1: 64, 30: 32}",
     ),
     Exclusion(
         ("optimizer.in_backward=true", "updates"),
@@ -151,26 +151,26 @@ EXCLUSIONS = (
     Exclusion(
         ("memory.offload_activations", "activation_checkpointing"),
         lambda c: c.memory.offload_activations == "inputs" and c.activation_checkpointing.mode == "none",
-        "it moves the inputs of checkpointed blocks, and none is",
+        "it moves the inputs of checkpointed blocks, and no block is checkpointed",
         "use activation_checkpointing=full, or memory.offload_activations=all",
     ),
     Exclusion(
         ("memory.offload_activations", "parallel"),
         lambda c: c.memory.offload_activations == "all" and c.parallel.strategy == "fsdp",
-        "what FSDP has gathered would be moved, too, where autocast casts it",
+        "parameters gathered by FSDP would also be moved if autocast casts them",
         "use memory.offload_activations=inputs with activation_checkpointing=full",
     ),
     Exclusion(
         ("precision", "train.ema"),
         lambda c: c.precision.mode == "bf16_pure" and c.train.ema is not None,
-        "an average in bf16 would stand still, as its changes are smaller than its last bit",
+        "an average in bf16 would not move, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
     ),
     Exclusion(
         ("optimizer.in_backward=true",),
         lambda c: c.optimizer.in_backward and _is_not_in_backward(c),
-        "a parameter is updated in the middle of the backward, as soon as its gradient is complete: no moment is left "
-        "for clipping, a loss scale, a skipped step, other ranks or the host",
+        "a parameter is updated during the backward, as soon as its gradient is complete, which rules out clipping, a "
+        "loss scale, skipping steps, other ranks and the host",
         "use train.grad_clip=null, train.nonfinite=stop, train.compile=false, parallel=single, optimizer.offload=false "
         "and another precision than fp16",
     ),
@@ -186,13 +186,13 @@ EXCLUSIONS = (
             c,
             lambda own: own.arguments.get("state_dtype") in ("8bit", "4bit") or own.target == "torch.optim.Adafactor",
         ),
-        "their state is of whole matrices or blocks of values, of which each rank has a part",
+        "their state belongs to whole matrices or blocks of values, of which each rank has only a part",
         "use optimizer=adamw_bf16, or parallel=ddp",
     ),
     Exclusion(
         ("parallel.fsdp.cpu_offload", "parallel.fsdp.meta_init", "parallel"),
         lambda c: (c.parallel.fsdp.cpu_offload or c.parallel.fsdp.meta_init) and c.parallel.strategy != "fsdp",
-        "both are about shards",
+        "both apply only to shards",
         "use parallel=fsdp, or leave them out",
     ),
     # Adapters
@@ -208,14 +208,14 @@ EXCLUSIONS = (
             c.parallel.fsdp.meta_init
             and (c.adapter.kind != "none" or (c.model.target == _HUGGING_FACE and bool(c.model.arguments.get("path"))))
         ),
-        "weights would be drawn shard by shard, in place of those of model.path and of an adapter's base",
+        "weights would be initialised shard by shard, replacing those of model.path or of an adapter's base",
         "use parallel.fsdp.meta_init=false",
     ),
     # Checkpoints and the modes that are about one
     Exclusion(
         ("mode", "checkpointing.resume"),
         lambda c: c.mode in ABOUT_A_RUN and c.checkpointing.resume in ("auto", "none"),
-        "it is about a trained model",
+        "it needs a trained model",
         "name the checkpoint or the run directory, as checkpointing.resume=RUN",
     ),
     Exclusion(
@@ -224,7 +224,7 @@ EXCLUSIONS = (
             c.mode in ("export", "generate", "lr_find", "predict")
             and c.parallel.strategy not in ("single", "ddp" if c.mode == "predict" else "single")
         ),
-        "a process of it has the whole model, from checkpoints of any number of ranks",
+        "each process of this mode loads the whole model, from checkpoints of any number of ranks",
         "use parallel=single, or with mode=predict parallel=ddp",
     ),
     Exclusion(
@@ -237,14 +237,14 @@ EXCLUSIONS = (
     Exclusion(
         ("mode", "updates"),
         lambda c: c.mode == "lr_find" and bool(c.updates),
-        "the losses of several optimizers depend on each other's rates, so that no curve tells which is good",
+        "the losses of several optimizers depend on each other's rates, so no curve shows which rate is good",
         "try rates by a sweep, such as -m optimizer.lr=1e-4,1e-3",
     ),
     Exclusion(
         ("mode", "checkpointing.resume"),
         lambda c: c.mode == "lr_find" and c.checkpointing.resume not in ("auto", "none"),
-        "it begins with initial weights",
-        "to begin with trained ones, set model.init_from=RUN",
+        "it starts from initial weights",
+        "to start from trained ones, set model.init_from=RUN",
     ),
     Exclusion(
         ("mode", "optimizer.groups", "optimizer.lr"),

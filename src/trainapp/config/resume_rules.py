@@ -1,8 +1,8 @@
 """Which settings a run must keep when it continues in its directory, and which may change. Imports no torch.
 
-Another model, other data, another optimizer, seed or global batch make another experiment, whose result would be taken
-for this one's. Where and how the same is computed, how long, and what is written about it may change at any time. In a
-new directory, with `checkpointing.resume=RUN`, everything may.
+Another model, data, optimizer, seed or global batch makes another experiment, whose result would be mistaken for this
+one's. Where, how and how long the run computes, and what it logs, may change at any time. In a new directory, with
+`checkpointing.resume=RUN`, everything may.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trainapp.files import strict_json
 from trainapp.units import listed
 
-# Sections and settings, as users write them. Of a section all settings count, arguments of constructors included.
+# Sections and settings, as users write them. A section includes all its settings and constructor arguments.
 _MUST_MATCH = (
     "task",
     "updates",
@@ -28,7 +28,7 @@ _MUST_MATCH = (
     "train.ema",
     "batch.global_size",
 )
-# Settings of those sections that decide only how the same is computed, or what a recovery changes.
+# Settings of those sections that affect only how the result is computed, or what a recovery changes.
 _MAY_CHANGE = (
     "data.num_workers",
     "data.on_change",
@@ -39,7 +39,7 @@ _MAY_CHANGE = (
     "optimizer.in_backward",
     "optimizer.offload",
 )
-# Filled in by the program, or of no meaning for the run that continues.
+# Filled in by the program, or irrelevant for the run that continues.
 _NOT_COMPARED = (
     "run_dir",
     "command",
@@ -72,7 +72,7 @@ class Change(NamedTuple):
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Where two configurations, as `Config.to_dict` or its JSON, differ."""
+    """The differences between two configurations, as `Config.to_dict` or its JSON."""
     old, new = (dict(_settings(json.loads(strict_json(of, default=str)))) for of in (before, now))
     return [
         Change(name, _text(old.get(name, _UNSET)), _text(new.get(name, _UNSET)))
@@ -98,7 +98,7 @@ def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
                 yield from _settings(update, f"updates.{update['name']}.")
         elif isinstance(value, dict):
             yield from _settings(value, f"{name}.")
-        elif value != [] and value is not None:  # what is empty says as much as what is not there
+        elif value != [] and value is not None:  # empty values equal missing ones
             yield name, value
 
 

@@ -1,7 +1,7 @@
 """The configuration: every setting with its type and its rule. Imports no torch.
 
-`compose` turns what Hydra composed into these plain dataclasses; everything downstream, workers included, sees only
-these. `excludes` has the settings that exclude each other.
+`compose` turns Hydra's configuration into these plain dataclasses; everything downstream, workers included, sees only
+these. `excludes` lists settings that exclude each other.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt
 
 STRICT = ConfigDict(extra="forbid")
 INFERENCE = ("predict", "generate")  # modes
-WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that leave files, and nothing to plot
+WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that write files but no metrics
 ABOUT_A_RUN = ("eval", *WITHOUT_NUMBERS)  # modes that need a checkpoint
-OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # what other metrics and files are named by
+OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other metrics and files
 
 
 def _duration(value: int | str) -> int | str:
@@ -57,18 +57,18 @@ def _update_name(value: str) -> str:
 
 
 def _micro_schedule(value: Any, checked: Callable[[Any], Any]) -> Any:
-    """All of it may be the text of a JSON object, such as the one in result.json."""
+    """Also accepts the text of a JSON object, such as the one in result.json."""
     try:
         return checked(json.loads(value) if isinstance(value, str) else value)
     except ValueError:
         raise ValueError(
-            "must give sizes by the step from which they hold, such as {1: 64, 30: 32}, or by step and elements per "
+            "must give sizes by the step from which they apply, such as {1: 64, 30: 32}, or by step and elements per "
             "sample, such as {1: {128: 64, 256: 32}}; with updates, one of these by the name of each; null for none"
         ) from None
 
 
 def _split(node: Any, own: set[str]) -> Any:
-    """A node `{_target_: CLASS, KEY: VALUE}` with the keys in `own`, and all others as arguments of the class."""
+    """Split a node `{_target_: CLASS, KEY: VALUE}` into the keys in `own` and arguments of the class."""
     if not isinstance(node, dict) or "_target_" not in node:
         return node
     settings = {key: value for key, value in node.items() if key in own}
@@ -80,7 +80,7 @@ Auto = Literal["auto"]
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 UpdateName = Annotated[str, AfterValidator(_update_name)]
-Count = Annotated[int, Field(gt=0)]  # in JSON, keys are texts
+Count = Annotated[int, Field(gt=0)]  # not strict: in JSON, keys are strings
 NotEmpty = Field(min_length=1)
 SizesByStep = Annotated[dict[Count, PositiveInt | Annotated[dict[Count, PositiveInt], NotEmpty]], NotEmpty]
 SizesByUpdate = Annotated[dict[UpdateName, SizesByStep], NotEmpty]
@@ -88,11 +88,11 @@ MicroSchedule = Annotated[SizesByStep | SizesByUpdate, WrapValidator(_micro_sche
 EvalName = Annotated[Str, AfterValidator(_eval_name)]
 HookName = Annotated[Str, Field(pattern=r"^\w[\w.-]*$")]
 Goal = Annotated[str, AfterValidator(_objective)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may add to it, below 2**64
 
 
 class _Group(TypedDict):
-    """Options of the parameters that patterns match; which others exist, only the optimizer's class knows."""
+    """Options of the parameters that patterns match; the optimizer's class may have others."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -167,7 +167,7 @@ class Sampling:
 
 @dataclass(config=STRICT)
 class Data(Target):
-    """How samples are loaded; `arguments` go to the data set unchanged."""
+    """How samples are loaded; `arguments` are passed to the data set unchanged."""
 
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
@@ -184,7 +184,7 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
-    """A shape, or what `target` names with these `arguments`; then only `warmup` of the others counts."""
+    """A shape, or `target` with `arguments`, for which only `warmup` of the other settings applies."""
 
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
@@ -201,9 +201,9 @@ class Schedule:
 
 @dataclass(config=STRICT)
 class Optimizer(Target):
-    """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
+    """The settings that the application reads; `arguments` are passed to the optimizer class unchanged."""
 
-    lr: PositiveFloat | None = None  # the class's own
+    lr: PositiveFloat | None = None  # None: the class's default
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
@@ -214,13 +214,13 @@ class Optimizer(Target):
 
 @dataclass(config=STRICT)
 class Update:
-    """One of several updates of a step: a loss, the parameters that it trains, their optimizer."""
+    """One of several updates of a step: a loss, the parameters it trains, and their optimizer."""
 
     name: UpdateName
     task: Str
     parameters: Annotated[list[Str], Field(min_length=1)]
     optimizer: Optimizer
-    every: PositiveInt = 1  # steps, the first of which has every update
+    every: PositiveInt = 1  # in steps; the first step has every update
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
 
 
@@ -402,7 +402,7 @@ class Config:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """By the setting that they come from: of each update, or the only one."""
+        """The optimizers, by the setting that they come from: each update's, or the only one."""
         if not self.updates:
             return {"optimizer": self.optimizer}
         return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
@@ -416,7 +416,7 @@ class Config:
         return dataclasses.asdict(self)
 
     def with_own_batches(self) -> "Config":
-        """For prediction and generation, with their own batch size in place of evaluation's."""
+        """The configuration with prediction's or generation's batch size as the evaluation micro-batch size."""
         if self.mode not in INFERENCE:
             return self
         size = self.predict.batch_size if self.mode == "predict" else self.generate.batch_size

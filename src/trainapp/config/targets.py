@@ -1,6 +1,6 @@
-"""Builds what `_target_` names: only from allowed packages, only with arguments that fit.
+"""Builds the object that `_target_` names: only from allowed packages, only with arguments that fit.
 
-Hydra's own block-list is no security boundary (torch.load and os._exit pass it), so this is an allow-list.
+Hydra's own block-list is not a security boundary (torch.load and os._exit pass it), so this is an allow-list.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow", "tran
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:
     """The class or function that a dotted name refers to.
 
-    setting: the setting that gave the name, for messages; user_packages: allowed in addition to trainapp's own.
-    Raises UserError when it is not allowed, does not exist, or its module cannot be imported.
+    setting: the setting with the name, for messages; user_packages: packages allowed in addition to trainapp's own.
+    Raises UserError if the name is not allowed or does not exist, or if its module cannot be imported.
     """
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
@@ -60,7 +60,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     if not callable(located):
         names = [own for own in dir(module) if not isinstance(vars(module).get(own), types.ModuleType)]
         raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, names)}")
-    # A module's namespace also holds what it imports: judge the object by where it comes from.
+    # A module's namespace also holds its imports: check where the object is defined.
     origin = located
     while isinstance(origin, functools.partial):
         origin = origin.func
@@ -71,7 +71,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
 
 
 def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:
-    """Of Transformers' other names some download and run code, as `pipeline` does."""
+    """Raises UserError for other names of Transformers: some, such as `pipeline`, download and run code."""
     package = importlib.import_module("transformers")
     kinds = (package.PreTrainedModel, package.PreTrainedConfig)
     if not (inspect.isclass(located) and issubclass(located, kinds)):
@@ -82,9 +82,9 @@ def _require_model_or_configuration(located: Any, target: str, setting: str) -> 
 
 
 def require_package(package: str, setting: str) -> None:
-    """Raises UserError where a package is missing that an extra of trainapp installs. Does not import it.
+    """Raises UserError if a package that one of trainapp's extras installs is missing. Does not import it.
 
-    setting: with its value, for the message.
+    setting: the setting with its value, for the message.
     """
     if package in EXTRAS and not _is_installed(package):
         raise UserError(
@@ -100,7 +100,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
-    """name: the target, or the same with the module that defines it."""
+    """Raises UserError unless the package is allowed. name: the target, or its name in the module that defines it."""
     if not any(name == package or name.startswith(package + ".") for package in allowed):
         whose = "" if name == target else f"is defined in {name.rpartition('.')[0]}, "
         raise UserError(
@@ -118,8 +118,8 @@ def construct(
 ) -> Any:
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
-    Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
-    UserError for all arguments that do not fit, and for nodes that name nothing allowed.
+    Nodes with a `_target_` in the arguments, at any depth and in lists, are built first: see `_build`. Raises UserError
+    for all arguments that do not fit, and for targets that are not allowed.
     """
     return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
 
@@ -131,7 +131,7 @@ def arguments_of(
     user_packages: Sequence[str],
     provided: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `construct` calls the target with, for one that is called more than once."""
+    """The arguments with which `construct` calls the target, for targets that are called more than once."""
     takes = inspect.signature(target).parameters
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
@@ -144,17 +144,17 @@ def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str
     try:
         return target(*positional, **arguments)
     except Exception as error:
-        # Configurations of Transformers check their values with errors of their own.
+        # Transformers' configurations validate values with their own error types.
         if not isinstance(error, ValueError) and not str(getattr(target, "__module__", "")).startswith("transformers."):
             raise
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
 def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
-    """The value that a node of plain containers stands for.
+    """The value of a node of plain containers.
 
-    A mapping with `_target_` becomes what that class or function returns for the other keys; `_args_` is a list of
-    positional arguments, and `_partial_: true` gives a function that still takes more.
+    A mapping with `_target_` becomes the result of that class or function, called with the other keys; `_args_` is a
+    list of positional arguments, and `_partial_: true` gives a function that takes the remaining ones.
     """
     if isinstance(node, list):
         return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
@@ -176,7 +176,7 @@ def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
     return _call(target, positional, values, setting)
 
 
-# Values against annotations: pydantic's rules, as messages that say what to change
+# Checking values against annotations: pydantic's errors as messages that say what to change
 
 _TYPES = ("int", "float", "str", "bool", "constrained-int", "constrained-float")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -188,7 +188,7 @@ def messages(
     """One line per mistake: `prefix.key=value: rule`. known: the keys that exist at a location."""
     rules: dict[str, list[str]] = {}  # a union gives one error per branch: joined by "or"
     for item in error.errors():
-        # Of a union, the location also names the branch.
+        # For a union, the location also names the branch.
         location = tuple(part for part in item["loc"] if isinstance(part, int) or not ("[" in part or part in _TYPES))
         path = ".".join(str(part) for part in (prefix, *location) if str(part))
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -208,7 +208,7 @@ def messages(
 
 
 def unknown(word: str, choices: Iterable[str]) -> str:
-    """The rule for a name that does not exist among `choices`."""
+    """The message for a name that is not among `choices`."""
     names = sorted(choices)
     return f"no such setting{suggest(word, names) or '; known here: ' + ', '.join(names)}"
 
@@ -223,9 +223,9 @@ def check_arguments(
 ) -> list[str]:
     """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
 
-    target: a class or function; what has no annotation, or one that pydantic cannot check, accepts anything, as do
-    arguments that hold a `_target_`: they are judged once they are built. path: the setting that the arguments come
-    from, such as `model`, for the messages. provided: parameters that the application fills in.
+    target: a class or function. Parameters without an annotation, or with one that pydantic cannot check, accept
+    anything; arguments that hold a `_target_` are checked once they are built. path: the setting of the arguments, such
+    as `model`, for messages. provided: parameters that the application fills in.
     """
     parameters = inspect.signature(target).parameters
     named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
@@ -246,24 +246,24 @@ def check_arguments(
 
 
 def _holds_target(node: Any) -> bool:
-    """Whether a value of plain containers has a `_target_` somewhere in it: something that is yet to be built."""
+    """Whether a value of plain containers has a `_target_` at any depth, which is yet to be built."""
     if isinstance(node, dict):
         return "_target_" in node or any(map(_holds_target, node.values()))
     return isinstance(node, list) and any(map(_holds_target, node))
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a class's constructor or of a function; none where one of them cannot be resolved."""
+    """The annotations of a class's constructor or of a function; none if one of them cannot be resolved."""
     own = inspect.unwrap(target)
     try:
         return typing.get_type_hints(own.__init__ if inspect.isclass(own) else own, include_extras=True)
-    except Exception:  # a NameError, and whatever an expression in an annotation raises
+    except Exception:  # a NameError, or any error of an expression in an annotation
         return {}
 
 
 def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
-    """Pydantic's check for the annotation; None where it has none, as for names that are unresolved."""
-    # without a configuration for a type that has one of its own
+    """Pydantic's validator for the annotation; None if there is none, as for unresolved names."""
+    # no configuration for a type that has its own
     for config in (pydantic.ConfigDict(arbitrary_types_allowed=True), None):
         with contextlib.suppress(Exception):
             adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)

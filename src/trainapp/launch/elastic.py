@@ -1,5 +1,5 @@
-"""The ranks of a run: workers that this process starts and restarts through torch's elastic launcher, or this process,
-where torchrun or a scheduler started it as one of them.
+"""The ranks of a run: workers that this process starts and restarts through torch's elastic launcher, or this process
+itself if torchrun or a scheduler started it as a rank.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
 
-if TYPE_CHECKING:  # the launcher need not wait for it
+if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
     from trainapp.run.result import RunResult
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
-COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
+COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
 
 
@@ -62,9 +62,9 @@ class Outcome:
 def run_workers(config: Config) -> Outcome:
     """Run the workers on this machine until they end.
 
-    Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
-    with an error that a restart would only repeat, twice with the same error at the same step, or more than
-    `parallel.max_restarts` times (see `Failures`).
+    Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped if a restart would only
+    repeat a worker's error, if the same error occurred twice at the same step, or after `parallel.max_restarts`
+    restarts (see `Failures`).
     """
     settings = config.parallel
     launch = LaunchConfig(
@@ -97,8 +97,8 @@ def run_workers(config: Config) -> Outcome:
 
 
 class Failures:
-    """How often workers failed, and with which error, if a restart cannot cure it: one of Python code (see
-    `leave_error`), or any for the second time at the same step.
+    """Counts the workers' failures. `incurable`: an error that a restart would repeat, because it is of Python code
+    (see `leave_error`) or occurred twice at the same step.
 
     A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
@@ -106,7 +106,7 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
-        take_errors(run_dir)  # those of an earlier run
+        take_errors(run_dir)  # discard those of an earlier run
         self._before: set[str] = set()
         self._recoveries = 0
 
@@ -117,7 +117,7 @@ class Failures:
         if self.incurable is not None:
             return Restart.REFUSED
         self._before = {error.text for error in left}
-        # Free only if the count has risen: workers that end before they read restart.json would fail for ever.
+        # Free only if the count has risen: workers that end before they read restart.json would restart forever.
         recoveries = (read_restart(self.run_dir) or {}).get("oom_restarts", 0)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
@@ -133,7 +133,7 @@ def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
     if failures.incurable is not None:
         return f"a rank failed with an error that a restart would repeat: {failures.incurable}; {log_place}"
     rank, failure = error.get_first_failure()
-    message = failure.message  # its traceback is in the rank's log, and elastic has printed it
+    message = failure.message  # the traceback is in the rank's log, and elastic has printed it
     reason = message["message"] if isinstance(message, dict) else message
     free = f" (and {failures.for_memory} with a smaller micro-batch)" if failures.for_memory else ""
     return (
@@ -143,7 +143,7 @@ def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
 
 
 def workers_to_start(config: Config) -> int:
-    """How many processes to start: one per GPU, or `parallel.devices`. Raises UserError for too many."""
+    """The number of processes to start: one per GPU, or `parallel.devices`. Raises UserError if that is too many."""
     wanted = config.parallel.devices
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if wanted == "auto":
@@ -161,7 +161,7 @@ def workers_to_start(config: Config) -> int:
 
 
 def run_worker(config: Config) -> Outcome:
-    """Entry point of a worker. Its rank and those of its peers come from the environment: RANK, WORLD_SIZE, ..."""
+    """Entry point of a worker. Its rank and the number of ranks come from the environment: RANK, WORLD_SIZE, ..."""
     host.prepare_allocator()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
@@ -183,31 +183,31 @@ def run_worker(config: Config) -> Outcome:
 
 
 class LeftError(NamedTuple):
-    """An error in one line, with its step. repeats: whether restarted workers would only run into it again."""
+    """An error in one line, with its step. repeats: whether restarted workers would run into it again."""
 
     text: str
     repeats: bool
 
 
-# Of errors from outside of the program, such as a full disk or a lost device, some pass.
+# Errors that may have an external, transient cause, such as a full disk or a lost device.
 MAY_PASS = (OSError, RuntimeError, EOFError, MemoryError)
 
 
 def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
-    """Leave the error for `take_errors`. Not where it only says that another rank is gone."""
+    """Leave the error for `take_errors`, unless it only says that another rank is gone."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", text, re.IGNORECASE):
         return
-    text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # an address is another one in another process
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # addresses differ between processes
     place = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     repeats = not any(isinstance(cause, MAY_PASS) for cause in causes(error))
-    with contextlib.suppress(OSError):  # then all restarts are tried
+    with contextlib.suppress(OSError):  # without the file, all restarts are used
         left = json.dumps([f"{type(error).__name__}: {text}{place}", repeats])
         (run_dir / "ranks" / f"rank_{rank}.error").write_text(left)
 
 
 def take_errors(run_dir: Path) -> list[LeftError]:
-    """The errors that the last workers have left. A killed one leaves none."""
+    """The errors left by the last workers. A killed worker leaves none."""
     taken = []
     for path in sorted((run_dir / "ranks").glob("*.error")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -218,7 +218,7 @@ def take_errors(run_dir: Path) -> list[LeftError]:
 
 
 def _exit_if_not_collected(code: int) -> None:
-    """End this process soon: a launcher that got the signal, too, collects no outcomes, and the worker would wait."""
+    """End this process soon: a launcher that also got the signal collects no outcomes, and the worker would wait."""
     timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -226,7 +226,7 @@ def _exit_if_not_collected(code: int) -> None:
 
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[Ranks]:
-    """Join the group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe. Yields the ranks."""
+    """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT. Yields the ranks."""
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
     dist.init_process_group(
@@ -242,14 +242,14 @@ def process_group(config: Config) -> Iterator[Ranks]:
         if sys.exc_info()[0] is None:
             ranks.release_groups()
             dist.destroy_process_group()
-            # A group's threads end with the last reference to it, which may be in a cycle around a model. A thread that
-            # frees a tensor while the interpreter ends aborts the process.
+            # A group's threads end with the last reference to the group, which a cycle around a model may hold. A
+            # thread that frees a tensor while the interpreter exits aborts the process.
             gc.collect()
 
 
 def _backend(config: Config, device: torch.device) -> str:
-    """Of the default group, and of those that meshes split from it. NCCL has no collectives for tensors on the host,
-    where `cpu_offload` keeps gradients: an overflow in fp16 is found there.
+    """The backend of the default group and of the groups that meshes split from it. `cpu_offload` keeps gradients on
+    the host and checks them for fp16 overflow there; NCCL has no collectives for host tensors.
     """
     if device.type != "cuda":
         return "gloo"
@@ -261,7 +261,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
     wanted = config.train.device
     if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
         available = torch.cuda.device_count()
-        # srun --gpus-per-task makes only its own GPU visible to each task.
+        # srun --gpus-per-task makes only the task's own GPU visible to it.
         is_own = available == 1 and environment.scheduler_task() is not None
         index = 0 if is_own else local_rank
         if index >= available:
@@ -274,7 +274,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def _log_to(run_dir: Path, rank: int) -> None:
-    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ next to it."""
+    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/."""
     path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(path)]

@@ -1,4 +1,4 @@
-"""What this process's launcher put into its environment: torchrun, Slurm's srun, submitit; and from it the name of a
+"""Environment variables set by this process's launcher (torchrun, Slurm's srun, submitit), and the default name of a
 run's directory. Imports no torch.
 
 Source of Slurm's names: srun(1), "Output environment variables".
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """This process among the tasks that a scheduler started together."""
+    """This process's place among the tasks that a scheduler started together."""
 
     rank: int
     world: int  # the number of tasks
@@ -26,7 +26,7 @@ class SchedulerTask:
 
 
 def scheduler_task() -> SchedulerTask | None:
-    """What srun or submitit's local executor has set; None in a process that neither of them started.
+    """The task described by srun's or submitit's variables; None in a process that neither of them started.
 
     SLURM_NTASKS is not read: it is also set in a batch script, where a command without srun is a single process.
     """
@@ -52,7 +52,7 @@ def scheduler_task() -> SchedulerTask | None:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process was started alone, or is the first of those that torchrun or a scheduler started."""
+    """Whether this process is the only one, or rank 0 of the processes that torchrun or a scheduler started."""
     task = scheduler_task()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return os.environ.get("RANK", "0") == "0"
@@ -66,12 +66,12 @@ def is_one_of_many_ranks() -> bool:
 
 
 def is_submitit_job() -> bool:
-    """Whether submitit started this process as a job of a sweep. The tasks of such a job are its ranks."""
+    """Whether submitit started this process as a job of a sweep. The job's tasks are the run's ranks."""
     return "SUBMITIT_EXECUTOR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def export_torch_variables() -> None:
-    """Set the variables that torch reads, RANK, WORLD_SIZE and so on, from the scheduler's. Keeps torchrun's."""
+    """Set the variables that torch reads (RANK, WORLD_SIZE, ...) from the scheduler's. torchrun's are kept."""
     task = scheduler_task()
     if "RANK" in os.environ or task is None:
         return
@@ -93,19 +93,17 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0]
 
 
-# Names that the configuration of Hydra computes
+# Names used in Hydra's configuration
 
 
 def register() -> None:
-    """Make `run_name` and `by_mode` known in configurations, once per process."""
+    """Register the resolvers `run_name` and `by_mode`, once per process."""
     OmegaConf.register_new_resolver("run_name", default_run_name, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("by_mode", by_mode, replace=True)
 
 
 def by_mode(of_run: str, of_plan: str, of_lr_find: str, *, _root_: DictConfig) -> str:
-    """The second name for `mode=plan`, the third for `mode=lr_find`: whatever chose the mode, Hydra then writes none of
-    a run's files.
-    """
+    """The name for the current mode; plan and lr_find must not overwrite a run's files."""
     mode = OmegaConf.select(_root_, "mode", throw_on_resolution_failure=False)
     return {"plan": of_plan, "lr_find": of_lr_find}.get(str(mode), of_run)
 

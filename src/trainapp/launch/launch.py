@@ -1,5 +1,5 @@
-"""One process per run directory, and in it the run: here, in workers started here, or as a rank that torchrun or Slurm
-started. Imports no torch before the process is prepared for it.
+"""Lock the run directory, then run: in this process, in workers it starts, or as one rank of torchrun or Slurm. Imports
+no torch before the process is prepared for it.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from trainapp.run import run_dir as directory
 if TYPE_CHECKING:
     from trainapp.run.result import RunResult
 
-# torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
-# only in a build for ROCm.)
+# On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
+# build.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
-environment.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
+_RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous workers
+environment.register()  # here, because jobs of a launcher such as submitit import the callbacks, not __main__
 
 
 # The lock of the run directory
 
 
 class RefuseSecondRun(Callback):
-    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress or of
-    another experiment. Hydra swallows exceptions that its callbacks raise, hence `Reported`.
+    """Takes the lock before Hydra writes .hydra and the log, to protect the files of a run in progress or of another
+    experiment. Hydra swallows exceptions raised in callbacks, hence `Reported`.
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra. In a sweep each job takes the lock of its own."""
+        """Called by Hydra. In a sweep each job takes its own lock."""
         name = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
-        if name is None:  # reported later, with all other mistakes
+        if name is None:  # reported later, with other mistakes
             return
         run_dir = Path(str(name))
         try:
@@ -53,7 +53,7 @@ class RefuseSecondRun(Callback):
 
 @contextlib.contextmanager
 def locked(run_dir: str) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory."""
+    """Hold the run directory's lock inside the block. Raises UserError if another run uses the directory."""
     try:
         _claim(Path(run_dir))
         yield
@@ -62,13 +62,13 @@ def locked(run_dir: str) -> Iterator[None]:
 
 
 def _claim(run_dir: Path) -> None:
-    """Rank 0 of those that torchrun or a scheduler started, otherwise the process of the command line."""
+    """Take the lock, on rank 0 only."""
     if environment.is_rank_zero():
         directory.acquire(run_dir, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
 
 
 def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
-    """Raises UserError if the directory holds a run of another experiment. Several ranks ask in `run`, together."""
+    """Raises UserError if the directory holds another experiment; ranks check this together in `run_worker`."""
     if environment.is_one_of_many_ranks() or not (run_dir / "checkpoints").exists():
         return
     own = copy.deepcopy(composed)
@@ -117,7 +117,7 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     is_rank = environment.is_one_of_many_ranks()
-    if not is_rank:  # those ask rank 0, in `run_worker`
+    if not is_rank:  # ranks check this together in `run_worker`
         directory.require_same_experiment(config)
     if config.parallel.strategy == "single":
         if is_rank:
@@ -143,7 +143,8 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
-    """Set what malloc, torch and cuBLAS read once per process. Call before torch is imported. The user's values win.
+    """Set variables that malloc, torch and cuBLAS read once per process, unless the user has. Call before torch is
+    imported.
 
     deterministic: whether a run in this process may have `train.deterministic=true`.
     """

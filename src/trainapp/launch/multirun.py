@@ -1,7 +1,7 @@
-"""The tables at the end of a multirun: of its training runs, also as `sweep.csv`, and of its plans. Imports no torch.
+"""The tables at the end of a multirun: training runs (also as `sweep.csv`) and plans. Imports no torch.
 
-Each job notes its directory when it starts, and its error when it ends; numbers are those of its result.json or
-plan.json. A launcher may run jobs in other processes, to which it sends the callback.
+Each job notes its directory when it starts, and its error when it ends; the numbers are those of its result.json or
+plan.json. A launcher may run jobs in other processes; it sends them the callback.
 """
 
 import atexit
@@ -25,13 +25,13 @@ from trainapp.signals import StopRequest
 from trainapp.units import bytes_text, listed
 
 TABLE = "sweep.csv"
-_FILES = {"train": "result.json", "plan": "plan.json"}  # of the modes that have a table
+_FILES = {"train": "result.json", "plan": "plan.json"}  # the modes with a table
 _NUMBERS = ("steps", "seconds", "peak_memory_bytes", "oom_restarts", "micro_size", "accumulation")
-Job = dict[str, Any]  # what it has noted, and from `_read` on `facts`, its file's content, and `shown`, its overrides
+Job = dict[str, Any]  # its note; after `_read` also `facts` (the content of its file) and `shown` (its overrides)
 
 
 class JobTables(Callback):
-    """Prints the tables. Hydra skips `on_multirun_end` after a failed job or a signal: then `atexit` does."""
+    """Prints the tables; through `atexit`, since Hydra skips `on_multirun_end` after a failed job or a signal."""
 
     def __init__(self) -> None:
         self._notes: Path | None = None  # None outside a multirun
@@ -50,7 +50,7 @@ class JobTables(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra, in the job's process; not after a signal."""
         failed = job_return.status == JobStatus.FAILED
-        # the public property writes to stderr, and raises
+        # the public property writes to stderr and raises
         self._note(config, f"failed: {_one_line(job_return._return_value)}" if failed else "ended")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -69,7 +69,7 @@ class JobTables(Callback):
             file.write(json.dumps(note | {"state": state}))
 
     def _show(self) -> None:
-        """Once. Jobs whose directories are not visible here are left out."""
+        """Print the tables, once. Omits jobs whose directories are not visible here."""
         notes, self._notes = self._notes, None
         if notes is None or not notes.exists():
             return
@@ -88,9 +88,7 @@ def _one_line(raised: Any) -> str:
 
 
 def _read(jobs: Sequence[Job], mode: str) -> list[Job]:
-    """The jobs of this mode, with the content of their files, empty where there is none, and the overrides in which
-    they differ.
-    """
+    """The jobs of this mode. Sets their `facts`, empty without a file, and `shown`, the overrides that differ."""
     own = [job for job in jobs if job["mode"] == mode]
     common = set.intersection(*(set(job["overrides"]) for job in own)) if len(own) > 1 else set()
     for job in own:
@@ -102,7 +100,7 @@ def _read(jobs: Sequence[Job], mode: str) -> list[Job]:
 
 
 def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns of equal width, the last one as it is."""
+    """Print columns of equal width; the last is not padded."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header) - 1)]
     for row in cells:
@@ -124,12 +122,12 @@ def _show_plans(jobs: Sequence[Job]) -> None:
 
 
 def _show_runs(jobs: Sequence[Job], sweep_dir: Path) -> None:
-    """Also as a file, unless no job has a result: then that of an earlier sweep is still right."""
+    """Print the table and write it to a file, unless no job has a result."""
     for job in jobs:
         job["value"] = _objective(job["facts"])
         job["ended"] = job["facts"].get("ended") or job["state"]
     names = {f"{job['facts']['metric']} ({job['facts']['direction']})" for job in jobs if job["value"] is not None}
-    name = names.pop() if len(names) == 1 else "objective"  # of several, none is the best
+    name = names.pop() if len(names) == 1 else "objective"  # different objectives are not compared
     best = _best(jobs, name.endswith("(min)")) if name != "objective" else []
     numbers = ["steps", "time", "peak memory", "OOM restarts", "micro-batch"]
     _print(["job", name, *numbers, "overrides", "directory", "ended by"], [_cells(job, job in best) for job in jobs])
@@ -142,13 +140,13 @@ def _show_runs(jobs: Sequence[Job], sweep_dir: Path) -> None:
 
 
 def _objective(facts: dict[str, Any]) -> float | None:
-    """What sweepers receive. The file cannot hold nan and inf; its note begins with them."""
+    """The value that sweepers receive. JSON has no nan and inf: the note begins with them."""
     note = facts.get("objective_note")
     return float(note.split()[0]) if note else facts.get("objective")
 
 
 def _best(jobs: Sequence[Job], is_least: bool) -> list[Job]:
-    """Of those that no signal has ended; several if they are equal."""
+    """The best jobs not ended by a signal; several if they are equal."""
     finite = [job for job in jobs if job["value"] is not None and math.isfinite(job["value"])]
     ended = [job for job in finite if job["ended"] not in StopRequest.NAMES]
     value = (min if is_least else max)((job["value"] for job in ended), default=None)
@@ -167,7 +165,7 @@ def _cells(job: Job, is_best: bool) -> list[str]:
 
 
 def _write_csv(jobs: Sequence[Job], best: Sequence[Job], path: Path) -> None:
-    """One line per job, with the names and units of result.json."""
+    """Write one line per job, with the names and units of result.json."""
     names = ["job", "overrides", "metric", "direction", "objective", "is_best", *_NUMBERS, "ended", "directory"]
     with atomic_write(path) as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")

@@ -10,10 +10,10 @@ from trainapp.torch_private import foreach_lerp_, local_part
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept."""
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: keeps no average."""
 
     def __init__(self, model: nn.Module, decay: float | None):
-        self._share = 0.0 if decay is None else 1 - decay  # of the new weights
+        self._share = 0.0 if decay is None else 1 - decay  # weight of the new weights
         self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
         self.averages = [p.detach().clone() for p in self.weights]
         self.step = 0
@@ -22,7 +22,7 @@ class WeightAverage:
     def catch_up(self, step: int) -> None:
         """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
         if self.step != step and self.weights:
-            foreach_lerp_(self.averages, self.weights, self._share)  # in place, and so without memory that might lack
+            foreach_lerp_(self.averages, self.weights, self._share)  # in place: cannot run out of memory
         self.step = step
 
     @torch.no_grad()
@@ -33,7 +33,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Swap the averages into the model inside the block; for shards with a copy of one at a time."""
+        """Swap the averages into the model inside the block; copies shards one at a time."""
         self._swap()
         try:
             yield
@@ -41,7 +41,7 @@ class WeightAverage:
             self._swap()
 
     def replace_weights(self) -> None:
-        """Make the averages, if any, the weights for good. Nothing is averaged from then on."""
+        """Permanently replace the weights by their averages, if any. Nothing is averaged afterwards."""
         self._swap()
         self.weights, self.averages = [], []
 
@@ -51,14 +51,14 @@ class WeightAverage:
             for pair in zip(self.weights, self.averages, strict=True):
                 _exchange(*pair)
                 swapped.append(pair)
-        except BaseException:  # out of memory for the copy of a shard: all or none
+        except BaseException:  # no memory for a shard's copy: swap all or none
             for pair in swapped:
                 _exchange(*pair)
             raise
 
 
 def _exchange(weight: Tensor, average: Tensor) -> None:
-    """Without a copy; of a shard, by one: FSDP gathers what its memory holds, whatever `.data` of the DTensor is."""
+    """Swap two tensors; a shard by a copy, because FSDP gathers its memory, whatever `.data` of the DTensor is."""
     if not hasattr(weight, "device_mesh"):
         weight.data, average.data = average.data, weight.data
         return

@@ -1,16 +1,16 @@
-"""AdamW with states, and if need be parameters, in less than fp32: in bf16, or as codes of 8 or 4 bits.
+"""AdamW with states, and optionally parameters, in less than fp32: in bf16, or as codes of 8 or 4 bits.
 
-What is stored in bf16 is rounded up or down by chance, such that the mean is right. Rounding to nearest loses every
-change below half of a bf16's last bit, 1/512 of the value: weights with small updates, and second moments with a decay
-of 0.999, would stand still. By chance they move the right distance on average (Zamirai et al. 2020, arXiv:2010.06192).
+Values in bf16 are rounded stochastically: up or down at random, unbiased. Rounding to nearest loses every change below
+half of a bf16's last bit, 1/512 of the value: weights with small updates, and second moments with a decay of 0.999,
+would not move. Stochastic rounding is right on average (Zamirai et al. 2020, arXiv:2010.06192).
 
-Codes have one scale per block of values, and of each value the number of a level: Dettmers et al. 2022
-(arXiv:2110.02861) for 8 bits and blocks, Li et al. 2023 (arXiv:2309.01507) for 4 bits, and for second moments without a
-level of zero, by which an update would be divided. What differs here: second moments are stored as their roots, which
-halves their range, and values are rounded by chance, so that slow averages keep moving.
+Codes have one scale per block of values and a level number per value: Dettmers et al. 2022 (arXiv:2110.02861) for 8
+bits and blocks; Li et al. 2023 (arXiv:2309.01507) for 4 bits, and for second moments without a zero level, by which an
+update would be divided. Here, in addition, second moments are stored as their roots, which halves their range, and
+values are rounded stochastically, so that slow averages keep moving.
 
-The optimizers of torchao 0.18 (torchao/optim/adam.py) are not used: their step is always compiled, except under a
-dispatch mode, where torch runs it uncompiled. A step whose memory is counted would have other bits than its replay.
+torchao 0.18's optimizers (torchao/optim/adam.py) are not used: their step is always compiled, except under a dispatch
+mode, where torch runs it uncompiled. A step whose memory is counted would differ in its last bits from its replay.
 """
 
 from collections.abc import Iterable
@@ -25,22 +25,22 @@ SMALLEST = 4096  # elements: smaller parameters, such as norms and biases, keep 
 Kind = Literal["8bit", "4bit"]
 StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
 BLOCKS: dict[Kind, int] = {"8bit": 256, "4bit": 128}  # values that share a scale
-# Elements that are computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches,
-# and 96 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
+# Elements computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches, and 96 MiB
+# elsewhere, where each operation has a fixed cost. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
-_LOW = 1 << 16  # what fp32 has below the last bit of bf16
+_LOW = 1 << 16  # the last bit of bf16 in fp32's bits
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) that computes in fp32 and stores its two moments in `state_dtype`. Raises ValueError for
     complex and fp64 parameters.
 
-    What is stored in less than fp32 is rounded by chance, the parameters too if they are bf16. The chance depends on
-    the number of the step and on the parameter's place alone: a run repeats itself, also after a resume, all ranks
-    round the same values alike, and the parameters may be updated in any order. The fused kernels of torch 2.13 are not
-    used: on the CPU they refuse states of another dtype than the parameters', and on CUDA they round to nearest
-    (torchtitan, docs/bf16_optimizer_states.md).
+    Values stored in less than fp32 are rounded stochastically, including bf16 parameters. The random numbers depend
+    only on the step number and the parameter's index: a run is reproducible, also after a resume, all ranks round
+    alike, and the parameters may be updated in any order. torch 2.13's fused kernels are not used: on the CPU they
+    require states in the parameters' dtype, and on CUDA they round to nearest (torchtitan,
+    docs/bf16_optimizer_states.md).
     """
 
     rounds_by_chance = True
@@ -67,12 +67,12 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def state_form(self) -> str:
-        """Of moments that are codes, not values: a checkpoint with others does not fit. Empty for values."""
+        """The form of moments stored as codes, which a checkpoint must match. Empty for plain values."""
         return self._kind if self._kind in BLOCKS else ""
 
     @property
     def tables(self) -> list[Tensor]:
-        """What it needs, in addition to its state, to read it."""
+        """Tensors needed to read the state."""
         return [table for quantizer in self._quantizers.values() for table in quantizer.tables]
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class AdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         weight = _local(parameter)
         flat, gradient = weight.reshape(-1), _local(parameter.grad).reshape(-1)
-        size = PIECES.get(weight.device.type, PIECE)  # temporaries stay small however large a parameter is
+        size = PIECES.get(weight.device.type, PIECE)  # keeps temporaries small for large parameters
         for start in range(0, len(flat), size):
             piece = slice(start, min(start + size, len(flat)))
             moments = {name: self._read(state, name, piece) for name in _MOMENTS}
@@ -110,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
             weight.copy_(flat.view(weight.shape))
 
     def allocate_state(self) -> None:
-        """As the first step does, for all parameters: moments of 0."""
+        """Allocate moments of 0 for all parameters, as the first step does."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._allocate(parameter, self.state[parameter])
@@ -127,7 +127,7 @@ class AdamW(torch.optim.Optimizer):
             state[name], state[f"{name}_scale"] = quantizer.empty(parameter.numel())
 
     def _read(self, state: dict[str, Any], name: str, piece: slice) -> Tensor:
-        """A piece of a moment, flat, in fp32."""
+        """A slice of a moment, flat, in fp32."""
         stored = _local(state[name])
         if f"{name}_scale" not in state:
             return stored.view(-1)[piece].to(torch.float32, copy=True)
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
     def _write(
         self, state: dict[str, Any], name: str, piece: slice, values: Tensor, generator: torch.Generator
     ) -> None:
-        """Store a piece. Overwrites the values."""
+        """Store a slice. Overwrites the values."""
         stored = _local(state[name])
         if f"{name}_scale" not in state:
             copy_rounded(stored.view(-1)[piece], values, generator)
@@ -145,7 +145,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
-    """In place. The gradient is overwritten."""
+    """An AdamW update, in place. Overwrites the gradient."""
     beta1, beta2 = group["betas"]
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -160,8 +160,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
-    """`target.copy_(source)`; into bf16, each value is rounded up or down by chance: on average it is the source's.
-    Infinities and NaN stay what they are.
+    """`target.copy_(source)`; into bf16, with stochastic rounding: on average, values equal the source's. Infinities
+    and NaN are kept.
 
     source: fp32, of the target's shape; its memory is overwritten if the target is bf16. generator: on their device.
     """
@@ -173,8 +173,8 @@ def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> 
 
 
 class Quantizer:
-    """Stores values in codes (uint8, flat), with a scale per block (fp32): its largest magnitude. They are read and
-    written in pieces, which begin where a block does.
+    """Stores values as codes (uint8, flat) with a scale per block (fp32), its largest magnitude. Read and written in
+    slices that start at a block.
 
     of_roots: for second moments, which are stored as their roots and never read as 0.
     """
@@ -187,7 +187,7 @@ class Quantizer:
         else:
             levels = [level / 16 for level in range(1, 17)] if of_roots else _dynamic(4, of_roots)
         self._levels = torch.tensor(levels, device=device)  # ascending
-        self._zero = 0 if of_roots else levels.index(0.0)  # has code 0: an empty state is all zeros
+        self._zero = 0 if of_roots else levels.index(0.0)  # its code is 0, so an empty state is all zeros
         self._mask = 255 if kind == "8bit" else 15
         by_code = [0.0] * (self._mask + 1)
         for number, level in enumerate(levels):
@@ -200,7 +200,7 @@ class Quantizer:
         return self._levels, self._by_code
 
     def empty(self, count: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of so many zeros."""
+        """Codes and scales of `count` zeros."""
         device = self._levels.device
         codes = torch.zeros(-(-count // self._per_byte), dtype=torch.uint8, device=device)
         return codes, torch.zeros(-(-count // self._block), device=device)
@@ -210,7 +210,7 @@ class Quantizer:
         codes = codes[self._bytes(piece)]
         if self.kind == "4bit":
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten()
-        values = self._by_code.index_select(0, codes.int())  # by `[]` it takes 100 times as long on the CPU
+        values = self._by_code.index_select(0, codes.int())  # indexing by `[]` is 100 times slower on the CPU
         values = values[: piece.stop - piece.start]
         for block, scale in self._blocks(values, scales, piece.start):
             block.mul_(scale)
@@ -239,7 +239,7 @@ class Quantizer:
         return parts
 
     def _encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Each value becomes one of its two neighbours, by chance, such that the mean is right. Overwrites them."""
+        """Round each value stochastically to one of its two neighbouring levels. Overwrites the values."""
         below = torch.bucketize(values, self._levels[1:-1], right=True, out_int32=True)
         lower = self._levels.index_select(0, below)
         gap = self._levels.index_select(0, below + 1).sub_(lower)
@@ -254,10 +254,10 @@ class Quantizer:
 
 
 def _dynamic(bits: int, of_roots: bool) -> list[float]:
-    """The levels of arXiv:2110.02861: per power of ten twice as many as for the next smaller one.
+    """The levels of arXiv:2110.02861: each power of ten has twice as many as the next smaller one.
 
-    Stretched such that the largest are -1 and 1: beyond the last level, values could not be right on average.
-    Of roots: twice as many, all positive; the lowest is a tenth of the next.
+    Stretched so that the largest are -1 and 1: beyond the last level, rounding would be biased.
+    of_roots: twice as many, all positive; the lowest is a tenth of the next.
     """
     upper: list[float] = []
     for power in range(bits - 1):

@@ -1,13 +1,13 @@
-"""Matrix products of linear layers in 8 bits: `precision=int8` and `precision=fp8`.
+"""8-bit matmuls of linear layers: `precision=int8` and `precision=fp8`.
 
-The output and the gradient of the inputs are products of 8-bit numbers: every row of the left factor and every column
-of the right one is divided by a scale of its own and rounded to nearest. A row is one sample's or token's, so no
-product depends on what else is in the micro-batch, and a smaller micro-batch computes the same ones. The rows of the
-weight's gradient run over all samples instead, so that one stays in bf16, as in torchao's recipe "rowwise_with_gw_hp".
+The output and the gradient of the inputs are 8-bit matmuls: every row of the left factor and every column of the right
+one has its own scale and is rounded to nearest. A row belongs to one sample or token, so results do not depend on the
+rest of the micro-batch. The rows of the weight's gradient run over all samples instead, so that matmul stays in bf16,
+as in torchao's recipe "rowwise_with_gw_hp".
 
-The kernels are torchao's, its modules are not used (0.18): Float8Linear follows the autocast of CUDA only and wraps its
-numbers in tensors that the counter of live tensors does not see into; Int8MixedPrecisionTrainingLinear ignores
-autocast and calls `view` on inputs and gradients of any layout.
+The kernels are torchao's; its modules are not used (0.18): Float8Linear follows only CUDA's autocast and wraps its
+values in tensors that the counter of live tensors cannot see into; Int8MixedPrecisionTrainingLinear ignores autocast
+and calls `view` on inputs and gradients of any layout.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,19 +21,19 @@ from trainapp.errors import UserError
 from trainapp.torch_private import int8_product, unsafe_view
 
 Kind = Literal["int8", "fp8"]
-MULTIPLE = 16  # of which the fp8 kernels need both dimensions of a weight (torch 2.13, native/cuda/ScaledBlas.cpp)
-# What products are padded to: cuBLAS takes no fewer than 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), torchao's
-# kernel no single one (0.18, prototype/quantized_training/int8_mm.py), and an expert may get none.
+MULTIPLE = 16  # fp8 kernels need it to divide both dimensions of a weight (torch 2.13, native/cuda/ScaledBlas.cpp)
+# Rows that matmuls are padded to: cuBLAS needs at least 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), torchao's
+# kernel at least 2 (0.18, prototype/quantized_training/int8_mm.py), and an expert may get none.
 LEAST_ROWS = 32
-LEAST_SCALE = 1e-30  # of int8: smaller numbers become 0. By default (1e-12) gradients of small losses would
+LEAST_SCALE = 1e-30  # int8's smallest scale; torchao's default, 1e-12, would round gradients of small losses to 0
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose products are in 8 bits. Its weight and bias, and their names, are those of nn.Linear."""
+    """A linear layer with 8-bit matmuls. Its weight and bias, and their names, are those of nn.Linear."""
 
     kind: Kind
 
-    def forward(self, input: Tensor) -> Tensor:  # its name in nn.Linear
+    def forward(self, input: Tensor) -> Tensor:  # the parameter's name in nn.Linear
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Products(torch.autograd.Function):
-    """input [..., K] @ weight [N, K].T, with only what its gradients need kept for backward, as nn.Linear does."""
+    """input [..., K] @ weight [N, K].T; like nn.Linear, saves only what its gradients need."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, kind: Kind) -> Tensor:
@@ -54,7 +54,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        # Rounding has no derivative. (torch's `once_differentiable` would drop that of the weight in silence.)
+        # Rounding has no derivative. (torch's `once_differentiable` would silently drop the weight's.)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UserError(
                 f"precision={ctx.kind}: a gradient of a gradient (create_graph=True) cannot be computed through "
@@ -72,7 +72,7 @@ class _Products(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor, kind: Kind) -> Tensor:
-    """left [M, K] @ right [N, K].T in their dtype."""
+    """left [M, K] @ right [N, K].T, in their dtype."""
     count = len(left)
     if count < LEAST_ROWS:
         left = F.pad(left, (0, 0, 0, LEAST_ROWS - count))
@@ -93,7 +93,7 @@ def _int8(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _fp8(left: Tensor, right: Tensor) -> Tensor:
-    """Sums are those of bf16 results."""
+    """Adds up in bf16 results."""
     from torchao.float8.float8_ops import addmm_float8_unwrapped
 
     rows, row_scale = _fp8_rows(left)
@@ -104,7 +104,7 @@ def _fp8(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _fp8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """In float8_e4m3fn, with the factor of each row, [rows, 1], a power of two: only the numbers are rounded."""
+    """The tensor in float8_e4m3fn, and each row's factor [rows, 1], a power of two: only the values are rounded."""
     from torchao.float8.config import ScalingGranularity, e4m3_dtype
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
@@ -117,9 +117,9 @@ _KERNELS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _int8, "fp8"
 
 
 def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The linear layers in these blocks whose products can be in 8 bits: both dimensions are multiples of MULTIPLE.
+    """The linear layers in these blocks that support 8-bit matmuls: both dimensions are multiples of MULTIPLE.
 
-    Subclasses of nn.Linear are left out: their forward may be another one.
+    Subclasses of nn.Linear are excluded: their forward may differ.
     """
     layers = dict.fromkeys(module for block in blocks for module in block.modules())
     linear = [m for m in layers if isinstance(m, nn.Linear) and type(m) in (nn.Linear, QuantizedLinear)]
@@ -127,14 +127,14 @@ def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
 
 
 def quantize(layers: Iterable[nn.Linear], kind: Kind) -> None:
-    """Let these layers multiply in 8 bits, in place: parameters, their names and the layers' hooks stay."""
+    """Switch these layers to 8-bit matmuls, in place: parameters, their names and the layers' hooks stay."""
     for layer in layers:
         layer.__class__ = QuantizedLinear
         layer.kind = kind  # type: ignore[assignment]
 
 
 def require_kernels(kind: Kind, device: torch.device) -> None:
-    """Multiply two small matrices. Raises UserError without torchao, and where the device cannot multiply in `kind`."""
+    """Multiply two small matrices. Raises UserError without torchao, or if the device cannot multiply in `kind`."""
     try:
         ones = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
         _product(ones, ones, kind)

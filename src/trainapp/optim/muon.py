@@ -1,4 +1,4 @@
-"""Muon for matrices with AdamW for all other parameters, as one optimizer."""
+"""Muon for matrices and AdamW for all other parameters, as one optimizer."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -8,12 +8,12 @@ from torch import nn
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for what is not a matrix,
-    and for embeddings and the head.
+    """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for embeddings, the head
+    and all non-matrices.
 
     Muon (kellerjordan.github.io/posts/muon) makes each update of a matrix nearly orthogonal, in bf16.
     adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a rate; "original" is Keller Jordan's.
-    Raises ValueError where there is no matrix.
+    Raises ValueError if there is no hidden matrix.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """The parameter groups of a model: hidden matrices, other weights, and norms and biases, which do not decay."""
+        """A model's parameter groups: hidden matrices; other weights; norms and biases, without weight decay."""
         outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         head = getattr(model, "head", None)
         outside |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()

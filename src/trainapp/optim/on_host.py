@@ -1,12 +1,12 @@
-"""`optimizer.offload`: the optimizer's state and update on the host, the parameters and gradients on the device.
+"""`optimizer.offload`: optimizer state and update on the host, parameters and gradients on the device.
 
-In every step gradients and parameters are copied to the host, updated there by the optimizer itself, and the
-parameters copied back: ZeRO-Offload (arXiv:2101.06840) without its overlap, since the norm of all gradients comes
-first. On the CPU the bits are those of the plain optimizer. The parameters are copied to the host every time, although
-only the optimizer changes most of them: a checkpoint, a rollback or a forward may write them, too.
+In every step, gradients and parameters are copied to the host, updated there by the optimizer itself, and the
+parameters are copied back: ZeRO-Offload (arXiv:2101.06840) without its overlap, since the norm of all gradients is
+needed first. On the CPU the result is bit-identical to the plain optimizer's. The parameters are copied to the host
+every time, because a checkpoint, a rollback or a forward may also have written them.
 
-The update allocates nothing on the device. Nothing has changed until all gradients have arrived; an error in the
-update itself leaves it half done, as on the device.
+The update allocates nothing on the device. Nothing changes until all gradients have arrived; an error in the update
+itself leaves it partially applied, as on the device.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class HostCopies:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All copies."""
         return [copy for _, *copies in self._all for copy in copies]
 
     def of_groups(self, groups: list[Any]) -> list[Any]:
@@ -42,34 +42,34 @@ class HostCopies:
         return copy
 
     def fetch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy existing gradients and their parameters to the host, and let groups and state have the copies."""
+        """Copy existing gradients and their parameters to the host, and put the copies into groups and state."""
         for parameter, copy, gradient in self._all:
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad, non_blocking=True)
                 copy.copy_(parameter, non_blocking=True)
                 copy.grad = gradient
         for device in {parameter.device for parameter, *_ in self._all if _on_cuda(parameter)}:
-            torch.cuda.current_stream(device).synchronize()  # the host reads what has been copied
+            torch.cuda.current_stream(device).synchronize()  # the host reads the copies
         _rename(optimizer, {id(parameter): copy for parameter, copy, _ in self._all})
 
     def give_back(self) -> None:
-        """Copy the parameters that had a gradient back. The next `fetch` waits for it, by the order of the stream."""
+        """Copy parameters that had a gradient back. The next `fetch` waits for it, by stream order."""
         for parameter, copy, _ in self._all:
             if copy.grad is not None:
                 parameter.copy_(copy, non_blocking=True)
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let groups and state have the parameters instead of the copies, which have no gradients any more."""
+        """Put the parameters back into groups and state, and drop the copies' gradients."""
         for _, copy, _ in self._all:
             copy.grad = None
         _rename(optimizer, {id(copy): parameter for parameter, copy, _ in self._all})
 
 
 def move_to_host(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
-    """Let an optimizer that was built for the copies of the parameters step on the host. Between its steps, groups and
-    state are those of the parameters.
+    """Make an optimizer built for the copies step on the host. Between its steps, groups and state are keyed by the
+    parameters.
 
-    Its class becomes a subclass of the same name, so that the checkpoints are the same ones.
+    Its class becomes a subclass of the same name, so checkpoints are the same.
     """
     kind = type(optimizer)
 
@@ -89,18 +89,18 @@ def move_to_host(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
 
 
 def copies_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors that, in addition to the state, an optimizer on the host keeps; none for others."""
+    """Host copies that an offloaded optimizer keeps in addition to its state; none for others."""
     copies: HostCopies | None = getattr(optimizer, "host_copies", None)
     return [] if copies is None else copies.tensors
 
 
 def _on_cuda(tensor: Tensor) -> bool:
-    """And not only in a trace."""
+    """Whether the tensor is on CUDA for real, not in a trace."""
     return tensor.device.type == "cuda" and has_values(tensor)
 
 
 def _rename(optimizer: torch.optim.Optimizer, others: dict[int, Tensor]) -> None:
-    """In place: an optimizer of several parts shares groups and state with them."""
+    """Replace parameters in groups and state, in place: the parts of an optimizer share these objects."""
     for group in optimizer.param_groups:
         group["params"] = [others[id(parameter)] for parameter in group["params"]]
     entries = list(optimizer.state.items())

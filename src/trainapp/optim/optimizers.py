@@ -1,8 +1,8 @@
 """Builds the optimizer: its parameter groups, the fused kernel where available, state allocated before the first step.
 
-Groups are by name (`optimizer.groups`) and by layer (`optimizer.layer_decay`, that of BEiT, arXiv:2106.08254): the rate
-of each block is the next one's times a factor. What is registered before the first block, such as an embedding, counts
-as a layer before it; what comes after the first block and is in none, such as the head, has the full rate.
+Groups are by name (`optimizer.groups`) and by layer (`optimizer.layer_decay`, as in BEiT, arXiv:2106.08254): the rate
+of each block is the next one's times a factor. Modules registered before the first block, such as an embedding, count
+as a layer before it; modules outside the blocks after that, such as the head, have the full rate.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ from trainapp.torch_private import step_optimizer
 from trainapp.units import listed
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
-# Torch chooses one kernel for all groups; the others of these are about how it is called.
+# Options that are not per group: torch chooses one kernel for all groups; the others affect how it is called.
 _OF_THE_WHOLE = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -33,19 +33,19 @@ def build_optimizer(
     blocks: Sequence[nn.Module] = (),
     setting: str = "optimizer",
 ) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that require gradients, with its state already allocated: the first step needs no
-    more memory than later ones.
+    """The optimizer of the parameters that require gradients, with its state already allocated, so that the first step
+    needs no more memory than later ones.
 
-    blocks: of the model, for `layer_decay`. setting: where the settings are from, for messages.
+    blocks: the model's blocks, for `layer_decay`. setting: name of the section, for messages.
     Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that match
-    nothing, only frozen parameters, or what another group matches.
+    nothing, only frozen parameters, or parameters of another group.
     """
     kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     takes = inspect.signature(kind).parameters
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
-            "leave some parameters unfrozen"
+            "unfreeze some parameters"
         )
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
@@ -54,10 +54,10 @@ def build_optimizer(
     # create it beforehand.
     can_be_fused = "fused" in takes and not settings.arguments.get("dampening")
     if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
-        can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
+        can_be_fused = False  # some kernels do not support shards, which only the trial step below would reveal
 
     def ready(**kernel: bool) -> torch.optim.Optimizer:
-        # Made anew because an optimizer writes its settings into the groups that it is given.
+        # Rebuilt, because an optimizer writes its settings into the groups it is given.
         groups = _groups(kind, settings, model, blocks, setting)
         copies = HostCopies() if settings.offload else None
         provided: dict[str, Any] = {"params": groups if copies is None else copies.of_groups(groups)}
@@ -77,7 +77,7 @@ def build_optimizer(
             return ready(fused=True)
         except UserError:
             if not is_auto:
-                raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
+                raise  # else: torch has no such kernel for these parameters, such as SGD's for FSDP2 shards
     return ready()
 
 
@@ -90,10 +90,10 @@ def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
-    """The names that a pattern of `model.freeze`, `updates` or `optimizer.groups` matches: a parameter's, those in a
-    module, or by shell wildcards, whose `*` matches dots, too. Raises UserError for a pattern that names nothing.
+    """The names matched by a pattern of `model.freeze`, `updates` or `optimizer.groups`: a parameter, all parameters of
+    a module, or shell wildcards, whose `*` also matches dots. Raises UserError for a pattern that matches nothing.
 
-    setting: with the pattern, and owner: the model's name, for the message.
+    setting: the setting with the pattern, and owner: the model's name, for the message.
     """
     named = [name for name in parameters if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
     if not named:
@@ -106,9 +106,9 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str,
 
 
 def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze what the patterns of `model.freeze` name. A tensor with several names (tied weights) is frozen by each.
+    """Freeze the parameters that the patterns of `model.freeze` match. Any name of a tied weight freezes it.
 
-    Raises UserError for a pattern that names nothing.
+    Raises UserError for a pattern that matches nothing.
     """
     parameters = all_names(model)
     for pattern in patterns:
@@ -129,10 +129,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str) -> list[Any]:
-    """What the optimizer's constructor gets: parameter groups, or parameters where nothing tells them apart."""
+    """Arguments for the optimizer's constructor: parameter groups, or plain parameters if there is only one group."""
     groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
     if "weight_decay" in inspect.signature(kind).parameters:
-        # An optimizer may treat some parameters in another way.
+        # An optimizer may define its own groups.
         groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
     if settings.groups or settings.layer_decay is not None:
         groups = _split(groups, model, settings, blocks, setting)
@@ -142,7 +142,7 @@ def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[n
 def _split(
     groups: list[Any], model: nn.Module, settings: Optimizer, blocks: Sequence[nn.Module], setting: str
 ) -> list[dict[str, Any]]:
-    """Groups, or parameters, split by what is said of each parameter, with the `label` that each is logged under."""
+    """Groups, or parameters, split by each parameter's options, with the `label` that each is logged under."""
     number_of = _numbers(model, settings, setting)
     layer_of = _layer_numbers(model, blocks) if settings.layer_decay is not None else {}
     base = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
@@ -157,7 +157,7 @@ def _split(
         if number is not None:
             options = _options(settings.groups[number])
             if number in with_matrices and all(p.ndim < 2 for p in part["params"]):
-                options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
+                options.pop("weight_decay", None)  # not for norms and biases, unless alone in the group
             part.update(options)
             labels.append(",".join(settings.groups[number]["match"]))
         if layer is not None:
@@ -183,7 +183,7 @@ def _layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, i
 
 
 def _numbers(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
-    """By the id of each parameter that a group matches, the number of that group."""
+    """The number of each matched parameter's group, by the parameter's id."""
     parameters = all_names(model)
     number_of: dict[int, int] = {}
     for number, group in enumerate(settings.groups):
@@ -195,14 +195,14 @@ def _numbers(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, i
                 raise UserError(f"{own}: {name} is in group {other}, too; each parameter may be in one of them")
         if not any(parameters[name].requires_grad for name in names):
             raise UserError(
-                f"{own}: nothing that it matches ({listed(names)}) is trained by this optimizer; leave the group out"
+                f"{own}: nothing that it matches ({listed(names)}) is trained by this optimizer; remove the group"
             )
     return number_of
 
 
 def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str) -> None:
-    """Raises UserError for options of groups that the optimizer does not have, or reads for all parameters alike: torch
-    takes any.
+    """Raises UserError for group options that the optimizer does not have, or does not read per group: torch accepts
+    any key.
     """
     options = [name for name in optimizer.defaults if name not in _OF_THE_WHOLE]
     for number, group in enumerate(settings.groups):
@@ -215,7 +215,7 @@ def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, settin
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group sets of its optimizer."""
+    """The optimizer options that a group sets."""
     return {name: value for name, value in group.items() if name != "match"}
 
 
@@ -236,23 +236,24 @@ def _allocate_state(optimizer: torch.optim.Optimizer, settings: Optimizer, setti
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Allocate the state that torch's optimizers otherwise create in their first step. Whether that was possible.
+    """Allocate the state that torch's optimizers otherwise create in their first step. Returns whether that was
+    possible.
 
-    It is not where the state is not zero after a step without effect (Rprop's step sizes), for SGD's dampened momentum,
-    which treats the first step differently, nor for optimizers that neither torch nor trainapp ships.
+    Not possible for state that is not zero after a step without effect (Rprop's step sizes), for SGD's dampened
+    momentum, whose first step differs, and for optimizers that neither torch nor trainapp ships.
     """
     if not _is_known(type(optimizer)):
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
         return True
-    if hasattr(optimizer, "allocate_state"):  # trainapp's own: a step of theirs is many operations
+    if hasattr(optimizer, "allocate_state"):  # trainapp's own, whose step is many operations
         optimizer.allocate_state()
         return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     step_without_effect(optimizer)
     values = [(name, value) for state in optimizer.state.values() for name, value in state.items()]
-    # As bool, since `any` of uint8 is uint8, and a plan answers reads by their dtype.
+    # As bool, since `any` of uint8 is uint8, and a plan answers reads by dtype.
     clean = not any(torch.is_tensor(value) and value.any().bool() for name, value in values if name != "step")
     if not clean:
         optimizer.state.clear()
@@ -260,16 +261,15 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_known(kind: Any) -> bool:
-    """Whether torch or trainapp ships this class: of others, nothing is known of what a step changes."""
+    """Whether torch or trainapp ships this class: a step of any other class may change anything."""
     return str(getattr(kind, "__module__", "")).partition(".")[0] in ("torch", "trainapp")
 
 
 @torch.no_grad()
 def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """A step with zero gradients, rate and decay, which changes no parameter. Step counts are reset to zero.
+    """Take a step with zero gradients, rate and decay, which changes no parameter. Step counts are reset to zero.
 
-    Leaves the optimizer's state allocated, ready to load a checkpoint into, which also has what an optimizer counts in
-    its options.
+    Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
     kept: list[dict[str, Any]]
     kept = [{name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups]
@@ -288,8 +288,8 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = state["step"].zero_() if torch.is_tensor(state["step"]) else 0
 
 
-# --- one parameter at a time, as its gradient is complete: LOMO's method (arXiv:2306.09782), with any optimizer whose
-# update of a parameter needs no other gradient than that parameter's
+# --- one parameter at a time, as soon as its gradient is complete: LOMO's method (arXiv:2306.09782), for any optimizer
+# whose update of a parameter needs only that parameter's gradient
 
 
 def require_separable(optimizer: torch.optim.Optimizer) -> None:
@@ -297,14 +297,14 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if not (_is_known(kind) or getattr(kind, "updates_parameters_alone", False)):
         raise UserError(
-            f"optimizer.in_backward=true with {kind.__name__}: it is called once per parameter, and may need all "
-            "gradients at once; if it does not, say so with `updates_parameters_alone = True` in its class, else use "
+            f"optimizer.in_backward=true with {kind.__name__}: it is called once per parameter, but may need all "
+            "gradients at once; if it does not, declare `updates_parameters_alone = True` in its class, otherwise use "
             "optimizer.in_backward=false"
         )
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: Tensor, own: dict[str, Any]) -> None:
-    """Update this parameter alone. own: the group that it is in."""
+    """Update only this parameter. own: its group."""
     groups = optimizer.param_groups
     all_parameters = [group["params"] for group in groups]
     for group in groups:

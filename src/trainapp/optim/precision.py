@@ -1,7 +1,6 @@
-"""The numbers of a step: a precision mode as autocast, a loss scaler and dtypes; norms of gradients; and steps without
-a usable update, whose loss, gradients or count are not finite.
+"""Precision modes, gradient norms, and non-finite checks.
 
-| mode      | weights  | matrix products            | loss scale |
+| mode      | weights  | matmuls                    | loss scale |
 |-----------|----------|----------------------------|------------|
 | fp32      | fp32     | fp32                       | none       |
 | tf32      | fp32     | TF32 on NVIDIA, else fp32  | none       |
@@ -11,7 +10,7 @@ a usable update, whose loss, gradients or count are not finite.
 | int8      | fp32     | as bf16; in blocks: int8   | none       |
 | fp8       | fp32     | as bf16; in blocks: fp8    | none       |
 
-Autocast stays on in bf16_pure for what a model or a loss mixes: fp32 inputs, buffers and losses.
+Autocast stays on in bf16_pure for models and losses that mix in fp32 inputs, buffers or losses.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.optim import matmuls
 from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
 
-MAX_SKIPPED = 100  # steps in a row: such a run makes no progress and will not recover
+MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and will not recover
 
 _AUTOCAST = {
     "bf16": torch.bfloat16,
@@ -52,23 +51,23 @@ class Precision:
 
     @property
     def is_pure(self) -> bool:
-        """Whether parameters, and with them gradients, are in `compute_dtype`, too."""
+        """Whether parameters and gradients are also in `compute_dtype`."""
         return self.mode == "bf16_pure"
 
     @property
     def norm_dtype(self) -> torch.dtype | None:
-        """In which the squares of gradients are added up; None: their own."""
+        """Accumulation dtype of the gradient norm; None: the gradients' dtype."""
         return torch.float32 if self.is_pure else None
 
     def cast_parameters(self, model: nn.Module) -> None:
-        """Give the parameters their dtype, in place; tied ones stay tied. Buffers keep theirs."""
+        """Cast the parameters in place; tied ones stay tied. Buffers keep their dtype."""
         if self.is_pure:
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.compute_dtype)
 
     def with_own_scaler(self, device: torch.device) -> "Precision":
-        """The same with a loss scale of its own, at its initial value: for another optimizer."""
+        """A copy with its own loss scale, at the initial value: for another optimizer."""
         if not self.scaler.is_enabled():
             return self
         scale, interval = self.scaler.get_scale(), self.scaler.get_growth_interval()
@@ -76,22 +75,22 @@ class Precision:
         return dataclasses.replace(self, scaler=scaler)
 
     def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
-        """Divide the gradients by the loss scale. The reduction makes an overflow on one rank an overflow on all."""
+        """Divide the gradients by the loss scale. `all_reduce_found_inf` spreads an overflow on one rank to all."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
             all_reduce_found_inf(found_inf(self.scaler, optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer and adjust the loss scale. False when the gradients overflowed: then there is no step.
-        Call `unscale` before.
+        """Step the optimizer and adjust the loss scale. False, without a step, if the gradients overflowed. Call
+        `unscale` before.
 
         Waits for the device once, in fp16 only: the next step depends on whether this one counts. `scaler.step` reads
-        the same flag where the optimizer is not fused, and comparing the scale before and after would wait twice.
+        the same flag if the optimizer is not fused; comparing the scale before and after would wait twice.
         """
         if not self.scaler.is_enabled():
             step_optimizer(optimizer)
             return True
-        # Compared on the device, so that a trace, which reads False everywhere, takes the step.
+        # Compared on the device, so that a trace, which reads every bool as False, takes the step.
         overflowed = any((flag > 0).item() for flag in found_inf(self.scaler, optimizer))
         if not overflowed:
             step_optimizer(optimizer)
@@ -105,13 +104,13 @@ class Precision:
 
 
 def build(settings: schema.Precision, device: torch.device) -> Precision:
-    """Also sets torch's switches for TF32 and attention. Raises UserError where it cannot multiply in 8 bits."""
+    """The precision mode. Sets torch's TF32 and attention switches. Raises UserError if 8-bit matmuls fail."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode)
-    # Under autocast on CUDA torch itself leaves the fast path of nn.TransformerEncoder out. It is one operation that
+    # On CUDA, torch itself disables nn.TransformerEncoder's fast path under autocast. The path is one operation that
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
-    # would have another result.
+    # would give another result.
     torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or dtype is None)
     if settings.mode in ("int8", "fp8"):
         matmuls.require_kernels(settings.mode, device)
@@ -132,14 +131,14 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
 
 
 def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The 2-norm of all gradients together, a scalar tensor on their device. dtype: to add their squares in."""
+    """The 2-norm of all gradients together, a scalar tensor on their device. dtype: accumulation dtype."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
 
 
 def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each. dtype: to add the squares in."""
+    """The 2-norm of each gradient. dtype: accumulation dtype."""
     return list(foreach_norm(gradients, 2, dtype))
 
 
@@ -148,9 +147,9 @@ def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
     if factor.device.type == "cpu":
         foreach_mul_(gradients, factor)
         return
-    # One launch per dtype. For a factor of another dtype, such as the fp64 of counts summed over ranks, and for lists
-    # of several dtypes, CUDA launches a kernel per gradient, which rounds the factor to the gradient's dtype all the
-    # same (ForeachBinaryOpScalarTensor.cu at pytorch's commit 0eb8214).
+    # One launch per dtype. For a factor of another dtype (such as fp64 counts summed over ranks), and for lists of
+    # several dtypes, CUDA launches a kernel per gradient, and also rounds the factor to the gradient's dtype
+    # (ForeachBinaryOpScalarTensor.cu at pytorch's commit 0eb8214).
     for dtype in {gradient.dtype for gradient in gradients}:
         foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
 
@@ -164,13 +163,13 @@ Number = Tensor | float
 class NonFiniteCheck:
     """Decides whether a step may update the parameters.
 
-    policy: "stop" ends the run with an error that names the step and the metric; "skip" leaves the step out.
-    scaled: whether a loss scaler is in use, which skips a step whose scaled gradients overflow itself.
+    policy: "stop" ends the run with an error that names the step and the metric; "skip" skips the step.
+    scaled: whether a loss scaler is in use, which itself skips a step whose scaled gradients overflow.
     last_checkpoint: names the last checkpoint, for the message.
 
-    On the CPU, and for "skip", the values are read before every update; on a GPU that is a wait for the device per
-    step. "stop" does without: there the first bad step is recorded on the device, and `check` reads it. It is called
-    before anything is logged or saved, so no bad step reaches a checkpoint.
+    On the CPU, and for "skip", the values are read before every update; on a GPU that waits for the device in each
+    step. On a GPU, "stop" records the first bad step on the device instead, and `check` reads it. It is called before
+    anything is logged or saved, so no bad step reaches a checkpoint.
     """
 
     def __init__(
@@ -184,12 +183,12 @@ class NonFiniteCheck:
     def allows_update(self, step: int, loss: Number, norm: Number, count: Number, update: str = "") -> bool:
         """Whether the step may be applied.
 
-        step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
-        skipped under either policy. update: its name, where a step has several. Raises TrainingStopped for "stop", or
+        step: steps applied before this one. count: the divisor of loss and gradients; a step with count 0 is skipped
+        under either policy. update: the update's name, if a step has several. Raises TrainingStopped for "stop", or
         after too many skipped steps.
         """
         values = {"count": count, "loss": loss} | ({} if self.scaled else {"gradient norm": norm})
-        # On a GPU too, some are numbers, known without a wait.
+        # Some values are plain numbers even on a GPU, readable without a wait.
         unread = {n: v for n, v in values.items() if isinstance(v, Tensor) and not self._reads_every_step}
         numbers = {name: float(value) for name, value in values.items() if name not in unread}
         if numbers.get("count") == 0:
@@ -214,8 +213,8 @@ class NonFiniteCheck:
         self._first_bad = torch.where(all_good | (self._first_bad >= 0), self._first_bad, step)
 
     def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
-        """Count steps that were not applied, and for what `reason` if not for their gradients. Raises TrainingStopped
-        after more than MAX_SKIPPED in a row.
+        """Count steps that were not applied. reason: why, if not for their gradients. Raises TrainingStopped after more
+        than MAX_SKIPPED in a row.
         """
         self._skipped[update] = 0 if applied else self._skipped[update] + 1
         if self._skipped[update] > MAX_SKIPPED:
@@ -226,14 +225,14 @@ class NonFiniteCheck:
             )
 
     def check(self) -> None:
-        """Raises TrainingStopped when a step since the last call was not finite. Waits for the device on a GPU."""
+        """Raises TrainingStopped if a step since the last call was not finite. Waits for the device on a GPU."""
         if not self._reads_every_step and (step := int(self._first_bad)) >= 0:
             self._stop(step, "loss or gradients are not finite, or the count is 0, negative or not finite")
 
     def _stop(self, step: int, problem: str, update: str = "") -> NoReturn:
         raise NotFinite(
             f"step {step + 1}{_of(update)}: {problem}; {self._saved()}. A lower optimizer.lr, a longer schedule.warmup "
-            "or train.grad_clip may help; train.nonfinite=skip leaves such steps out; debug=nonfinite finds where it "
+            "or train.grad_clip may help; train.nonfinite=skip skips such steps; debug=nonfinite finds where it "
             "comes from. A count is the number of samples or tokens, or the sum of their weights"
         )
 

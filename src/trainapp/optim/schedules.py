@@ -1,7 +1,7 @@
-"""Learning-rate schedules: which rates the coming update has.
+"""Learning-rate schedules: the rates of the coming update.
 
-The application's own shapes and functions of one's own are pure functions of the number of applied optimizer steps.
-torch's schedulers have a state, which a checkpoint holds. Neither a retried nor a skipped step advances either.
+The built-in shapes and users' functions are pure functions of the number of applied optimizer steps. torch's schedulers
+have a state, which is saved in checkpoints. A retried or skipped step advances neither.
 """
 
 import inspect
@@ -22,9 +22,8 @@ Groups = list[dict[str, Any]]
 
 
 class Schedule:
-    """Sets the options of an optimizer's groups, whose `initial_lr` is the configured rate.
-
-    Here the rates, by a factor that is a function of the step. Calling it gives the factor.
+    """Sets the rates of an optimizer's groups, whose `initial_lr` is the configured rate, by a factor that is a
+    function of the step. Calling the schedule returns the factor.
     """
 
     follows_evaluations = False
@@ -36,16 +35,16 @@ class Schedule:
         return self._factor(step)
 
     def set_rates(self, groups: Groups, step: int) -> None:
-        """For the update that follows `step` applied steps."""
+        """Set the rates for the update that follows `step` applied steps."""
         factor = self._factor(step)
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
 
     def evaluated(self, objective: float) -> None:
-        """An evaluation has this objective, the same on all ranks."""
+        """Report the objective of an evaluation, equal on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; none of a function of the step."""
+        """Plain values; empty for a function of the step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,10 +58,10 @@ def for_optimizer(
     user_packages: Sequence[str] = (),
     direction: str = "min",
 ) -> Schedule:
-    """The schedule of an optimizer whose groups have their `initial_lr`.
+    """The schedule of an optimizer whose groups have an `initial_lr`.
 
-    direction: "min" or "max", of the objective that evaluations give. Raises UserError as `build` does, and for what
-    `_target_` names: not allowed, wrong arguments, neither a function of the step nor one of torch's schedulers.
+    direction: "min" or "max", the objective's. Raises UserError as `build` does, and if `_target_` is not allowed, gets
+    wrong arguments, or is neither a function of the step nor one of torch's schedulers.
     """
     if settings.target is None:
         return Schedule(build(settings, run))
@@ -75,7 +74,7 @@ def for_optimizer(
         provided["mode"] = direction
 
     for group in optimizer.param_groups:
-        group["lr"] = group.pop("initial_lr")  # a scheduler sets it anew, by its own rule
+        group["lr"] = group.pop("initial_lr")  # a scheduler sets its own `initial_lr`
     provided["optimizer"] = optimizer
     scheduler = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
     if not isinstance(scheduler, LRScheduler):
@@ -89,7 +88,7 @@ def for_optimizer(
 
 
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The learning rates, as they are logged: `lr` of what is in no group, and `lr/NAME` of each group."""
+    """The learning rates as logged: `lr` for parameters in no group, `lr/NAME` for each group."""
     groups = optimizer.param_groups
     plain = next((group for group in groups if "label" not in group), groups[0])
     return {"lr": plain["lr"]} | {f"lr/{group['label']}": group["lr"] for group in groups if "label" in group}
@@ -101,8 +100,8 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def build(settings: schema.Schedule, run: RunLength) -> Factor:
     """`factor(step)`: multiplies the base learning rate in the step that follows `step` applied ones.
 
-    All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError where the shape needs a run with
-    an end and there is none, and for a warm-up and a decay that do not fit into the run.
+    All shapes first rise linearly over `warmup`: 1/w, 2/w, ..., 1. Raises UserError if the shape needs a run with a
+    known end and there is none, and if warm-up and decay do not fit into the run.
     """
     total, final = run.total_steps, settings.final
     if total is None and settings.shape != "constant":
@@ -175,7 +174,7 @@ def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
             )
         return value * min(1.0, (step + 1) / warmup) if warmup else value
 
-    factor(0)  # a mistake in it shows before the first step
+    factor(0)  # reveals mistakes before the first step
     return factor
 
 
@@ -183,22 +182,22 @@ def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
 
 
 class TorchSchedule(Schedule):
-    """The schedule of one of torch's schedulers. warmup: steps of a linear warm-up before it.
+    """Wraps one of torch's schedulers. warmup: steps of linear warm-up before it.
 
-    A scheduler changes its optimizer whenever it is stepped: here only when an update is committed, once per step that
-    has been applied since the warm-up, so that a step that is rolled back or skipped does not advance it; or once per
-    evaluation, where it is a ReduceLROnPlateau.
+    A scheduler changes its optimizer whenever it is stepped: here only when an update is committed, once per step
+    applied since the warm-up, so a rolled-back or skipped step does not advance it. ReduceLROnPlateau is stepped once
+    per evaluation.
     """
 
     def __init__(self, scheduler: LRScheduler, warmup: int):
         super().__init__()
         self._scheduler, self._warmup, self._steps = scheduler, warmup, 0
         self._groups = scheduler.optimizer.param_groups
-        self._rates = [group["lr"] for group in self._groups]  # the scheduler's, without the factor of the warm-up
+        self._rates = [group["lr"] for group in self._groups]  # the scheduler's rates, without the warm-up factor
         self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
-        """Steps the scheduler for the steps that were applied since the last call."""
+        """Step the scheduler for the steps applied since the last call, and set the rates."""
         while not self.follows_evaluations and self._steps < step - self._warmup:
             self._step()
             self._steps += 1
@@ -222,7 +221,7 @@ class TorchSchedule(Schedule):
         self._rates = [group["lr"] for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, and its rates. Other options that it has set are the optimizer's."""
+        """The scheduler's state and rates. Other options that it sets are in the optimizer's state."""
         return {
             "scheduler": self._scheduler.state_dict(),
             "steps": self._steps,
@@ -231,9 +230,8 @@ class TorchSchedule(Schedule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the rates of the state. The scheduler's settings, which are its constructor's parameters, stay
-        those of the configuration. The state of another class of schedulers is ignored. Raises ValueError for another
-        number of groups.
+        """Continue at the state's rates. The scheduler's settings (its constructor's parameters) stay as configured.
+        The state of another class of scheduler is ignored. Raises ValueError for another number of groups.
         """
         if state["class"] != type(self._scheduler).__name__:
             return

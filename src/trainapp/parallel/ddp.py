@@ -22,15 +22,15 @@ from trainapp.torch_private import DispatchMode, rebuild_buckets, storage_id
 class Exchange:
     """The state of DDP's communication hook.
 
-    It holds no reference to DDP: C++ holds the hook, and such a cycle would never be collected.
+    Holds no reference to DDP: C++ holds the hook, and such a cycle would never be collected.
     """
 
     ranks: Ranks
     due: bool = True  # False in all but the last micro-batch
-    has_reduced: bool = False  # since the buckets were last looked at
+    has_reduced: bool = False  # since `existing` buckets were last read
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """The sum of a bucket over ranks; the bucket unchanged where no exchange is due or the step is aborted."""
+        """The sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""
         self.has_reduced = True
         if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
             unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -46,7 +46,7 @@ class Exchange:
 
 
 class Buckets(DispatchMode):
-    """While active, notes the tensors that DDP allocates: its buckets belong to C++, which does not expose them."""
+    """While active, records the tensors that DDP allocates: its buckets belong to C++, which does not expose them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Buckets(DispatchMode):
         return result
 
     def existing(self) -> Iterator[torch.Tensor]:
-        """Those that have not been freed. One at a time: the caller of a step must not keep them alive."""
+        """The buckets that still exist. One at a time: the caller must not keep them alive."""
         self._noted = {key: ref for key, ref in self._noted.items() if ref() is not None}
         for ref in self._noted.values():
             yield ref()
@@ -71,11 +71,11 @@ class DDP(SingleDevice):
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
     then gradients are dropped and the model is rewrapped on every rank.
 
-    updates: the parameters of each, where a step has several. DDP waits for the gradients of all parameters that were
-    trained when it wrapped the model: each update has a wrapper, with buckets for its own.
+    updates: the parameters of each update, if a step has several. DDP waits for the gradients of all parameters that
+    required them when it wrapped the model, so each update has its own wrapper and buckets.
     """
 
-    forward: nn.parallel.DistributedDataParallel  # of the update at work, as are `_buckets` and `_exchange`
+    forward: nn.parallel.DistributedDataParallel  # of the current update, as are `_buckets` and `_exchange`
     _buckets: Buckets
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()):
@@ -90,7 +90,7 @@ class DDP(SingleDevice):
             self._wrap()
 
     def turn_to(self, update: int) -> None:
-        """Use its wrapper."""
+        """Use the update's wrapper."""
         self._update = update
         self.forward, self._buckets, self._exchange = self._of_update[update]
 
@@ -114,10 +114,9 @@ class DDP(SingleDevice):
         self._of_update[self._update] = self.forward, self._buckets, self._exchange
 
     def _before_forward(self) -> None:
-        """In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
+        """Rebuild DDP's buckets, as its forward does after the first backward. A collective: vote before it.
 
-        Done here rather than left to DDP, so that the new ones are noted. Each later step costs a call that does
-        nothing.
+        Done here rather than by DDP, so that the new buckets are recorded. Does nothing in later steps.
         """
         self.ranks.check_peers()
         if self._exchange.has_reduced and torch.is_grad_enabled():
@@ -126,14 +125,14 @@ class DDP(SingleDevice):
                 rebuild_buckets(self.forward)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """Within DDP's forward."""
+        """Runs the task within DDP's forward."""
         return compute_within(self.forward, task, batch)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Exchanges gradients in the last micro-batch only."""
         self._exchange.due = last
-        # A static graph needs DDP's bookkeeping in every backward: there the hook alone skips the exchange.
+        # A static graph needs DDP's bookkeeping in every backward: only the hook skips the exchange then.
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield
 
@@ -141,19 +140,19 @@ class DDP(SingleDevice):
         """Rewraps the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        # The new wrapper's buckets are as large as the gradients: before they are allocated, free the old ones and what
-        # the failed step has left in reference cycles. Costs some 0.03 s.
+        # The new wrapper's buckets are as large as the gradients: first free the old ones and the failed step's
+        # reference cycles. Costs about 0.03 s.
         del self.forward, self._of_update[self._update]
         gc.collect()
         self._wrap()
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """DDP's buckets, of all updates. After a backward the gradients are views of them."""
+        """The buckets of all updates. After a backward the gradients are views of them."""
         for _, buckets, _ in self._of_update.values():
             yield from buckets.existing()
 
     def warm_up(self) -> None:
-        """On the group of all ranks, the only one that it uses."""
+        """Warms up the group of all ranks, the only one in use."""
         warm_up_group(None, self.ranks.device)
 
 

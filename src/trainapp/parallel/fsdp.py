@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in shards over the ranks."""
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_w
 from trainapp.torch_private import fsdp_collectives, prepare_fsdp, tree_map
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 takes time that other strategies save
+    from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 is slow to import
 
 
 class FSDP(SingleDevice):
@@ -24,7 +24,7 @@ class FSDP(SingleDevice):
 
     All parameters outside the blocks are gathered while the task runs.
 
-    Build it before the optimizer. compute_dtype: of gathered parameters. Raises UserError where the number of ranks
+    Build it before the optimizer. compute_dtype: dtype of gathered parameters. Raises UserError if the number of ranks
     does not fit the settings.
     """
 
@@ -60,15 +60,15 @@ class FSDP(SingleDevice):
 
     @property
     def recovers_in_place(self) -> bool:
-        """Before torch 2.13 nothing resets a backward that was left halfway."""
+        """False before torch 2.13, which cannot reset an interrupted backward."""
         return hasattr(self._root, "reset_iter_state")
 
     def turn_to(self, update: int) -> None:
-        """Called while the parameters of all updates require gradients: FSDP2 asks once, in its first forward."""
+        """Call while the parameters of all updates require gradients: FSDP2 reads that once, in its first forward."""
         prepare_fsdp(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""
+        """Runs the task in the root's forward. Raises UserError if a block's parameter is read outside the block."""
         try:
             result = compute_within(self._root, task, batch)
         except RuntimeError as error:
@@ -80,7 +80,7 @@ class FSDP(SingleDevice):
         return result
 
     def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """As `compute`: every forward gathers parameters."""
+        """Same as `compute`: every forward gathers parameters."""
         return self.compute(task, batch)
 
     def to_empty(self, device: torch.device) -> None:
@@ -111,12 +111,12 @@ class FSDP(SingleDevice):
         """
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        prepare_fsdp(self._root)  # an error may come before the first forward, which makes what the reset needs
+        prepare_fsdp(self._root)  # an error may precede the first forward, which creates what the reset needs
         self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
-        """On the group of all ranks and on those of the mesh, which may be the same."""
+        """Warms up the group of all ranks and the mesh's groups, which may be the same."""
         groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}
         for group in groups.values():
             warm_up_group(group, self.ranks.device)
@@ -124,12 +124,12 @@ class FSDP(SingleDevice):
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm over the ranks that share one copy of the model."""
         self.ranks.check_peers()
-        squared = norm.square().to(self.ranks.device)  # shards may be kept on the host
+        squared = norm.square().to(self.ranks.device)  # shards may be on the host
         dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt().to(norm.device)
 
     def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
-        """Each rank has checked its own shards only."""
+        """Each rank has checked only its own shards."""
         self.ranks.check_peers()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -142,7 +142,7 @@ def _shard(
     settings: Fsdp,
     compute_dtype: torch.dtype,
 ) -> tuple["FSDPModule", list["FSDPModule"]]:
-    """The root and the blocks, which are now FSDPModules."""
+    """Shard the blocks and the root. Returns them as FSDPModules."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mixed = compute_dtype != torch.float32
@@ -173,12 +173,12 @@ def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
 def _gate_collectives(root: nn.Module, ranks: Ranks, replicas: dist.ProcessGroup | None) -> None:
     """Vote before every gather and reduction, and sum gradients instead of averaging them.
 
-    replicas: the ranks that hold the same shard, where there is more than one copy of the model.
+    replicas: the group of ranks that hold the same shard, if there is more than one copy of the model.
     """
     from torch.distributed.fsdp import FSDPModule
 
     def sum_over_replicas(gradients: torch.Tensor) -> None:
-        # FSDP2's own, for a mesh of two dimensions, cannot be gated.
+        # FSDP2's own reduction for a two-dimensional mesh cannot be gated.
         ranks.check_peers()
         dist.all_reduce(gradients, group=replicas)
 
@@ -194,7 +194,7 @@ def _gate_collectives(root: nn.Module, ranks: Ranks, replicas: dist.ProcessGroup
 
 
 def _gated(kind: type, ranks: Ranks) -> Any:
-    """One of FSDP2's collectives with a vote before it, which covers its buffer, too: that is allocated earlier."""
+    """A collective of FSDP2 with a vote first; this also covers the buffer, which FSDP2 allocates before the call."""
 
     class Gated(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def _gated(kind: type, ranks: Ranks) -> Any:
 
 
 def _prefetch(blocks: list["FSDPModule"], depth: int) -> None:
-    """Gather `depth` blocks ahead: overlaps with compute and costs their memory. FSDP2 itself gathers one ahead."""
+    """Gather `depth` blocks ahead (FSDP2 itself: one): overlaps with compute and costs their memory."""
     if depth > 1:
         for position, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + depth])

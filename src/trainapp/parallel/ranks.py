@@ -1,9 +1,9 @@
 """How the ranks of a run communicate, apart from gradients: votes on running out of memory, reductions, flags.
 
-Votes have a gloo group of their own. A rank that runs out of memory leaves its forward or backward at a place that no
-other rank knows; the others would wait for it in their next collective forever. So, while a size is unvalidated, all
-ranks vote before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its
-handler. That vote pairs with the others' next one, and all ranks leave the step together.
+Votes have their own gloo group. A rank that runs out of memory leaves its forward or backward at an arbitrary point;
+the others would wait for it in their next collective forever. Therefore, while a size is unvalidated, all ranks vote
+before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That vote
+pairs with the others' next one, and all ranks leave the step together.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
-OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out where it could not be recovered in place
+OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out and could not be recovered in place
 
 
 class PeerOutOfMemory(torch.OutOfMemoryError):
@@ -28,24 +28,24 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
 
 
 class Flags(NamedTuple):
-    """What a rank tells the others once per step. After the exchange: the maximum of each over all ranks."""
+    """Flags that ranks exchange once per step. After the exchange: the maximum of each over all ranks."""
 
     stop_signal: int = 0  # the number of the signal to stop for, or 0
     still_saving: bool = False  # a checkpoint is being written in the background
-    search_news: bool = False  # the search for a micro-batch size has something to share
+    search_news: bool = False  # the search for a micro-batch size has news to share
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees them. "Collective" means: call on every rank, in the same order.
+    """The ranks of a run, from the view of one. "Collective" means: call on every rank, in the same order.
 
-    Here every collective is the identity, as of a single process.
+    In this base class every collective returns its input.
 
-    votes_enabled: whether ranks vote before each collective. saving_group: for checkpoints alone.
+    votes_enabled: whether ranks vote before each collective. saving_group: the process group for checkpoints.
     """
 
     rank, world = 0, 1
     device = torch.device("cpu")
-    votes = 0  # held so far
+    votes = 0  # number of votes so far
     votes_enabled = False
     saving_group: dist.ProcessGroup | None = None
     _read_flags: Callable[[], Flags]
@@ -56,18 +56,20 @@ class Ranks:
         return self.rank == 0
 
     def enable_votes(self, unvalidated: bool) -> None:
-        """Decide whether to vote from here on. unvalidated: whether a size in use is, equal on all ranks."""
+        """Decide whether to vote from now on. unvalidated: whether a size in use is unvalidated; equal on all ranks."""
 
     def disable_votes(self) -> None:
-        """Hold no votes in this run, whatever `parallel.vote_on_oom` says: the strategy cannot recover in place."""
+        """Disable votes for this run, overriding `parallel.vote_on_oom`: the strategy cannot recover in place."""
 
     def check_peers(self) -> None:
-        """Before a collective: raises PeerOutOfMemory when another rank aborted the step. Free without votes."""
+        """Call before a collective. Raises PeerOutOfMemory if another rank aborted the step. No cost while voting is
+        off.
+        """
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective: `check_peers`, and no dispatch mode sees what is inside, such as the counter of live
-        tensors, for which gloo's own buffers do not count.
+        """Around a collective: calls `check_peers`, and disables dispatch modes inside, so that live tensors do not
+        include gloo's buffers.
         """
         self.check_peers()
         with outside_dispatch_modes():
@@ -97,7 +99,7 @@ class Ranks:
         return [value]
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        """Start to exchange what `read()` returns, in the background of a step. Collective."""
+        """Start to exchange the flags that `read()` returns, in the background of a step. Collective."""
         self._read_flags = read
 
     def finish_flag_exchange(self) -> Flags:
@@ -111,19 +113,19 @@ class Ranks:
         """End the exchange that an aborted step has started."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the values that rank 0 has, in place. Collective, and never preceded by a vote."""
+        """Give every rank the values of rank 0, in place. Collective, and never preceded by a vote."""
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
 
     def meshes(self, **sizes: int) -> dict[str, DeviceMesh]:
-        """The ranks in a grid, as a mesh for each of its dimensions. Collective."""
-        with outside_dispatch_modes():  # it reads the numbers of its ranks, also in a trace
+        """The ranks in a grid, as one mesh per dimension. Collective."""
+        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
             mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             return {name: mesh[name] for name in sizes}
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
-        """Around a collective of a library's own on values that it reads at once: in a trace there are none."""
+        """Wraps a library's collective that needs real values; overridden when tracing."""
         return contextlib.nullcontext()
 
 
@@ -134,8 +136,8 @@ class SingleRank(Ranks):
 class DistributedRanks(Ranks):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
-    timeout: seconds after which a peer that does not answer is an error. vote_on_oom: "unvalidated", "always" or
-    "never", when `enable_votes` lets the ranks vote.
+    timeout: seconds after which an unresponsive peer is an error. vote_on_oom: when ranks vote, "unvalidated", "always"
+    or "never"; see `enable_votes`.
     """
 
     def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unvalidated"):
@@ -164,15 +166,15 @@ class DistributedRanks(Ranks):
         self._vote_on_oom, self.votes_enabled = "never", False
 
     def check_peers(self) -> None:
-        """Votes that this rank is healthy. Raises PeerOutOfMemory when another one is not."""
+        """Votes that this rank is healthy. Raises PeerOutOfMemory if another one is not."""
         if self.votes_enabled and self.vote(False):
             raise PeerOutOfMemory("another rank ran out of memory")
 
     def vote(self, failed: bool) -> bool:
         """One integer over gloo: 0.3 to 0.7 ms on two busy cores.
 
-        In an aborted step there are no further votes: a rank that runs out of memory, or reaches another collective, on
-        its way out of the step would wait for votes that no other rank casts.
+        An aborted step has no further votes: a rank that runs out of memory, or reaches another collective, on its way
+        out of the step would wait for votes that no other rank casts.
         """
         if not self._aborted:
             self._aborted = bool(_reduced([int(failed)], dist.ReduceOp.MAX, self._vote_group)[0])
@@ -183,7 +185,7 @@ class DistributedRanks(Ranks):
         self._aborted = False
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
-        """Runs on the gradients' group, so that the value may be on the device."""
+        """Uses the gradients' group, so the value may be on the device."""
         with self.collective():
             value = value.clone()
             dist.all_reduce(value)
@@ -203,7 +205,7 @@ class DistributedRanks(Ranks):
         return by_rank
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        """Asynchronous, on a group of its own: the step hides its latency."""
+        """Asynchronous, on its own group: the step hides its latency."""
         self.cancel_flag_exchange()
         with outside_dispatch_modes():
             self._flags = torch.tensor(read(), dtype=torch.int64)
@@ -216,7 +218,7 @@ class DistributedRanks(Ranks):
         return Flags(stop_signal, bool(still_saving), bool(search_news))
 
     def cancel_flag_exchange(self) -> None:
-        """Waits for it: every rank has started it with the step, so it ends by itself."""
+        """Waits for the exchange: every rank has started it with the step, so it ends by itself."""
         if self._flag_work is not None:
             self._flag_work.wait()
             self._flag_work = None
@@ -238,9 +240,9 @@ def _reduced(values: Sequence[int], op: Any, group: dist.ProcessGroup | None) ->
 
 
 def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What `ask` returns on rank 0, the only one that calls it. Collective.
+    """The result of `ask`, which only rank 0 calls. Collective.
 
-    Its UserError is raised on all ranks: none waits for another.
+    Its UserError is raised on all ranks, so none waits for another.
     """
     answer, problem = None, None
     if ranks.is_rank_zero:
@@ -265,9 +267,9 @@ class Gathered(NamedTuple):
 def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> Gathered:
     """Tensors of shape [n, ...], where n may differ between ranks, as [sum of n, ...]. Collective; no gradients.
 
-    Each is summed with zeros for the rows of the others: exact, and the only collective that all backends and a trace
-    have alike. Raises UserError where the ranks have tensors of other shapes or types; PeerOutOfMemory as
-    `check_peers` does. setting: names the tensors in messages.
+    Each is summed with zeros for the other ranks' rows: exact, and all_reduce is the only collective that every backend
+    and tracing support. Raises UserError if shapes or dtypes differ between ranks; PeerOutOfMemory as `check_peers`
+    does. setting: names the tensors in messages.
     """
     own = len(tensors[0])
     if ranks.world == 1:
@@ -282,7 +284,7 @@ def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> Gathered:
 
 
 def _spread(ranks: Ranks, tensor: Tensor, start: int, total: int) -> Tensor:
-    # gloo sums no booleans, and not every half precision: both fit into a wider type without a change.
+    # gloo cannot sum booleans, nor every half precision: both are exact in a wider type.
     wide = tensor.dtype
     if tensor.dtype is torch.bool:
         wide = torch.uint8

@@ -1,7 +1,7 @@
-"""How the model is spread over the ranks: not at all, replicated (DDP), or in shards (FSDP2).
+"""How the model is spread over the ranks: not at all, replicated (DDP), or sharded (FSDP2).
 
 A strategy sums gradients over the ranks (it never averages them: the step divides by the true global count), and can
-abort a step on all ranks without a trace of it.
+abort a step on all ranks without leaving a trace.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import is_shard as is_shard  # for the rooms above
+from trainapp.torch_private import is_shard as is_shard  # re-exported for higher rooms
 from trainapp.torch_private import local as local
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
@@ -21,7 +21,7 @@ Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
 
 
 class SingleDevice:
-    """One process. `model` holds the parameters and their names, and is what a task gets."""
+    """One process. `model` holds the parameters and their names, and is passed to the task."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
 
@@ -30,18 +30,18 @@ class SingleDevice:
 
     @property
     def recovers_in_place(self) -> bool:
-        """Whether `abort_step` works. Where it does not, all workers restart after an out-of-memory error."""
+        """Whether `abort_step` works. Otherwise all workers restart after an out-of-memory error."""
         return True
 
     def turn_to(self, update: int) -> None:
-        """Where a step has several updates: what follows is for this one, whose parameters alone get gradients."""
+        """Select an update, if a step has several: only its parameters get gradients from now on."""
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """What the task returns for a training batch, ready for backward."""
+        """The task's result for a training batch, ready for backward."""
         return task(self.model, batch)
 
     def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """What the task returns for an evaluation batch."""
+        """The task's result for an evaluation batch."""
         return task(self.model, batch)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -57,31 +57,31 @@ class SingleDevice:
         self.ranks.reset_votes()
 
     def warm_up(self) -> None:
-        """Let the libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
+        """Make libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors that persist between steps for exchanging gradients, in addition to what `model` holds."""
+        """Tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
         return iter(())
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, before evaluating and saving: until then each has BatchNorm statistics
-        of its own. Collective: call on every rank.
+        """Give every rank the buffers of rank 0, before evaluating and saving: until then each has its own BatchNorm
+        statistics. Collective: call on every rank.
         """
         self.ranks.broadcast(self.model.buffers())
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, from the norm of this rank's part of them. Collective."""
+        """The norm of all gradients, from the norm of this rank's gradients or shards. Collective."""
         return norm
 
     def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
-        """Turn an fp16 overflow on one rank into an overflow on all: the loss scaler's flags, in place. Collective."""
+        """Spread an fp16 overflow on one rank to all ranks, in the loss scaler's flags, in place. Collective."""
 
 
 class TaskModule(nn.Module):
     """A model whose forward is a whole task.
 
-    What wraps this module (DDP, FSDP2) therefore covers all that the task does with the model: it may read attributes
-    and parameters, call methods, or call the model several times, as on one device.
+    A wrapper (DDP, FSDP2) around it therefore covers everything the task does with the model: reading attributes and
+    parameters, calling methods, or calling the model several times, as on one device.
     """
 
     def __init__(self, model: nn.Module):
@@ -93,10 +93,10 @@ class TaskModule(nn.Module):
 
 
 def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...]:
-    """What the task returns, computed in the forward of `wrapper`, a TaskModule or a module around one.
+    """The task's result, computed in the forward of `wrapper`, a TaskModule or a module around one.
 
-    The wrapper sees neither the batch, which it might cast or copy, nor any result but the loss, through which alone
-    gradients flow.
+    The wrapper sees neither the batch, which it might cast or copy, nor any result except the loss, the only one
+    through which gradients flow.
     """
     others: list[Any] = []
 
@@ -112,12 +112,12 @@ def warm_up_group(group: dist.ProcessGroup | None, device: torch.device) -> None
     """Use every collective of a run once before training, while memory is plentiful, on one group (None: all ranks).
 
     NCCL creates a group's communicator in its first collective, and since 2.22 connects the peers of an algorithm, with
-    buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates past torch's
-    allocator, so that the first step that fills the device could fail there; and an error in NCCL cannot be recovered
-    from in place, since the other ranks have queued the same collective.
+    buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates outside torch's
+    allocator, so the first step that fills the device could fail there; and an error in NCCL cannot be recovered in
+    place, since the other ranks have queued the same collective.
 
-    Collective; waits for the device. Takes at most twice the larger of WARM_UP_BYTES, which the allocator then has in
-    its cache.
+    Collective; waits for the device. Takes at most twice the larger of WARM_UP_BYTES, which stays in the allocator's
+    cache.
     """
     world = dist.get_world_size(group)
     for size in WARM_UP_BYTES:
@@ -134,12 +134,12 @@ def warm_up_group(group: dist.ProcessGroup | None, device: torch.device) -> None
         torch.cuda.synchronize(device)  # an error shows here rather than in the first step
 
 
-# Tensors that may be whole or this rank's shard of one (a DTensor), and conversions between the two.
+# Tensors that may be whole or this rank's shard (a DTensor), and conversions between the two.
 
 
 def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """`local` of each."""
-    # Runs in every step: comparing the type is faster than looking up an attribute that is not there.
+    # Runs in every step: comparing the type is faster than looking up a missing attribute.
     return [t if type(t) is torch.Tensor else local(t) for t in tensors]
 
 
@@ -157,9 +157,9 @@ def copy_into(target: Any, source: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def trained_alone(chosen: Iterable[Tensor], among: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, of the parameters `among` only the `chosen` require gradients; after it, all of them do.
+    """Inside the block, only the `chosen` of the parameters `among` require gradients; after it, all do.
 
-    What else a loss depends on then gets no gradients, which saves their memory and their part of the backward.
+    The others get no gradients, which saves their memory and their part of the backward.
     """
     ids = {id(parameter) for parameter in chosen}
     for parameter in among:

@@ -1,6 +1,6 @@
-"""`mode=lr_find`: a run whose schedule raises the learning rate step by step, and what its losses say.
+"""`mode=lr_find`: a run with rising learning rates, and the rate that its losses suggest.
 
-The run is the usual one, with a schedule and a callback of its own, in a folder that is removed: only the curve stays.
+The run is an ordinary one with its own schedule and callback, in a temporary folder: only the curve is kept.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from trainapp.validation import PositiveFloat, PositiveInt
 
 PICTURE = "lr_find.png"
 FEWEST = 3  # steps in which the loss must fall
-SMOOTHING = 0.9  # of the loss per step
+SMOOTHING = 0.9  # decay of the loss's moving average per step
 
 
 class Suggestion(NamedTuple):
@@ -65,7 +65,7 @@ def run(config: Config) -> float:
 
 
 def configured(config: Config, folder: str) -> Config:
-    """The configuration of the run, in `folder`: its steps as they are, and nothing around them."""
+    """The configuration of the run in `folder`: the same steps, without evaluation, saving or callbacks."""
     settings, highest = config.lr_find, config.lr_find.max
     lr = config.optimizer.lr
     ratio = None if lr is None else highest / lr
@@ -119,8 +119,8 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: PositiveInt) -> float:
-    """The schedule of the range test: the rate after `step` steps as a share of `maximum`, growing exponentially from
-    `minimum` to all of it in the last.
+    """The schedule of the range test: the factor of `maximum` after `step` steps, growing exponentially from `minimum`
+    to `maximum` in the last step.
     """
     return float((minimum / maximum) ** (1 - step / (steps - 1)))
 
@@ -131,7 +131,7 @@ def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
     if end < FEWEST:
         return None
     slopes = np.gradient(curve[: end + 1], np.log(rates[: end + 1]))
-    first = min(len(curve) // 10, end - FEWEST)  # few losses are in the average before: noise has the steepest slopes
+    first = min(len(curve) // 10, end - FEWEST)  # early averages hold few losses, and their noise has steep slopes
     return Suggestion(rates[first + int(np.argmin(slopes[first:]))], rates[end])
 
 
@@ -162,7 +162,7 @@ def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float
         axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
         tenth = found.lowest / 10
         axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
-    low, high = min(losses), max(curve)  # a loss that explodes would flatten the rest
+    low, high = min(losses), max(curve)  # an exploding loss would flatten the rest
     margin = 0.05 * (high - low) or 1.0
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
     axes.legend()

@@ -1,4 +1,4 @@
-"""What a run says of itself: a line or two at its start, a table and result.json at its end."""
+"""A run's summary: a line or two at its start, a table and result.json at its end."""
 
 import json
 import logging
@@ -36,20 +36,20 @@ class RunResult:
     samples: int
     micro_size: int
     accumulation: int
-    oom_restarts: int  # since the run began, in whatever process
+    oom_restarts: int  # since the run began, over all its processes
     # Sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run.
     micro_schedule: dict[Any, Any]
     peak_memory_bytes: int
-    peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
+    peak_reserved_bytes: int  # including the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
     seconds: float
     checkpoint: str | None
-    ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
+    ended: str | None = None  # why: the setting of its length, the reason it stopped, or the signal
 
 
 @dataclass
 class Result(RunResult):
-    """What `trainapp.train` returns. run_dir: where the run has written everything."""
+    """The result of `trainapp.train`. run_dir: the directory with the run's files."""
 
     run_dir: Path = field(kw_only=True)
 
@@ -82,7 +82,7 @@ def result_of(session: Session, seconds: float) -> RunResult:
 
 
 def _why_ended(session: Session) -> str | None:
-    """None where nothing was trained."""
+    """Why the run ended; None if nothing was trained."""
     progress, train = session.state.progress, session.config.train
     if session.config.mode != "train":
         return None
@@ -95,14 +95,14 @@ def _why_ended(session: Session) -> str | None:
 
 
 def _note(progress: Progress) -> str | None:
-    """Why the objective is not a number, and whether it ever was; None if it is, or if nothing was evaluated."""
+    """Why the objective is not a number, and whether it ever was; None if it is one, or without an evaluation."""
     if progress.objective is None or math.isfinite(progress.objective):
         return None
     return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
 
 
 def read(run_dir: Path) -> RunResult | None:
-    """The result that `write` has left; None where there is none that can be read, or one of an older version."""
+    """The result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
         facts = {"objective_note": None} | json.loads((run_dir / RESULT).read_text())
         facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
@@ -112,7 +112,7 @@ def read(run_dir: Path) -> RunResult | None:
 
 
 def write(run_dir: Path, result: RunResult) -> None:
-    """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
+    """Write result.json. Raises OSError if it cannot be written; an older file then stays."""
     facts = asdict(result)
     if facts["objective_note"] is None:
         del facts["objective_note"]
@@ -158,14 +158,14 @@ def report(session: Session, result: RunResult) -> None:
             session.tracker.unwritable(run_dir / RESULT, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
-    if session.config.mode != "lr_find":  # it ends with what it has found
+    if session.config.mode != "lr_find":  # which ends with its suggestion
         print_summary(session, result)
     if session.stop.agreed and session.config.checkpointing.save:
         print(f"Resume with:\n  {session.config.command}", flush=True)
 
 
 def print_summary(session: Session, result: RunResult) -> None:
-    """The table that ends a run."""
+    """Print the table at the end of a run."""
     config, progress = session.config, session.state.progress
     rows: list[tuple[str, Any]] = []
     if result.objective is not None and config.mode not in WITHOUT_NUMBERS:
@@ -190,7 +190,7 @@ def print_summary(session: Session, result: RunResult) -> None:
 
 
 def _micro_batches(session: Session) -> str:
-    """Size and number; where there are several updates, those of each."""
+    """Size and number of micro-batches, for each update."""
     parts = []
     for name, own in session.sizes.by_update.items():
         parts.append(f"{name} {own.size} x {session.batches.accumulation(own.size)}".lstrip())

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: which one, and what of it counts."""
+"""The checkpoint that a run continues from: which one, and which of its settings apply."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Path | N
 
 
 def _origin(config: Config, has_restarted: bool) -> Path | None:
-    """The run's own checkpoint comes first where it continues, else what `checkpointing.resume` names."""
+    """The run's own newest checkpoint if the run continues, otherwise the one that `checkpointing.resume` names."""
     resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     newest = own.newest() if has_restarted or resume == "auto" else None
@@ -46,8 +46,8 @@ def _origin(config: Config, has_restarted: bool) -> Path | None:
 def as_saved(config: Config, path: Path) -> Config:
     """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
 
-    With another mode than train also its `ema`: a run with a weight average was evaluated on the average; and what the
-    run is made of, where the command line chooses none of it. Raises UserError for another seed on the command line.
+    In modes other than train also with its `ema` and the parts that the command line does not choose. Raises UserError
+    for another seed on the command line.
     """
     saved = read_manifest(path)["config"]["train"]
     if config.mode != "train":
@@ -63,7 +63,7 @@ def as_saved(config: Config, path: Path) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-# What a run's model is built from. Not `user_packages`: a checkpoint from elsewhere would choose what is imported.
+# What a run's model is built from. Without `user_packages`: a foreign checkpoint must not choose what is imported.
 BUILT_FROM = (
     "model",
     "data",
@@ -75,14 +75,14 @@ BUILT_FROM = (
     "precision",
 )
 _MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
-# Settings below `data` that are not for the data set.
+# Settings below `data` that configure loading, not the data set.
 _LOADING = {own.name for own in dataclasses.fields(Data)} - {own.name for own in dataclasses.fields(Target)}
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:
-    """The configuration with the parts of the checkpoint's own that the command line does not name.
+    """The configuration with those parts of the checkpoint's that the command line does not name.
 
-    Raises UserError for parts that this version does not know.
+    Raises UserError for parts unknown to this version.
     """
     saved = read_manifest(path)["config"]
     taken = {name: saved[name] for name in _missing(config) if name in saved}
@@ -95,20 +95,22 @@ def _with_parts_of(config: Config, path: Path) -> Config:
 
 
 def saved_config(path: Path, values: dict[str, Any]) -> Config:
-    """The configuration with these values from the checkpoint at `path`. Raises UserError for another version's."""
+    """The configuration with these values from the checkpoint at `path`. Raises UserError if another version wrote
+    them.
+    """
     try:
         return TypeAdapter(Config).validate_python(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise UserError(
-            f"checkpoint {path}: its setting {'.'.join(map(str, first['loc']))} is none of this version's: "
+            f"checkpoint {path}: this version does not accept its setting {'.'.join(map(str, first['loc']))}: "
             f"{first['msg']}"
         ) from None
 
 
 def _missing(config: Config) -> list[str]:
-    """What the command line leaves to the checkpoint, each section by itself: a run's model may predict on other data.
-    Single settings change the run's own data. An experiment chooses everything.
+    """The sections that the command line leaves to the checkpoint: a run's model may predict on other data. Single
+    settings change the run's own data. An experiment chooses everything.
     """
     if config.chooses("experiment"):
         return []
@@ -117,9 +119,9 @@ def _missing(config: Config) -> list[str]:
     if config.mode in INFERENCE:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
-            chosen["eval"] = True  # no other data is opened
+            chosen["eval"] = True  # sets in `eval` are not opened
     elif is_other_data or any(setting.partition(".")[0] not in _LOADING for setting in _settings_of_data(config)):
-        chosen["eval"] = True  # sets that go with the run's own data
+        chosen["eval"] = True  # these sets belong to the run's own data
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 
@@ -129,7 +131,7 @@ def _settings_of_data(config: Config) -> list[str]:
 
 
 def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:
-    """Set one setting, nested as `path` says, to its value in `source`; remove it where that has none."""
+    """Set the setting at `path` to its value in `source`; remove it if `source` has none."""
     name, *rest = path
     if rest and name in source:
         settings[name] = dict(settings.get(name) or {})
@@ -141,10 +143,10 @@ def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -
 
 
 def restore(session: Session, path: Path) -> dict[str, Any]:
-    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it and the `budget` of memory that
-    they were found in.
+    """Load the checkpoint at `path` into the run. Returns its micro-batch sizes and the memory `budget` they were found
+    in.
 
-    Raises UserError when the checkpoint does not fit the model, and when the run cannot continue from it.
+    Raises UserError if the checkpoint does not fit the model, or if the run cannot continue from it.
     """
     sizes = checkpointer.restore(session.state, path, session.ranks)
     progress = session.state.progress
@@ -164,8 +166,8 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
 
 
 def _follow_settings(session: Session, path: Path) -> None:
-    """Say which settings are others than the checkpoint's. With other settings of what may end a run before its length,
-    a run that had ended continues; with another objective, the best value so far means nothing.
+    """Log the settings that differ from the checkpoint's. New settings of `stopping` or `callbacks` let a stopped run
+    continue; with another objective, the best value so far is dropped.
     """
     changes = resume_rules.changes(read_manifest(path)["config"], session.config.to_dict())
     if not changes:
@@ -183,7 +185,7 @@ def _follow_settings(session: Session, path: Path) -> None:
 
 
 def _follow_data(session: Session, path: Path) -> None:
-    """Apply `data.on_change` to data of another length or order than the checkpoint's: its epoch cannot be continued.
+    """Apply `data.on_change` if the data's length or order differs from the checkpoint's: its epoch cannot continue.
 
     Raises UserError for `refuse`.
     """
@@ -217,8 +219,8 @@ def _follow_data(session: Session, path: Path) -> None:
 
 
 def _require_steps_left(session: Session, path: Path) -> None:
-    """Raises UserError where the run is to end before the checkpoint, or in a new directory also right there: what it
-    returned would be the result of another run. A finished run, started again, returns its own.
+    """Raises UserError if the run would end before the checkpoint's step or, in a new directory, at it: its result
+    would be another run's. A finished run that is restarted returns its own result.
     """
     train, progress = session.config.train, session.state.progress
     is_own = path.resolve().is_relative_to(Path(session.config.run_dir).resolve())

@@ -1,7 +1,7 @@
 """The directory of a run: one run at a time, and one experiment. Imports no torch.
 
-The lock is the kernel's on the file `run.lock` (POSIX): it ends with its process, however that dies, and forked loader
-workers do not inherit it, so that nothing stale blocks the next run. What the file says is for the message.
+The lock is the kernel's (POSIX) on the file `run.lock`: it ends with its process, however that dies, and forked loader
+workers do not inherit it, so no stale lock blocks the next run. The file's content is only for messages.
 
 Nothing else in the holding process may open the file: closing any descriptor of it would drop the lock.
 """
@@ -30,15 +30,15 @@ _held: dict[Path, int] = {}  # the file descriptors of this process's locks
 
 
 def has_restarted() -> bool:
-    """Whether a launcher has started the workers of this run before."""
+    """Whether a launcher has restarted this run's workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def acquire(run_dir: Path, patience: float = 0.0) -> None:
     """Lock the directory for this process, until `release` or its end. No effect if it holds the lock already.
 
-    patience: seconds to wait for a process that is about to end. Raises UserError, with the host and the id of the
-    other process, when another run uses the directory, and where the lock cannot be written.
+    patience: seconds to wait for a process that is about to end. Raises UserError if another run uses the directory
+    (with the host and id of its process), or if the lock cannot be written.
     """
     path = run_dir.resolve() / LOCK
     if path in _held:
@@ -66,7 +66,7 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
 
 
 def release(run_dir: Path) -> None:
-    """Give the directory up. No effect without the lock."""
+    """Release the lock. No effect without it."""
     path = run_dir.resolve() / LOCK
     descriptor = _held.pop(path, None)
     if descriptor is not None:
@@ -98,15 +98,15 @@ def _holder(path: Path) -> str:
 
 
 def require_same_experiment(config: Config) -> None:
-    """Raises UserError, with all differences, if the directory has checkpoints of a run with other settings that make
-    the result what it is. Training only: evaluation and export write nothing of a run.
+    """Raises UserError, with all differences, if the directory has checkpoints of a run with other settings that affect
+    the result. Training only: evaluation and export do not write a run's files.
     """
     run_dir = Path(config.run_dir)
     before = _settings_of(run_dir) if config.mode == "train" else None
     if before is None:
         return
     found = [change for change in resume_rules.changes(before, config.to_dict()) if change.is_another_experiment]
-    if not config.chooses("train.seed"):  # then it is the checkpoint's
+    if not config.chooses("train.seed"):  # then the checkpoint's seed is used
         found = [change for change in found if change.name != "train.seed"]
     if found:
         listed = "\n".join(f"  {change}" for change in found)
@@ -119,9 +119,9 @@ def require_same_experiment(config: Config) -> None:
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any] | None:
-    """Of the run in the directory: those in its newest checkpoint whose manifest can be read; None without one.
+    """The settings in the newest checkpoint with a readable manifest; None without one.
 
-    Of a damaged checkpoint they count as well: that is reported when it is loaded.
+    A damaged checkpoint counts: the damage is reported when it is loaded.
     """
     folders = [path for path in run_dir.glob("checkpoints/step_*") if path.name[5:].isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):

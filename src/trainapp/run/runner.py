@@ -45,16 +45,16 @@ class Interrupted(SystemExit):
 
 @dataclass
 class CarriedOver:
-    """What a run with a torn commit hands to its successor in the same process."""
+    """State that a run with a partially applied commit passes to its successor in the same process."""
 
     config: Config  # names the checkpoint to start from
-    restart: dict[str, Any]  # micro-batch sizes, and the number of recoveries
-    memory: DeviceMemory  # its limit and counters
+    restart: dict[str, Any]  # micro-batch sizes and the number of recoveries
+    memory: DeviceMemory  # limit and counters
     written: list[str]  # parameters that the forward writes: see `Snapshot`
 
 
 def run(config: Config, ranks: Ranks | None = None) -> RunResult:
-    """One run from start to end. Raises UserError, and Interrupted after a signal."""
+    """Perform one run. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
         gc.freeze()
@@ -75,7 +75,7 @@ def _run_until_torn(
 ) -> RunResult | CarriedOver:
     """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
 
-    started: of the first of these runs, by `time.monotonic`.
+    started: `time.monotonic()` at the start of the first attempt.
     """
     with recovery.out_of_memory_named(config, ranks):
         current = prepare(config, stop, ranks, carried)
@@ -99,7 +99,7 @@ def _run_until_torn(
 
 @contextlib.contextmanager
 def _naming_the_step(session: Session) -> Iterator[None]:
-    """Add the step to the notes of an error that ends the run: tracebacks show them from Python 3.11 on."""
+    """Add the step to the notes of an error that ends the run (shown in tracebacks from Python 3.11 on)."""
     try:
         yield
     except Exception as error:
@@ -155,15 +155,15 @@ def sizes_of(session: Session, saved: dict[str, Any] | None, restart: dict[str, 
 
 
 def attempt(session: Session) -> OomReport | None:
-    """Run the inner loop. Returns a description of an out-of-memory error, once nothing holds its tensors."""
+    """Run the inner loop. Returns None, or the report of an out-of-memory error once nothing holds its tensors."""
     try:
         work(session)
     except Exception as error:
         may_retry = session.config.oom.enabled and session.attempt.phase is not Phase.SAVE
         if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
             raise
-        recovery.wait_for_device(session)  # while the traceback keeps the failed tensors
-        failure = describe(session, error)  # plain values: the traceback keeps every failed tensor alive
+        recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
+        failure = describe(session, error)  # plain values, which do not keep those tensors alive
     else:
         return None
     return failure
@@ -187,8 +187,7 @@ def work(session: Session) -> None:
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
-    Returns what a new run needs if this one cannot continue. Raises TrainingStopped when no smaller size is left to
-    try.
+    Returns the state for a new run if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
     session.memory.out_of_memory_count += 1
     session.sizes.oom_restarts += 1
@@ -206,9 +205,9 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     config = session.config
-    session.checkpointer.finish()  # what is still being written in the background may be the newest
+    session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
     path = session.checkpointer.newest()
-    if path is None:  # it may have begun at another's
+    if path is None:  # the run may have started from another run's checkpoint
         path = resume.agreed_origin(config, session.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")

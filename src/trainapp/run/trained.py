@@ -47,7 +47,7 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
 
 
 def _checkpoint(run_dir: Path, which: str | Path) -> Path:
-    """Raises UserError where there is none, or a damaged one."""
+    """The checkpoint's folder. Raises UserError if it is missing or damaged."""
     setting = f"trainapp.load: run_dir={run_dir}, which"
     if which == "best" and run_dir.is_dir():
         best = CheckpointDirectory(run_dir, 1, SingleRank()).best()
@@ -70,7 +70,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
         mode="export",
         train=dataclasses.replace(config.train, **on_cpu),  # type: ignore[arg-type]
         data=dataclasses.replace(config.data, num_workers=0),
-        # The others differ from fp32 in how they compute; this one in what the weights are.
+        # Only bf16_pure has weights in another dtype.
         precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
     )
     with contextlib.closing(load_parts(config, SingleRank())) as parts:

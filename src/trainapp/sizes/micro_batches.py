@@ -1,4 +1,4 @@
-"""The micro-batch size of each shape of data, the same on all ranks, and the cutting of fetched batches to it."""
+"""The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
 
 class Ran(NamedTuple):
-    """The largest micro-batch of a shape, in samples and in elements; what was measured of full ones."""
+    """The largest micro-batch of a shape, in samples and in elements; measurements of full-size micro-batches."""
 
     samples: int = 0
     elements: int = 0
     measured: Measured | None = None
 
     def merged(self, other: "Ran") -> "Ran":
-        """The largest of both."""
+        """The larger of each."""
         measured = self.measured.worst(other.measured) if self.measured else other.measured
         return Ran(max(self.samples, other.samples), max(self.elements, other.elements), measured)
 
@@ -28,8 +28,8 @@ class Ran(NamedTuple):
 class MicroBatchSizes:
     """One search per shape of data, so that a long batch does not shrink all the others. start: the first shape's size.
 
-    The `ranks` of the methods are those that run the same micro-batches together. Their searches are equal, because
-    only what all of them have exchanged changes a search.
+    ranks (in methods): the ranks running the same micro-batches together. Their searches are equal, because only
+    exchanged values change a search.
     """
 
     start: int
@@ -38,24 +38,24 @@ class MicroBatchSizes:
     smallest: int = 1
     searches: dict[int, SizeSearch] = field(default_factory=dict)
     current_bucket: int | None = None  # the bucket of the current micro-batch
-    attempt: dict[int, Ran] = field(default_factory=dict)  # by bucket, of this rank in the current attempt
+    attempt: dict[int, Ran] = field(default_factory=dict)  # by bucket, on this rank in the current attempt
     clean: dict[int, Ran] = field(default_factory=dict)  # of clean steps since the ranks last exchanged them
     clean_elements: dict[int, int] = field(default_factory=dict)  # of all clean steps
-    is_unvalidated: bool = True  # whether what ran last, on any rank, had a size that is not validated
-    # By bucket, the sizes at which the last step was cut, the same on all ranks: as a schedule, they reproduce the cut.
+    is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
+    # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
     in_force: dict[int, int] = field(default_factory=dict)
     used: dict[int, dict[int, int]] = field(default_factory=dict)  # the same by attempt, where it changed
-    # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
+    # `batch.micro_schedule`: sizes by the attempt from which they apply. A skipped step is also an attempt.
     schedule: dict[int, Plan] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """The largest current size: how many samples are fetched at a time."""
+        """The largest current size: the number of samples fetched at a time."""
         return max((search.size for search in self.searches.values()), default=self.start)
 
     @property
     def size_at_work(self) -> int:
-        """The size for the current micro-batch's bucket."""
+        """The size of the current micro-batch's bucket."""
         return self.size if self.current_bucket is None else self.search(self.current_bucket).size
 
     @property
@@ -66,7 +66,7 @@ class MicroBatchSizes:
 
     @property
     def has_failed(self) -> bool:
-        """Whether some size is known to be too large."""
+        """Whether any size is known to be too large."""
         return any(search.fails is not None for search in self.searches.values())
 
     @property
@@ -82,7 +82,7 @@ class MicroBatchSizes:
 
     @property
     def needs_watching(self) -> bool:
-        """Whether the current micro-batch has an unvalidated size, or more elements than any clean one of its kind."""
+        """Whether the current micro-batch has an unvalidated size, or more elements than any clean one like it."""
         bucket = self.current_bucket or 0
         ran = self.attempt.get(bucket)
         is_longest = ran is not None and ran.elements > self.clean_elements.get(bucket, 0)
@@ -91,7 +91,7 @@ class MicroBatchSizes:
     def is_validated(self, bucket: int) -> bool:
         """Whether a bucket's size is validated, by its own steps or by at least as many samples of a larger bucket."""
         own = self.search(bucket)
-        if own.clean >= own.clean_steps:  # `own.is_validated`, without the call: asked for every micro-batch
+        if own.clean >= own.clean_steps:  # `own.is_validated`, inlined: runs for every micro-batch
             return True
         larger = (search for other, search in self.searches.items() if other >= bucket)
         return any(search.is_validated and search.size >= own.size for search in larger)
@@ -112,8 +112,8 @@ class MicroBatchSizes:
             self.follow(self.schedule.pop(attempt))
 
     def record(self, attempt: int) -> bool:
-        """Record the sizes of a finished attempt, once the ranks have exchanged them. Returns whether they differ from
-        those of the one before.
+        """Record the sizes of a finished attempt, once the ranks have exchanged them. Returns whether they have
+        changed.
         """
         if next(reversed(self.used.values()), None) == self.in_force:
             return False
@@ -121,9 +121,9 @@ class MicroBatchSizes:
         return True
 
     def follow(self, plan: Plan) -> None:
-        """Set one size for all shapes, or a size per bucket, as a schedule asks.
+        """Set one size for all shapes, or a size per bucket, from a schedule.
 
-        A shape keeps its size where the scheduled one has failed in this run.
+        A shape keeps its size if the scheduled one has failed in this run.
         """
         self._forget_attempt()
         if isinstance(plan, int):
@@ -136,8 +136,8 @@ class MicroBatchSizes:
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
 
-        Where all sizes are validated and equal, ranks skip the exchange: a shape that is new to one rank is then left
-        whole, and gets its own size once the ranks have exchanged it.
+        If all sizes are validated and equal, ranks skip the exchange: a shape first seen on one rank is not split in
+        that step, and gets its own size once the ranks have exchanged it.
         """
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
@@ -159,14 +159,14 @@ class MicroBatchSizes:
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
 
     def _all_alike(self) -> bool:
-        """Whether every bucket seen so far has a validated size, and all of them the same."""
+        """Whether every bucket seen so far has the same, validated size."""
         sizes = {search.size for search in self.searches.values()}
         return len(sizes) == 1 and all(map(self.is_validated, self.searches))
 
     def measured(self, samples: int, resident: int, peak: int, limit: int) -> None:
-        """Note the peak of a micro-batch of the current bucket, in bytes. It counts if it was a full one.
+        """Record the peak of a micro-batch of the current bucket, in bytes, if the micro-batch was full-size.
 
-        resident: in memory before it, gradients included; peak: the highest during it.
+        resident: bytes in use before it, gradients included; peak: highest value during it.
         """
         bucket = self.current_bucket or 0
         if samples >= self.search(bucket).size - 1:
@@ -176,7 +176,7 @@ class MicroBatchSizes:
     def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
 
-        news: whether any rank `has_news`, the same on all ranks. None: this rank's own if it is alone, else False.
+        news: whether any rank `has_news`, equal on all ranks. None: this rank's own on a single rank, otherwise False.
         """
         if news is None:
             news = ranks.world == 1 and self.has_news
@@ -215,12 +215,12 @@ class MicroBatchSizes:
         changes = []
         for bucket in failures:
             search = self.searches[bucket]
-            ran = largest[bucket].samples if bucket in largest else search.size  # nothing ran where the fetch failed
+            ran = largest[bucket].samples if bucket in largest else search.size  # nothing ran if the fetch failed
             changes.append((ran, search.size) if search.failed(ran) else None)
         return None if None in changes else changes[0]
 
     def _in_force(self, largest: dict[int, Ran]) -> dict[int, int]:
-        """A shape that was left whole (see `cut`) ran at more than its size."""
+        """The sizes that ran. A shape that was not split (see `cut`) ran at more than its size."""
         ran = {bucket: own.samples for bucket, own in largest.items()}
         buckets = sorted({*self.searches, *ran})
         return {bucket: max(min(self.search(bucket).size, self.size), ran.get(bucket, 0)) for bucket in buckets}
@@ -241,7 +241,7 @@ class MicroBatchSizes:
     def load_state_dict(self, saved: dict[str, Any], is_lower: bool = False) -> None:
         """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON.
 
-        is_lower: whether the saved start is one, too, as of sizes that have failed before any shape was known.
+        is_lower: also lower `start` (the failure came before any shape was seen).
         """
         if is_lower:
             self.start = min(self.start, saved["start"])
@@ -249,7 +249,7 @@ class MicroBatchSizes:
         self.is_unvalidated = True
 
     def _loaded(self, size: int, works: int, fails: int | None, ended: bool) -> SizeSearch:
-        if fails is not None and fails > self.start:  # of a larger global batch: never reached, hence never validated
+        if fails is not None and fails > self.start:  # from a larger global batch: unreachable here, so never validated
             fails, ended = None, True
         size = max(self.smallest, min(size, self.start))
         search = SizeSearch(size, self.clean_steps, self.grow, self.smallest)
@@ -258,7 +258,7 @@ class MicroBatchSizes:
 
 
 def merged(by_rank: Sequence[dict[int, Ran]]) -> dict[int, Ran]:
-    """The largest of each bucket over ranks, by ascending bucket."""
+    """The largest of each bucket over ranks, in ascending order of buckets."""
     found: dict[int, Ran] = {}
     for own in by_rank:
         for bucket, ran in own.items():

@@ -1,4 +1,4 @@
-"""The micro-batch sizes that a run starts with, and what checkpoints and restarted workers know of them."""
+"""The micro-batch sizes that a run starts with, and their record in checkpoints and for restarted workers."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
 
-RESTART = "restart.json"  # in the run directory: what a worker that ran out of memory leaves for the restarted ones
+RESTART = "restart.json"  # in the run directory: written by a worker that ran out of memory, for the restarted ones
 EVALUATION = "eval_micro"
 
 
@@ -54,11 +54,10 @@ class Autotuner:
 
 
 class Sizes:
-    """Micro-batch sizes, in samples per forward on one rank. `train` are those of the update that `turn_to` has chosen:
-    another loss needs other sizes.
+    """Micro-batch sizes, in samples per forward on one rank. `train`: the sizes of the update chosen by `turn_to`.
 
-    by_update: by name, which is empty for the only update of a step. `oom_restarts`: the number of recoveries since the
-    run began, in whatever process.
+    by_update: sizes by the update's name, "" for a step's only update. `oom_restarts`: the number of recoveries since
+    the run began, over all its processes.
     """
 
     def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, autotunes: bool = False):
@@ -67,16 +66,18 @@ class Sizes:
         self.autotuner = Autotuner(autotunes)
 
     def turn_to(self, update: str) -> None:
-        """Select the update whose sizes `train` are."""
+        """Select the update whose sizes are in `train`."""
         self.train = self.by_update[update]
 
     def micro_schedule(self) -> dict[Any, Any]:
-        """What `batch.micro_schedule` takes to replay the run: by attempt, or with several updates such by name."""
+        """Sizes for `batch.micro_schedule` that replay the run: by attempt; with several updates, one schedule per
+        name.
+        """
         schedules = {name: as_schedule(own.used) for name, own in self.by_update.items()}
         return schedules.get("", schedules)
 
     def scalars(self, batches: TrainBatches) -> dict[str, float]:
-        """What a log step records of the sizes."""
+        """The scalars of a log step."""
         return {
             "batch/global_size": batches.global_size,
             "batch/micro_size": self.train.size,
@@ -91,9 +92,9 @@ class Sizes:
         return own | {"used": used, "oom_restarts": self.oom_restarts}
 
     def continue_record(self, saved: dict[str, Any], restart: dict[str, Any]) -> None:
-        """Add to the record of a checkpoint instead of beginning a new one.
+        """Continue a checkpoint's record.
 
-        The checkpoint knows neither of the error that has led back to it nor of those after it: `restart` counts them.
+        The checkpoint predates the latest OOM errors; `restart` counts them.
         """
         for name, used in saved.get("used", {}).items():
             if name in self.by_update:
@@ -101,22 +102,22 @@ class Sizes:
         self.oom_restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
-        """Leave the failing sizes, all that have failed before, which no checkpoint may hold yet, and the number of
-        recoveries. Raises OSError where they cannot be written.
+        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the number of
+        recoveries. Raises OSError if it cannot be written.
         """
         failed = {key: own.state_dict() for key, own in self._by_key().items() if own is failing or own.has_failed}
         with atomic_write(run_dir / RESTART) as file:
             file.write(strict_json(failed | {"oom_restarts": self.oom_restarts}))
 
     def _by_key(self) -> dict[str, MicroBatchSizes]:
-        """All sizes by the names that they have in files."""
+        """All sizes by their keys in files."""
         return {_key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
 
 
 def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
-    """What `leave_for_restart` has left, once: the file is removed. None if there is nothing.
+    """Read and remove restart.json; None without one.
 
-    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
+    Collective: rank 0 reads for all. has_restarted: False only removes the file of an earlier start.
     """
     restart = None
     if ranks.is_rank_zero:
@@ -128,7 +129,7 @@ def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, 
 
 
 def read_restart(run_dir: Path) -> dict[str, Any] | None:
-    """What was left; None if there is nothing, or nothing that can be read."""
+    """The content of restart.json; None if it is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((run_dir / RESTART).read_text())
     return None
@@ -178,7 +179,7 @@ def initial_sizes(
         by_update[name] = own = new(given or share, smallest)
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
         _begin(own, _key_of(name), attempts + 1, restart, found if given is None else {})
-    # Never more than this rank has: a size that is never reached is never validated.
+    # At most this rank's samples: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
     _begin(evaluation, EVALUATION, attempts + 1, restart, found if batch.eval_micro_size == "auto" else {})
@@ -199,7 +200,7 @@ def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: dict[str, Any]
 
 
 def _given(config: Config, share: int) -> int | None:
-    """The size that the configuration names for training; None where it is to be found."""
+    """The configured size for training; None if it is to be found."""
     steps, size = config.accumulation.steps, config.batch.micro_size
     if steps != "auto":
         return -(-share // steps)
@@ -211,7 +212,7 @@ def _may_grow(config: Config) -> bool:
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
-    """The rest of a schedule: what applies at `attempt`, and what comes later. No size is above this rank's share."""
+    """The rest of a schedule: the entry for `attempt` and later ones. No size exceeds this rank's share."""
     cut = {
         entry: {bucket: min(size, share) for bucket, size in plan.items()}
         if isinstance(plan, dict)
@@ -224,12 +225,12 @@ def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dic
 
 
 def _key_of(update: str) -> str:
-    """The key of this update's sizes in a file. The only update of a step has no name."""
+    """The key of an update's sizes in a file. A step's only update has no name."""
     return f"micro.{update}" if update else "micro"
 
 
 def as_schedule(used: Mapping[int, Mapping[int, int]]) -> dict[int, Plan]:
-    """As short as possible: one number where the sizes of all shapes are equal, and only where they change."""
+    """The shortest equivalent schedule: one number if all shapes have the same size, and only changes."""
     schedule: dict[int, Plan] = {}
     for attempt, sizes in sorted(used.items()):
         distinct = set(sizes.values())
@@ -240,7 +241,7 @@ def as_schedule(used: Mapping[int, Mapping[int, int]]) -> dict[int, Plan]:
 
 
 def shown(sizes: MicroBatchSizes) -> str:
-    """The size in words; where shapes of data have different ones, that of each, the smallest samples first."""
+    """The size in words; if shapes of data differ, one size per shape, smallest samples first."""
     by_shape = sorted((bucket, search.size) for bucket, search in sizes.searches.items())
     if len({size for _, size in by_shape}) < 2:
         return str(sizes.size)
@@ -249,5 +250,5 @@ def shown(sizes: MicroBatchSizes) -> str:
 
 
 def shape_of(sizes: MicroBatchSizes, bucket: int) -> str:
-    """Behind a size in words: the shape that it is for, where there are several."""
+    """Suffix naming the shape, if there are several."""
     return f" for up to {bucket} elements per sample" if len(sizes.searches) > 1 else ""

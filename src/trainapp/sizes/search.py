@@ -1,29 +1,29 @@
 """Finds the largest micro-batch that fits: halves after a failure, then follows a line through measured peaks.
 
-Halving alone ends at 64 where 100 would fit. Once full micro-batches of a size have fitted, the line through nothing at
-size 0 and what they needed beyond the resident memory says at which size the limit is reached; from the second size on,
-the line through the two largest. That size, less a margin, is tried next, and the step itself decides whether it fits:
-memory is only piecewise affine in the size. Where no peak is known, or a failure has disproved the line, the middle
-between the largest size that worked and the smallest that failed is tried. The search ends when the line or a failure
-excludes 5% more (below 20 samples: one more).
+Halving alone ends at 64 if 100 would fit. Once full-size micro-batches have fitted, a line through the origin and the
+measured peak (beyond the resident memory) predicts the size that reaches the limit; with two sizes, the line through
+the two largest. That size, less a margin, is tried next, and the step itself decides whether it fits: memory is only
+piecewise affine in the size. Without a known peak, or after a failure has disproved the line, the middle between the
+largest size that worked and the smallest that failed is tried. The search ends when the line or a failure excludes 5%
+more (below 20 samples: one more).
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MARGIN = 0.98  # of the size at which the line reaches the limit
-WORTH = 0.05  # a size that is larger by less is not worth a step that may fail
+MARGIN = 0.98  # fraction tried of the size at which the line reaches the limit
+WORTH = 0.05  # smallest relative gain worth risking a failed step
 
 
 class Measured(NamedTuple):
-    """Of full micro-batches, in bytes: `needed` beyond what is resident, of the `room` that the limit leaves."""
+    """Bytes `needed` by full-size micro-batches beyond resident memory, and the `room` that the limit leaves."""
 
     needed: int
     room: int
 
     def worst(self, other: "Measured | None") -> "Measured":
-        """The most that is needed, the least room."""
+        """The larger need and the smaller room."""
         return self if other is None else Measured(max(self.needed, other.needed), min(self.room, other.room))
 
 
@@ -31,8 +31,8 @@ class Measured(NamedTuple):
 class SizeSearch:
     """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
 
-    clean_steps: successes in a row until a size is validated and, if `grow`, a larger one is tried. Knows nothing of
-    runs: the caller tells it what fitted and what failed.
+    clean_steps: successes in a row until a size is validated and, if `grow`, a larger one is tried. Independent of
+    runs: the caller reports what fitted and what failed.
     """
 
     size: int
@@ -48,14 +48,14 @@ class SizeSearch:
 
     @property
     def is_validated(self) -> bool:
-        """Whether the size is validated: it is then no longer watched, since watching costs time on the CPU."""
+        """Whether the size is validated: its memory is then no longer watched, which costs time on the CPU."""
         return self.clean >= self.clean_steps
 
     def fitted(self, ran: int, measured: Measured | None = None) -> int | None:
         """Record a clean step. Returns the larger size to try next, or None.
 
-        ran: the largest micro-batch in it; only full ones count (one less: see `micro_batch.cut`).
-        measured: None where its peak is not known.
+        ran: the largest micro-batch in it; only full-size ones count (one sample less is full-size, see
+        `data.batch.ranges`). measured: None if the peak is not known.
         """
         if ran < self.size - 1:
             return None
@@ -74,11 +74,11 @@ class SizeSearch:
         return larger
 
     def failed(self, ran: int) -> bool:
-        """Memory ran out: fall back to the largest validated size, else to half of what ran or, after two errors in a
-        row and if larger sizes will be tried, to a quarter. False if none can fit.
+        """Memory ran out: fall back to the largest validated size, otherwise to half of what ran or, after two errors
+        in a row and if larger sizes will be tried, to a quarter. False if none can fit.
 
-        ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
-        the sizes in between would run the same samples at once and fail again.
+        ran: the largest micro-batch of the attempt. It is less than `size` if the step has fewer samples; sizes in
+        between would then run the same samples at once and fail again.
         """
         if ran <= self.smallest:
             return False
@@ -94,15 +94,15 @@ class SizeSearch:
         return True
 
     def try_size(self, size: int) -> None:
-        """Continue with this size, of which nothing is known yet."""
+        """Continue with this unvalidated size."""
         self.size, self.clean = size, 0
 
     def _larger(self) -> int | None:
-        """The next size after a validated one; None where the line or a failure excludes any that is worth a try."""
+        """The next size after a validated one; None if the line or a failure excludes every size worth trying."""
         worth, line = self.size + max(1, math.ceil(WORTH * self.size)), self._reaches_limit()
         if self.fails is None or self.fails <= worth:
             return None
-        if line < worth:  # one size does not tell what is needed at any size, so it excludes nothing
+        if line < worth:  # a single size does not determine the line, so it excludes nothing
             return None if min(self.measured) < self.size else worth
         following = MARGIN * line
         if following >= self.fails:  # not measured, or disproved
@@ -110,7 +110,7 @@ class SizeSearch:
         return max(self.size + 1, int(following))
 
     def _reaches_limit(self) -> float:
-        """The size at which the line through what was measured reaches the limit; inf where it never does."""
+        """The size at which the line through the measurements reaches the limit; inf if it never does."""
         if self.size not in self.measured:
             return math.inf
         needed, room = self.measured[self.size]
