@@ -169,7 +169,7 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
 def _why_not_in_place(failure: OomReport) -> str:
     if failure.broken:
         return f"{failure.broken} fails from now on"
-    if failure.phase.is_torn:
+    if failure.phase.is_partial:
         return "inside the commit"
     if failure.lost:
         return f"the forward has written {listed(failure.lost, most=5)}"

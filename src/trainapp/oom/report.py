@@ -57,13 +57,13 @@ class OomReport:
     kinds: dict[int, Category] = field(default_factory=dict, repr=False)
 
     @property
-    def is_torn(self) -> bool:
+    def needs_checkpoint(self) -> bool:
         """Whether parameters cannot be restored in place: only a checkpoint is safe."""
-        return self.phase.is_torn or bool(self.lost)
+        return self.phase.is_partial or bool(self.lost)
 
     @property
-    def why_torn(self) -> str:
-        """The reason for `is_torn`, for a message."""
+    def why_checkpoint(self) -> str:
+        """The reason for `needs_checkpoint`, for a message."""
         if self.phase.updates_in_backward:
             return "optimizer.in_backward=true has updated some of the parameters"
         if not self.lost:
@@ -84,7 +84,7 @@ def describe(session: Session, error: BaseException) -> OomReport:
     events, kinds = memory.events(session.meter.gradients())
     first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return OomReport(
-        step=progress.step + (phase.can_be_undone or phase.is_torn or phase is Phase.READ),
+        step=progress.step + (phase.can_be_undone or phase.is_partial or phase is Phase.READ),
         phase=phase,
         module=module,
         message=first_line,
@@ -98,7 +98,7 @@ def describe(session: Session, error: BaseException) -> OomReport:
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         swallowed=isinstance(error, SwallowedOutOfMemory),
-        update=session.state.update.name if phase.can_be_undone or phase.is_torn else "",
+        update=session.state.update.name if phase.can_be_undone or phase.is_partial else "",
         broken=broken_part(error),
         events=events,
         kinds=kinds,

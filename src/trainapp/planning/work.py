@@ -84,7 +84,7 @@ class Work:
                         with engine.strategy.micro_batch(micro.last), self._watched(micro.data):
                             loss, totals = engine.forward(micro, totals)
                             engine.backward(loss, micro)
-                        if not engine.attempt.phase.is_torn:
+                        if not engine.attempt.phase.is_partial:
                             engine.attempt.phase = Phase.DATA
                     totals = engine.reduce(totals)
                     applied = engine.commit(totals, engine.clip(totals))

@@ -60,17 +60,17 @@ def run(config: Config, ranks: Ranks | None = None) -> RunResult:
         gc.freeze()
     ranks = ranks or SingleRank()
     with StopRequest() as stop:
-        ended = _run_until_torn(config, stop, ranks, started)
+        ended = _run_session(config, stop, ranks, started)
         while isinstance(ended, CarriedOver):
             ended.memory.release()  # before the new model is built
-            ended = _run_until_torn(ended.config, stop, ranks, started, ended)
+            ended = _run_session(ended.config, stop, ranks, started, ended)
     if stop.agreed:
         stop.pass_on(stop.agreed)
         raise Interrupted(128 + stop.agreed)
     return ended
 
 
-def _run_until_torn(
+def _run_session(
     config: Config, stop: StopRequest, ranks: Ranks, started: float, carried: CarriedOver | None = None
 ) -> RunResult | CarriedOver:
     """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
@@ -88,9 +88,9 @@ def _run_until_torn(
                 log.info("%s", line)
         stack.enter_context(_naming_the_step(current))
         while (failure := attempt(current)) is not None:
-            torn = recover(current, failure)
-            if torn is not None:
-                return torn
+            carried_over = recover(current, failure)
+            if carried_over is not None:
+                return carried_over
     result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
         report(current, result)
@@ -195,7 +195,7 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     if failure.host:
         host.give_memory_back()
     recovery.roll_back(session, failure)
-    if failure.is_torn:
+    if failure.needs_checkpoint:
         return _carry_over(session, failure)
     recovery.change_size(session, failure)
     recovery.report(session, failure)
@@ -215,7 +215,7 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.action = (
-        f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with micro-batch "
+        f"{failure.why_checkpoint}, so back to {place}; {repeated} finished steps are repeated, with micro-batch "
         f"{failure.old_size} -> {failure.new_size}"
     )
     recovery.report(session, failure)

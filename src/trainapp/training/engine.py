@@ -202,7 +202,7 @@ class Engine:
 
     def reduce(self, totals: Totals) -> Totals:
         """Gradients and totals of all ranks. Collective."""
-        if not self.attempt.phase.is_torn:
+        if not self.attempt.phase.is_partial:
             self.attempt.phase = Phase.GRADIENTS
         self.strategy.finish_accumulation()
         return totals.over(self.ranks)

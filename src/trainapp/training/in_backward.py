@@ -84,7 +84,7 @@ class InBackward(Engine):
                         f"({str(error).splitlines()[0]}); use optimizer.in_backward=false"
                     ) from error
                 raise
-        if self.attempt.phase.is_torn:
+        if self.attempt.phase.is_partial:
             self.attempt.phase = Phase.UPDATE_IN_BACKWARD  # what follows is not read by the model, either
 
     def _update(self, parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from trainapp.training.transaction import around, micro_batches, transaction
 
 def train(session: Session) -> None:
     """Steps until the end of the run or an agreed stop. An error leaves parameters and optimizer as they were after
-    the last finished step, unless `session.attempt.phase.is_torn`.
+    the last finished step, unless `session.attempt.phase.is_partial`.
     """
     while True:
         update_weight_average(session)

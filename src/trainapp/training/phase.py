@@ -39,7 +39,7 @@ class Phase(str, Enum):
         return self in _BEFORE_COMMIT
 
     @property
-    def is_torn(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
         return self is Phase.COMMIT or self.updates_in_backward
 
@@ -58,7 +58,7 @@ class Phase(str, Enum):
     @property
     def depends_on_size(self) -> bool:
         """Whether a smaller micro-batch needs less memory here."""
-        return self in _BEFORE_COMMIT or self.is_torn or self is Phase.EVALUATE
+        return self in _BEFORE_COMMIT or self.is_partial or self is Phase.EVALUATE
 
 
 _BEFORE_COMMIT = frozenset(

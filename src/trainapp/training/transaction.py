@@ -134,7 +134,7 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
         flops = session.meter.counting_flops(step.update.name, micro.samples * step.update.every)
     with session.strategy.micro_batch(micro.last), watching, flops:
         yield
-    if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
+    if not attempt.phase.is_partial:  # a partially applied step stays so until it is committed
         attempt.phase = Phase.DATA
 
 
