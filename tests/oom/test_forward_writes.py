@@ -151,7 +151,7 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
     (failure,) = recorded.failures
     assert failure.lost == ["model.total"]
     assert "the forward has written model.total, of which there was no copy" in failure.action
-    assert "so back to the start, from the seed; 2 finished steps are repeated" in failure.action
+    assert "so back to the start; 2 finished steps are repeated" in failure.action
     assert recorded.run.sizes.evaluation.size == 45
     undisturbed = Recorded(tiny(tmp_path / "b", *EVALUATING))
     assert differences(everything(recorded)["all"], everything(undisturbed)["all"]) == []
