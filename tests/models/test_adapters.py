@@ -196,7 +196,7 @@ def test_a_mistake_gets_one_message(tmp_path, overrides, message):
 
 def test_peft_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(UserError, match=r"adapter=lora: needs peft .*pip install 'trainapp\[peft\]'"):
+    with pytest.raises(UserError, match=r"adapter=lora: needs peft, .*pip install 'trainapp\[peft\]'"):
         runs.prepare(tmp_path, *LORA)
 
 

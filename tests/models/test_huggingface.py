@@ -250,7 +250,7 @@ def test_batches_with_a_mask_need_a_model_that_takes_it():
 
 def test_transformers_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(UserError, match=r"model=hf: needs Transformers .*pip install 'trainapp\[hf\]'"):
+    with pytest.raises(UserError, match=r"model=hf: needs transformers, .*pip install 'trainapp\[hf\]'"):
         build("causal_lm", CONFIG)
 
 

@@ -34,7 +34,8 @@ ALLOWED_PACKAGES = (
     "transformers",
 )
 # By package.
-EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow", "transformers": "hf", "datasets": "hf"}
+EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}
+EXTRAS |= {"transformers": "hf", "datasets": "hf", "peft": "peft"}
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:

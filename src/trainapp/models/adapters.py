@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.config.schema import Adapter, Config
+from trainapp.config.targets import require_package
 from trainapp.errors import UserError
 from trainapp.models.huggingface import drawn
 from trainapp.models.inspect import blocks_of, heads
@@ -73,7 +74,9 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
 
     Raises UserError for names that the model does not have, and where peft is missing.
     """
-    peft = require_peft()
+    require_package("peft", "adapter=lora")
+    import peft
+
     trained = _new_modules(model) if settings.train == "auto" else list(settings.train)
     _require_modules(model, trained)
     options = peft.LoraConfig(
@@ -126,7 +129,8 @@ def merge(model: nn.Module) -> None:
     names and classes, and cannot be trained on. A base in bf16 becomes fp32 first: rounded to bf16, the sum would lose
     most of what was learned.
     """
-    peft = require_peft()
+    import peft
+
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.float()
@@ -155,9 +159,11 @@ def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str,
 
     written: names of frozen parameters that forwards have written.
     """
+    import peft
+
     # Otherwise it would ask the hub about the base's embeddings.
     options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
-    trained = require_peft().get_peft_model_state_dict(model, **options)
+    trained = peft.get_peft_model_state_dict(model, **options)
     known = {id(own) for own in trained.values()}
     known |= {id(p) for name, p in model.named_parameters() if not p.requires_grad and name not in written}
     if left := [name for name, own in model.state_dict(keep_vars=True).items() if id(own) not in known]:
@@ -222,12 +228,3 @@ def digest_of(base: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         digest.update(checksum(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def require_peft() -> Any:
-    """The package. Raises UserError, with the command that installs it, where it is missing."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(f"adapter=lora: needs peft ({error}); pip install 'trainapp[peft]'") from None
-    return peft

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from trainapp.config.targets import require_package
 from trainapp.errors import UserError
 from trainapp.models.inspect import heads, positions_of, without_cache
 from trainapp.torch_private import has_values
@@ -60,7 +61,10 @@ def build(
     The others come from the data, where it knows them. Raises UserError for settings that do not fit each other or the
     data, and where Transformers is missing.
     """
-    transformers = require_transformers("model=hf")
+    require_package("transformers", "model=hf")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # the run has one of its own
     if task not in TASKS:
         hint = suggest(str(task), TASKS)
         raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
@@ -89,18 +93,6 @@ def build(
         model.config.get_text_config().pad_token_id = pad_token_id
     built: nn.Module = model
     return built
-
-
-def require_transformers(setting: str) -> Any:
-    """The package. Raises UserError, with the command that installs it, where it is missing."""
-    try:
-        import transformers
-
-        transformers.PreTrainedModel  # noqa: B018  # loaded when it is looked up, and every model needs it
-    except ImportError as error:
-        raise UserError(f"{setting}: needs Transformers ({error}); pip install 'trainapp[hf]'") from None
-    transformers.utils.logging.disable_progress_bar()  # the run has one of its own
-    return transformers
 
 
 def _named(config: dict[str, Any] | None, path: str | None) -> str:
