@@ -73,8 +73,7 @@ def open_dataset(
         return Blocks(rows, text, tokenizer, context_length, directory, split)
     names, targets = list(classes or ()), None
     if label is not None:
-        names, numbers = numbered_classes(rows, train, label, classes)
-        targets = torch.tensor([numbers[value] for value in rows[label]])
+        names, targets = numbered_classes(rows, train, label, classes)
     return Labelled(rows, text, tokenizer, context_length, directory, names, targets)
 
 
@@ -178,28 +177,27 @@ def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
         yield value
 
 
-def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
-    """The class names, and the class index of each label. Raises UserError for a label without a class, or a value that
-    is not a label.
+def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], torch.Tensor]:
+    """The class names, and the class of each row, int64 [N]. Raises UserError for a label without a class, or a value
+    that is not a label.
     """
-    names = getattr(rows.features[label], "names", None)
+    by_number = dict(enumerate(getattr(rows.features[label], "names", ())))  # of a column that knows its names
     try:
-        values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
-        own = set(rows[label])
+        labels = [str(by_number.get(value, value)) for value in rows[label]]
+        found = list(by_number.values()) or [str(value) for value in sorted(set(train[label]) - {None})]
     except TypeError:  # lists, or labels of several types
         raise UserError(
             f"data.label={label}: a text has one class, a number or a name, and all of them are of one type; write one "
             "per row, or give data and loss of your own"
         ) from None
-    by_name = dict(zip(map(str, names or values), values, strict=True))
-    order = list(by_name) if wanted is None else list(wanted)
-    missing: list[Any] = [name for name in by_name if name not in order] + sorted(own - set(values), key=str)
-    if missing:
+    names = found if wanted is None else list(wanted)
+    numbers = {name: number for number, name in enumerate(names)}
+    if missing := sorted({*labels} - {*names}):
         raise UserError(
-            f"data.label={label}: {listed(map(str, missing))} have no class: not among {listed(order)}, which "
+            f"data.label={label}: {listed(missing)} have no class: not among {listed(names)}, which "
             f"{'the training rows have' if wanted is None else 'data.classes names'}"
         )
-    return order, {by_name[name]: number for number, name in enumerate(order) if name in by_name}
+    return names, torch.tensor([numbers[own] for own in labels])
 
 
 # --- tokenizers
