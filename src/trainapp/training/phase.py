@@ -6,73 +6,55 @@ from typing import NamedTuple
 
 from trainapp.checkpoint.train_state import Update
 
+_BEFORE_COMMIT = (True, True, True)
+
 
 class Phase(str, Enum):
-    """The phases of a run, in the order of a step. Incidents name them by their values."""
+    """The phases of a run; OOM reports use their values.
 
-    WEIGHT_AVERAGE = "weight average"
-    EVALUATE = "evaluate"
-    SAVE = "save"
-    READ = "read"  # a stream's samples of the coming step
+    can_be_undone: nothing of the step has changed yet: a rollback leaves no trace. is_voted_on: a vote, if votes are
+    held, makes all ranks leave it. depends_on_size: a smaller micro-batch needs less memory. is_partial: parameters and
+    optimizer may be partially updated: only a checkpoint is safe.
+    """
+
+    can_be_undone: bool
+    is_voted_on: bool
+    depends_on_size: bool
+    is_partial: bool
+
+    def __new__(cls, value: str, undone: bool = False, voted: bool = False, sized: bool = False, partial: bool = False):  # type: ignore[no-untyped-def]
+        phase = str.__new__(cls, value)
+        phase._value_ = value
+        phase.can_be_undone, phase.is_voted_on, phase.depends_on_size, phase.is_partial = undone, voted, sized, partial
+        return phase
+
+    READ = "read", False, True  # a stream's samples of the coming step
     START = "start"
-    DATA = "data"
-    FORWARD = "forward"
-    LOSS = "loss"
-    METRIC = "metric"
-    BACKWARD = "backward"
-    GRADIENTS = "gradients"
-    UNSCALE = "unscale"
-    CLIP = "clip"
-    UPDATE_IN_BACKWARD = "update in backward"
-    BACKWARD_AFTER_UPDATES = "backward after updates"
-    COMMIT = "commit"
+    DATA = "data", *_BEFORE_COMMIT
+    FORWARD = "forward", *_BEFORE_COMMIT
+    LOSS = "loss", *_BEFORE_COMMIT
+    METRIC = "metric", *_BEFORE_COMMIT
+    BACKWARD = "backward", *_BEFORE_COMMIT
+    GRADIENTS = "gradients", *_BEFORE_COMMIT
+    UNSCALE = "unscale", True, False, True  # of shards: a reduction of torch's own, which no vote can stop
+    CLIP = "clip", *_BEFORE_COMMIT
+    UPDATE_IN_BACKWARD = "update in backward", False, False, True, True
+    BACKWARD_AFTER_UPDATES = "backward after updates", False, False, True, True
+    COMMIT = "commit", False, False, True, True
     COMMITTED = "committed"
-    SEARCH = "search"
     LOG = "log"
+    SEARCH = "search"
+    WEIGHT_AVERAGE = "weight average"
+    EVALUATE = "evaluate", False, True, True
+    SAVE = "save"
 
     def __str__(self) -> str:
-        return self.value
-
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether the step has not changed anything yet: rolling back leaves no trace."""
-        return self in _BEFORE_COMMIT
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
-        return self is Phase.COMMIT or self.updates_in_backward
+        return str(self.value)
 
     @property
     def updates_in_backward(self) -> bool:
         """Whether a backward that updates parameters has begun to do so."""
-        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
-
-    @property
-    def is_voted_on(self) -> bool:
-        """Whether a vote, where votes are held, makes all ranks leave it: torch unscales shards with a reduction of its
-        own that no vote can stop.
-        """
-        return (self.can_be_undone and self is not Phase.UNSCALE) or self in (Phase.READ, Phase.EVALUATE)
-
-    @property
-    def depends_on_size(self) -> bool:
-        """Whether a smaller micro-batch needs less memory here."""
-        return self in _BEFORE_COMMIT or self.is_partial or self is Phase.EVALUATE
-
-
-_BEFORE_COMMIT = frozenset(
-    {
-        Phase.DATA,
-        Phase.FORWARD,
-        Phase.LOSS,
-        Phase.METRIC,
-        Phase.BACKWARD,
-        Phase.GRADIENTS,
-        Phase.UNSCALE,
-        Phase.CLIP,
-    }
-)
+        return self.is_partial and self is not Phase.COMMIT
 
 
 class Step(NamedTuple):
