@@ -13,7 +13,7 @@ import runs
 import torch
 from states import METADATA, SHARD, VALUES, OneTensor, directory, names
 
-from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
+from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import damage
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
@@ -26,7 +26,6 @@ LATER = "checkpointing.asynchronous=true"
 def test_what_is_in_one(tmp_path):
     runs.run(tmp_path, *MLP)
     folder = runs.checkpoint(tmp_path, 4)
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000004\n"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"].keys() == {SHARD, METADATA, VALUES} == helpers.files(folder) - {"manifest.json"}
     for name, entry in manifest["files"].items():
@@ -190,7 +189,6 @@ def test_save_false_writes_nothing_and_passes_over_what_was_saved_before(tmp_pat
     runs.run_until(tmp_path, 2, *MLP)
     run = runs.prepare(tmp_path, *MLP, "checkpointing.save=false")
     run.tracker.close()
-    assert isinstance(run.checkpointer, NullCheckpointer)
     assert (run.state.progress.step, run.checkpointer.saved_at) == (2, 2)
     assert (run.checkpointer.newest(), run.checkpointer.newest_name(), run.checkpointer.busy) == (None, None, False)
     run.checkpointer.save(3, {}, {}, False)

@@ -32,7 +32,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert found == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6]]
     assert directory(tmp_path).best().name == "step_00000003"
     assert directory(tmp_path).newest().name == "step_00000006"
-    assert names(tmp_path)[:2] == ["best", "latest"]
+    assert names(tmp_path)[0] == "best"
     assert bool((value(directory(tmp_path).newest()) == 6).all())
 
 
@@ -115,7 +115,7 @@ def test_only_checkpoints_are_ever_removed(tmp_path, caplog):
     for step in (9, 10, 11, 5, 6, 7):  # 5 goes back
         save(tmp_path, step, keep_last=2)
     kept = {*COPIES, "step_00000050", "step_00000060"}
-    assert set(names(tmp_path)) == {*kept, "step_00000006", "step_00000007", "latest"}
+    assert set(names(tmp_path)) == {*kept, "step_00000006", "step_00000007"}
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 7)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step_00000007", "step_00000006"]
     assert len([text for text in own_messages(caplog) if "went back before it" in text]) == 2  # 10 and 11
@@ -130,7 +130,7 @@ def test_a_link_is_unlinked_and_not_followed(tmp_path):
     (tmp_path / "checkpoints" / ".tmp-step_00000009").symlink_to(elsewhere)
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
     save(tmp_path, 2, keep_last=1)
-    assert names(tmp_path) == ["latest", "step_00000002"]
+    assert names(tmp_path) == ["step_00000002"]
     assert damage(elsewhere) is None
     runs.checkpoint(tmp_path, 3).symlink_to(tmp_path / "nowhere")
     save(tmp_path, 3, keep_last=1)
@@ -212,7 +212,6 @@ def test_resolve(tmp_path):
     assert resolve(str(tmp_path / "run")) == newest
     assert resolve(str(tmp_path / "run" / "checkpoints")) == newest
     assert resolve(str(older)) == older
-    assert resolve(str(older / VALUES)) == older
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="neither a checkpoint nor a run directory"):
         resolve(str(tmp_path / "empty"))

@@ -169,13 +169,10 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
 def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
     overrides = (*runs.MODELS["mlp"], "train.max_steps=6")
     runs.run(tmp_path / "a", *overrides, "every.save=2", "checkpointing.keep_last=3")
-    for number, path in enumerate(
-        (runs.checkpoint(tmp_path / "a", 2), runs.checkpoint(tmp_path / "a", 4) / "values.pt")
-    ):
-        run_dir = tmp_path / f"b{number}"
-        runs.run(run_dir, *overrides, f"checkpointing.resume={path}")
-        assert runs.differences(end(run_dir), end(tmp_path / "a")) == []
-        assert [line["step"] for line in helpers.metrics(run_dir)] == list(range(3 + 2 * number, 7))
+    run_dir = tmp_path / "b"
+    runs.run(run_dir, *overrides, f"checkpointing.resume={runs.checkpoint(tmp_path / 'a', 2)}")
+    assert runs.differences(end(run_dir), end(tmp_path / "a")) == []
+    assert [line["step"] for line in helpers.metrics(run_dir)] == [3, 4, 5, 6]
 
 
 @pytest.mark.slow

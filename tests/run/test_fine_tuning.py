@@ -114,7 +114,7 @@ def test_an_end_before_the_runs_own_checkpoint(tmp_path):
         runs.prepare(tmp_path, *MLP, "train.max_steps=2")
 
 
-@pytest.mark.parametrize(("named", "step"), [("best", 2), ("latest", 4), ("step_00000003", 3), (".", 4)])
+@pytest.mark.parametrize(("named", "step"), [("best", 2), ("step_00000003", 3), (".", 4)])
 def test_the_checkpoint_that_is_named(tmp_path, named, step):
     """The loss falls, so that with `max loss` the first evaluation is the best."""
     overrides = (*MLP, "every.eval=2", "every.save=1", "checkpointing.keep_last=9", "objective=max loss")

@@ -6,7 +6,7 @@ from pathlib import Path
 from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
 from trainapp.assembly.parts import Parts, load_parts
-from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer, weights_in
+from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
@@ -136,13 +136,11 @@ def start_tracking(session: Session) -> None:
     session.meter.start()
 
 
-def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:
+def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer:
     settings = config.checkpointing
-    if not settings.save:
-        return NullCheckpointer()
-    if config.mode == "train":
-        for optimizer in state.optimizers:
+    directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks) if settings.save else None
+    if settings.save:
+        for optimizer in state.optimizers if config.mode == "train" else ():
             require_loadable(optimizer)
-    stateful_values(state.stateful)  # raises UserError now rather than at the first save
-    directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
+        stateful_values(state.stateful)  # raises UserError now rather than at the first save
     return Checkpointer(state, directory, ranks, settings.asynchronous)

@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves one run's state into its checkpoint directory.
 
-    asynchronous: `save` copies the state to host memory and a thread writes it while training continues, one checkpoint
-    at a time. A checkpoint gets its name in `finish`, which every `save` begins with.
+    directory: None writes nothing, as `checkpointing.save=false` asks. asynchronous: `save` copies the state to host
+    memory and a thread writes it while training continues, one checkpoint at a time. A checkpoint gets its name in
+    `finish`, which every `save` begins with.
     """
 
-    def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: Ranks, asynchronous: bool):
+    def __init__(self, state: TrainState, directory: CheckpointDirectory | None, ranks: Ranks, asynchronous: bool):
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
-        self.newest, self.newest_name = directory.newest, directory.newest_name
         self.saved_at = 0  # the step of the last save or resume
         self._not_saved: list[str] = []  # what the log has named
         self.pending: tuple[Saving, Path, Future[dict[str, Any]]] | None = None
@@ -49,6 +49,9 @@ class Checkpointer:
 
         config: goes into the manifest. sizes: plain values that `restore` returns.
         """
+        self.saved_at = step
+        if self.directory is None:
+            return
         self.finish()
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
@@ -60,7 +63,14 @@ class Checkpointer:
             self.pending = saving, folder, self._background.submit(saving.write, folder)
         else:  # in this thread: CUDA's current device is set per thread
             self.directory.write(Saving(step, config, is_best, functools.partial(self._write, tensors, values)))
-        self.saved_at = step
+
+    def newest(self) -> Path | None:
+        """See `CheckpointDirectory.newest`."""
+        return None if self.directory is None else self.directory.newest()
+
+    def newest_name(self) -> str | None:
+        """See `CheckpointDirectory.newest_name`."""
+        return None if self.directory is None else self.directory.newest_name()
 
     def _say_what_is_not_saved(self) -> None:
         """Once: a resume begins with the initial values of what a run changes outside of state dicts."""
@@ -84,7 +94,7 @@ class Checkpointer:
 
         One that failed on any rank is written again, from the copy and in the foreground, whose errors are `save`'s.
         """
-        if self.pending is None:
+        if self.pending is None or self.directory is None:
             return
         (saving, folder, future), self.pending = self.pending, None
         error = future.exception()  # waits
@@ -116,28 +126,6 @@ def _in_one_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
-class NullCheckpointer:
-    """A Checkpointer that writes nothing: `checkpointing.save=false`."""
-
-    busy, pending = False, None
-
-    def __init__(self) -> None:
-        self.saved_at = 0
-
-    def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
-        """Only notes the step."""
-        self.saved_at = step
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def newest(self) -> None:
-        """None: this run has no checkpoint."""
-
-    def newest_name(self) -> None:
-        """None: this run has no checkpoint."""
 
 
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:

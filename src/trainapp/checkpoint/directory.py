@@ -4,7 +4,6 @@
         __<rank>_0.distcp, .metadata              tensors, as torch.distributed.checkpoint writes them (`shards`)
         values.pt                                 everything else: plain values and small tensors (`checkpointer`)
         manifest.json                             configuration, versions, size and SHA-256 of each file
-    <run directory>/checkpoints/latest            the name of the newest
     <run directory>/checkpoints/best              the name of the best
 
 A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed.
@@ -87,9 +86,9 @@ class CheckpointDirectory:
                 _remove(final)
             os.replace(temporary, final)
             fsync(self.folder)
-            self._point("latest", final)
             if saving.is_best:
-                self._point("best", final)
+                with atomic_write(self.folder / "best", sync=True) as file:
+                    file.write(final.name + "\n")
             self._prune(final)
 
         self._on_all_ranks(saving.step, temporary, finish if self.ranks.is_rank_zero else lambda: None)
@@ -137,10 +136,6 @@ class CheckpointDirectory:
             return path if _is_checkpoint(path) else None
         return None
 
-    def _point(self, name: str, target: Path) -> None:
-        with atomic_write(self.folder / name, sync=True) as file:
-            file.write(target.name + "\n")
-
     def _prune(self, written: Path) -> None:
         """Keep the best and the newest up to `written`; later ones are damaged or from an abandoned branch."""
         best, present = self.best(), checkpoints_in(self.folder)
@@ -178,7 +173,6 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
         if best is None:
             raise UserError(f"{name}: it names no checkpoint that is still here")
         path = best
-    path = path.parent if path.is_file() else path
     if (path / MANIFEST).is_file():
         if problem := damage(path):
             raise UserError(f"{name}: this checkpoint {problem}")

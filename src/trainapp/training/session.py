@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
+from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.source import EvalBatches, TrainBatches
@@ -78,7 +78,7 @@ class Session:
     memory: DeviceMemory
     meter: Meter
     tracker: Tracker | SilentTracker
-    checkpointer: Checkpointer | NullCheckpointer
+    checkpointer: Checkpointer
     stop: StopRequest
     objective: Objective
     metrics: StatefulMetrics
