@@ -30,13 +30,17 @@ class Counted(Offload):
 
     def __init__(self, model):
         super().__init__(model, "cpu")
-        self.moved, self.stored = [], []
+        self.stored = []
 
-    def _store(self, storage, device):
-        self.moved.append(storage.nbytes())
-        stored = super()._store(storage, device)
-        self.stored.append(weakref.ref(stored))
-        return stored
+    @property
+    def moved(self):
+        return [size for size, _ in self.stored]
+
+    def _pack(self, tensor):
+        packed = super()._pack(tensor)
+        if self._last() not in (None, self.stored[-1][1]() if self.stored else None):
+            self.stored.append((self._last()._host.nbytes, self._last))
+        return packed
 
 
 class Views(nn.Module):
@@ -76,8 +80,8 @@ def test_gradients_are_the_same_and_each_storage_moves_once():
 
 def test_a_wrong_copy_changes_them(monkeypatch):
     """The comparison above can fail."""
-    model, fetch = Views(), Offload.fetch
-    monkeypatch.setattr(Offload, "fetch", lambda self, host, device: fetch(self, host.roll(1), device))
+    model, copy = Views(), Offload.copy
+    monkeypatch.setattr(Offload, "copy", lambda self, to, source: copy(self, to, source.roll(1)))
     assert not torch.equal(gradient(model, Counted(model)), gradient(model, None))
 
 
@@ -105,19 +109,16 @@ def test_a_tensor_that_is_written_after_it_was_saved_comes_back_as_it_was_saved(
     assert x.grad.tolist() == [2 * v + 4 * v for v in range(4)]
 
 
-@pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 1, 2, 3]), (2**27, [0, 1, 1, 1])])
-def test_backward_fetches_ahead(monkeypatch, ahead, expected):
-    """The next storage is on its way before it is needed; with no allowance, none is."""
-    monkeypatch.setattr(offload, "AHEAD", ahead)
+def test_backward_fetches_one_ahead(monkeypatch):
+    """The next storage is on its way before it is needed."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    moving, fetched, used = Counted(model), [], []
+    moving = Counted(model)
     loss = moving.around(model)(torch.randn(4, 8)).sum()
-    fetch = moving.fetch
-    monkeypatch.setattr(moving, "fetch", lambda *a: (fetched.append(len(used)), fetch(*a))[1])
-    monkeypatch.setattr(offload, "wait_for", lambda arrival, device: used.append(arrival))
+    events, storage, copy = [], offload._Stored.storage, moving.copy
+    monkeypatch.setattr(offload._Stored, "storage", lambda self: (storage(self), events.append("used"))[0])
+    monkeypatch.setattr(moving, "copy", lambda *both: (copy(*both), events.append("fetched"))[0])
     loss.backward()
-    assert fetched == expected  # how many were in use when each was asked for
-    assert len(used) == 4
+    assert events == ["fetched", "fetched", "used", *(["fetched", "used"] * 2), "used"]
 
 
 def test_a_failed_forward_leaves_nothing():
@@ -132,8 +133,7 @@ def test_a_failed_forward_leaves_nothing():
         moving.around(failing)(torch.randn(4, 8))
     gc.collect()
     assert moving.stored
-    assert not any(one() for one in moving.stored)
-    assert not moving._leaving
+    assert not any(one() for _, one in moving.stored)
     assert not moving._known
 
 
@@ -186,8 +186,8 @@ def test_on_the_cpu_a_run_is_the_same_with_the_same_peak(tmp_path, more):
 @pytest.mark.parametrize("mode", ["all", "inputs"])
 def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
     """The real step, accumulating, with the copies of the CPU's tensors."""
-    moved, found, store = [], [], Offload._store
-    monkeypatch.setattr(Offload, "_store", lambda *a: (moved.append(1), store(*a))[1])
+    moved, found, made = [], [], offload._Stored.__init__
+    monkeypatch.setattr(offload._Stored, "__init__", lambda *a: (moved.append(1), made(*a))[1])
     for device_type in ("cuda", "cpu"):  # the first moves nothing here
         monkeypatch.setattr(Offload.__init__, "__defaults__", (device_type,))
         chosen = ("activation_checkpointing=full", f"memory.offload_activations={mode}", "batch.micro_size=6")
