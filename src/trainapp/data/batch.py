@@ -1,4 +1,4 @@
-"""A batch is any pytree: tensors in containers nested anyhow. Which of their dimensions are samples is unknown.
+"""A batch is any pytree: tensors in arbitrarily nested containers. Which of their dimensions are samples is unknown.
 
 Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with
 `torch.utils._pytree`, such as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainapp.torch_private import pytree_functions
 
-Rebuild = Callable[[list[Any]], Any]  # the container with other children
+Rebuild = Callable[[list[Any]], Any]  # makes a like container with new children
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
@@ -39,7 +39,7 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 
 
 def elements_in(batch: Any) -> int:
-    """The elements of all the batch's tensors."""
+    """The number of elements in all of the batch's tensors."""
     return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
@@ -49,7 +49,7 @@ def bucket_of(samples: int, elements: int) -> int:
 
 
 def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
-    """The children of a container, and what makes a container like it of others; None for what is not one."""
+    """A container's children, and a function that rebuilds it from new ones; None if `batch` is not a container."""
     kind = type(batch)
     if kind is dict:
         return list(batch.values()), lambda values: dict(zip(batch, values, strict=True))
@@ -73,7 +73,7 @@ def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
 
 
 def _mapping_with(mapping: Any, values: list[Any]) -> Any:
-    """A copy with these values: of a dict or UserDict (as Transformers' BatchEncoding) with its attributes."""
+    """A copy of a mapping with these values; a dict or UserDict (such as BatchEncoding) keeps its attributes."""
     items = dict(zip(mapping, values, strict=True))
     if not isinstance(mapping, (dict, UserDict)):
         return type(mapping)(items)
@@ -86,7 +86,7 @@ def _mapping_with(mapping: Any, values: list[Any]) -> Any:
 
 
 def _dataclass_with(instance: Any, names: list[str], values: list[Any]) -> Any:
-    """Bypasses the constructor, which may not take all fields, and `__setattr__`, which frozen classes forbid."""
+    """A copy with new fields. Bypasses the constructor, which may not take all fields, and frozen `__setattr__`."""
     new = copy.copy(instance)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
@@ -99,8 +99,8 @@ _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
 class MicroBatch(NamedTuple):
     """A batch of `samples` samples.
 
-    last: the last of its step. real: False for a dummy that keeps this rank in step with the others.
-    piece: `piece(start, end)` is the batch of its samples [start, end) alone, on the device.
+    last: whether it is its step's last. real: False for a dummy that keeps this rank in step with the others.
+    piece: `piece(start, end)` is the batch of only its samples [start, end), on the device.
     """
 
     data: Any
@@ -108,16 +108,16 @@ class MicroBatch(NamedTuple):
     real: bool
     samples: int
     piece: Callable[[int, int], Any]
-    bucket: int | None = None  # of its shape, see `bucket_of`
+    bucket: int | None = None  # see `bucket_of`
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Micro-batches of `size` samples; see `ranges`."""
+    """Split indices into micro-batches of `size` samples; see `ranges`."""
     return [indices[start:end] for start, end in ranges(0, len(indices), size)]
 
 
 def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, end) in ranges of `size`, of which the last holds the remainder. Computed one at a time.
+    """Split [start, end) into ranges of `size`; the last holds the remainder. Computed lazily.
 
     A remainder of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
     """
@@ -130,14 +130,14 @@ def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """Up to `parts` micro-batches, whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
+    """Split indices into up to `parts` micro-batches whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
     short, longer = divmod(len(indices), parts)
     ends = [short * part + min(part, longer) for part in range(parts + 1)]
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
 def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
-    """The micro-batches that hold these ranges of a larger one's samples.
+    """The micro-batches for these ranges of a larger one's samples.
 
     An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
     """

@@ -15,11 +15,11 @@ from trainapp.data.sampler import Draw
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import outside_dispatch_modes
 
-Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of its samples [start, end) alone
+Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of only its samples [start, end)
 
 
 class Request(NamedTuple):
-    """A micro-batch to fetch: indices into the data set, and the epoch, which augmentation depends on."""
+    """A micro-batch to fetch: indices into the data set, and the epoch, on which augmentation depends."""
 
     epoch: int
     indices: Sequence[int]
@@ -29,9 +29,9 @@ class Fetcher(Dataset):
     """`fetcher[request]` is a collated batch. Runs in the loader's workers, or in the main process without them.
 
     A data set with `__getitems__` that also has `set_epoch` (or is `in_memory`) returns whole batches, and promises
-    that a sample depends on (seed, epoch, index) alone. For other data sets the global generators are seeded from those
-    three before each sample, so that the usual random transforms give the same sample every time it is fetched. In the
-    same way they are seeded before a `collate` of the data set's own, which may mix samples at random.
+    that a sample depends only on (seed, epoch, index). For other data sets the global generators are seeded from these
+    three before each sample, so random transforms give the same sample every time it is fetched. They are also seeded
+    before the data set's own `collate`, which may mix samples at random.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -56,7 +56,7 @@ class Fetcher(Dataset):
             return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
-        # A sample that is drawn again has other random transforms.
+        # A sample drawn again gets other random transforms.
         own = (index, index.position) if isinstance(index, Draw) else (index,)
         seed_from(CPU, self.seed, self._epoch or 0, *own)
         return self.dataset[int(index)]
@@ -100,8 +100,8 @@ class BatchedDataset(Dataset):
 
 
 class Results:
-    """`results(requests)` are `dataset[request]` in order: each computed when it is asked for, or, with `workers`
-    processes, `ahead` of them by each.
+    """`results(requests)` yields `dataset[request]` in order, computed on demand, or by `workers` processes that each
+    work `ahead` requests in advance.
     """
 
     def __init__(self, dataset: Dataset, workers: int, pinned: bool = False, ahead: int = 2):
@@ -118,19 +118,19 @@ class Results:
                 pin_memory=pinned,
                 persistent_workers=True,
                 worker_init_fn=_leave_ctrl_c,
-                generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
+                generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
             )
 
     def __call__(self, requests: Iterator[Any]) -> Iterator[Any]:
-        """Ends the iteration before. Raises what the data set raises."""
+        """Start a new iteration; ends the previous one. Raises the data set's errors."""
         if self._loader is None:
             return map(self._dataset.__getitem__, requests)
         self._requests.coming = requests
-        with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
+        with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
             return iter(self._loader)
 
     def close(self) -> None:
-        """End the processes. What they have computed ahead is lost."""
+        """End the processes. Discards prefetched results."""
         self._requests.coming = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
 
@@ -149,20 +149,20 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _leave_ctrl_c(worker: int) -> None:
-    """A terminal sends Ctrl-C to workers too, but the step that is being finished still needs them."""
+    """Ignore Ctrl-C, which a terminal also sends to workers: the step in progress still needs them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class BatchLoader:
     """Turns requests into batches on the device.
 
-    workers: processes that fetch; 0 fetches in this process. split: cuts a fetched batch, unless the data set has a
-    method `split` of its own; None, without such a method: samples are collated again to cut a batch.
+    workers: number of loader processes; 0 fetches in this process. split: cuts a fetched batch, unless the data set has
+    its own method `split`; None: without such a method, samples are collated again to cut a batch.
     """
 
     def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device, split: Split | None = None):
         self.fetcher, self.seed, self.device = Fetcher(dataset, seed), seed, device
-        # Often a data set has an attribute of this name that is "train" or "val".
+        # Data sets often have an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self._pinned = device.type == "cuda"
         self._results = Results(self.fetcher, workers, self._pinned)
@@ -173,17 +173,17 @@ class BatchLoader:
         return Fetcher(dataset, self.seed)[Request(0, list(range(min(samples, len(dataset)))))]
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Batches on the device, in the order of the requests; from pinned memory, the host does not wait."""
+        """Batches on the device, in the order of the requests; copies from pinned memory do not block the host."""
         fetched = self._results(requests)
         if self._pinned and not self._results.workers:
             fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         return map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
-        """Samples [start, end) of a fetched batch on their own, on the device.
+        """The batch of only the samples [start, end) of a fetched batch, on the device.
 
-        They are fetched and collated again, in this process, unless `split` says how to cut the batch. Nothing else is
-        right for every batch: tensors may be packed, have time first, belong to no sample, or depend on all samples.
+        They are fetched and collated again, in this process, unless `split` cuts the batch. No other way works for
+        every batch: tensors may be packed, have time first, belong to no sample, or depend on all samples.
         """
         if self._split is not None:
             return self._split(batch, start, end)
@@ -196,9 +196,10 @@ class BatchLoader:
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
-    """Worker processes per rank: none for data in memory, else this rank's share of the cores, less one for training.
+    """Loader processes per rank: none for data in memory, otherwise this rank's share of the cores, less one for
+    training.
 
-    setting: `data.num_workers`, a number or "auto"; ranks: on this machine.
+    setting: `data.num_workers`, a number or "auto"; ranks: number of ranks on this machine.
     """
     if setting != "auto":
         return int(setting)

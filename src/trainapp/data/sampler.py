@@ -1,8 +1,8 @@
 """Which samples of an indexable data set a step trains on: a pure function of (seed, epoch, samples consumed).
 
-It depends on neither batch size nor workers nor ranks, so a retry or a resume may change all three and still see the
-same samples. The order of an epoch is a keyed permutation, computed where it is needed: memory and time do not grow
-with the data set. With `data.sampling.weights` each position is a draw with replacement instead.
+It does not depend on batch size, workers or ranks, so a retry or a resume may change all three and still see the same
+samples. The order of an epoch is a keyed permutation, computed on demand: memory and time do not grow with the data
+set. With `data.sampling.weights` each position is a draw with replacement instead.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ import numpy as np
 
 from trainapp.errors import UserError
 
-BLOCK = 8192  # positions computed at a time: a step alone would take 0.2 ms, of which its share of a block is 0.01
+BLOCK = 8192  # positions computed at a time: 0.01 ms per step instead of 0.2 ms for one step's positions only
 BALANCED = "balanced"
-_SALT = 0x7765696768  # draws share no random numbers with augmentation, which has the same seed
+_SALT = 0x7765696768  # so that draws share no random numbers with augmentation, which has the same seed
 
 
 class Share(NamedTuple):
-    """This rank's samples of a step. total: over all ranks. largest: of the rank with the most. after: the position
-    `(epoch, consumed)` that follows the step.
+    """This rank's samples of a step. total: number of samples over all ranks. largest: number on the rank with the
+    most. after: the position `(epoch, consumed)` after the step.
     """
 
     numbers: Sequence[int]
@@ -39,7 +39,7 @@ def own_part(samples: int, rank: int, world: int) -> tuple[int, int]:
 
 
 class Draw(int):
-    """The index of a sample that may come more than once in an epoch, with the position that it is drawn for."""
+    """The index of a sample that may occur more than once per epoch, with its position in the epoch."""
 
     position: int
 
@@ -53,13 +53,13 @@ class Draw(int):
 
 
 class Source:
-    """Training samples, step by step: of indexable data by `Sampler`, of a stream by `data.stream.Stream`. A position
-    is `(epoch, consumed samples of it)`.
+    """Training samples, step by step: `Sampler` for indexable data, `data.stream.Stream` for a stream. A position is
+    `(epoch, samples consumed in it)`.
 
-    fetched: what the loader indexes with the numbers of a share. state_owner: holds the data's state, see
-    `stateful`. samples: in the data, 0 where that is unknown. order_name: what a checkpoint must know of the
-    order besides the position. looks_ahead: whether later steps may be asked for. misfit: after a resume, why the saved
-    position cannot be continued.
+    fetched: the object that the loader indexes with a share's numbers. state_owner: the object with the data's state,
+    see `stateful`. samples: number of samples in the data, 0 if unknown. order_name: identifies the order in a
+    checkpoint. looks_ahead: whether later steps may be requested. misfit: after a resume, why the saved position cannot
+    be continued.
     """
 
     fetched: Any
@@ -78,21 +78,21 @@ class Source:
         raise NotImplementedError
 
     def steps_left(self, consumed: int, size: int) -> int | None:
-        """Steps of this size in an epoch after its first `consumed` samples; None where that is unknown."""
+        """Steps of this size left in an epoch after its first `consumed` samples; None if unknown."""
         return None
 
     def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """The samples of this step are trained."""
+        """Count this step's samples as trained."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Leave out what is left of the epochs before this one."""
+        """Skip the rest of earlier epochs."""
 
     def close(self) -> None:
-        """End the processes that read."""
+        """End the reader processes."""
 
 
 class Sampler(Source):
-    """The samples of an indexable data set. A position says everything: nothing is committed or saved.
+    """The samples of an indexable data set. The position is the complete state: nothing is committed or saved.
 
     weights: `data.sampling.weights`, see `weights_of`; None: every sample once per epoch.
     Raises UserError for weights that do not fit the data set.
@@ -111,7 +111,7 @@ class Sampler(Source):
         else:
             self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
         self.order_name = self.order.name
-        self._shares = lru_cache(maxsize=2)(self._share)  # the present step's and the next
+        self._shares = lru_cache(maxsize=2)(self._share)  # the current step's and the next
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
         """See `Source`."""
@@ -126,7 +126,7 @@ class Sampler(Source):
         return Share(self.order.indices(epoch, consumed + start, consumed + end), total, -(-total // self.world), after)
 
     def steps_left(self, consumed: int, size: int) -> int:
-        """However large the steps before were."""
+        """Independent of the sizes of earlier steps."""
         left = self.samples - consumed
         return left // size if self.drop_last else -(-left // size)
 
@@ -136,7 +136,7 @@ class Sampler(Source):
 
 
 class Permutation:
-    """Every sample once per epoch, by `permuted`. Holds one block of positions, whatever the number of samples."""
+    """Every sample once per epoch, by `permuted`. Holds one block of positions, for any number of samples."""
 
     name = "permutation"
 
@@ -145,7 +145,7 @@ class Permutation:
         self._block = lru_cache(maxsize=1)(self._computed)
 
     def indices(self, epoch: int, start: int, end: int) -> list[int]:
-        """The samples at the positions [start, end) of an epoch."""
+        """The samples at positions [start, end) of an epoch."""
         indices: list[int] = []
         for first in range(start - start % BLOCK, end, BLOCK):
             indices += self._block(epoch, first)[max(0, start - first) : end - first]
@@ -162,18 +162,18 @@ def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
 
 
 class Weighted:
-    """Every position of an epoch is a draw with replacement, with probabilities in proportion to the weights.
+    """Every position of an epoch is a draw with replacement, with probabilities proportional to the weights.
 
-    weights: float64 [N]; the cumulative sums take 8 bytes per sample. setting: for messages.
-    Raises UserError for weights that are negative or not finite, or all 0.
+    weights: float64 [N]; the cumulative sums take 8 bytes per sample. setting: the setting, for messages.
+    Raises UserError for weights that are negative, not finite, or all 0.
     """
 
     def __init__(self, seed: int, weights: np.ndarray, setting: str):
         self.seed, self.samples = seed, len(weights)
         self._sums = np.cumsum(weights)
-        if not (weights.min() >= 0 and 0 < self._sums[-1] < np.inf):  # nor nan, which is not >= 0
+        if not (weights.min() >= 0 and 0 < self._sums[-1] < np.inf):  # also false for nan
             raise UserError(f"{setting}: weights must be finite, not negative and not all 0, and so must be their sum")
-        self.name = f"weighted-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}"  # other weights: another order
+        self.name = f"weighted-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}"  # other weights give another order
 
     def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
         """The draws at the positions [start, end) of an epoch."""
@@ -187,9 +187,9 @@ class Weighted:
 def weights_of(dataset: Any, weights: str) -> np.ndarray:
     """One weight per sample, float64 [N].
 
-    weights: `balanced`, where all classes of the data set's `targets` (or `labels`) are equally frequent, and within a
-    class all samples; the name of an attribute of the data set; or the path of a .npy file. Raises UserError where that
-    gives no array with one number per sample.
+    weights: `balanced` (all classes of the data set's `targets` or `labels` are equally likely, and all samples of a
+    class); the name of an attribute of the data set; or the path of a .npy file. Raises UserError unless that gives an
+    array with one number per sample.
     """
     setting = f"data.sampling.weights={weights}"
     names = ("targets", "labels") if weights == BALANCED else (weights,)
@@ -237,7 +237,7 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def key(seed: int, epoch: int) -> np.uint64:
-    """A hash of the two, which may be any integers, taken modulo 2**64."""
+    """A hash of seed and epoch, any integers, taken modulo 2**64."""
     hashed = splitmix64(np.array([(seed + GAMMA) % _WORD], dtype=np.uint64))
     return splitmix64(hashed + np.uint64((epoch + 1) * GAMMA % _WORD))[0]
 
@@ -260,12 +260,12 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
 
 
 def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.ndarray:
-    """Where a permutation of range(samples) takes these positions: int64 [N] -> int64 [N]. Its tables take 64 bytes per
-    row, 2 MB for 10^9 samples.
+    """The image of these positions under a permutation of range(samples): int64 [N] -> int64 [N]. Its tables take 64
+    bytes per row, 2 MB for 10^9 samples.
 
-    A Feistel network on the cells of a rectangle with at least `samples` cells: row and column are in turn shifted by a
-    hash of the other, which is invertible whatever the hash. A position that leaves range(samples) walks on along its
-    cycle until it is back; the rectangle has fewer than one row too many, so that few do. Source: J. Black, P. Rogaway,
+    A Feistel network on the cells of a rectangle with at least `samples` cells: row and column are alternately shifted
+    by a hash of the other, which is invertible for any hash. A position that leaves range(samples) continues along its
+    cycle until it returns; this is rare, as the rectangle has less than one extra row. Source: J. Black, P. Rogaway,
     "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking); the hash is splitmix64.
     """
     columns = math.isqrt(samples - 1) + 1
@@ -294,7 +294,7 @@ def _shifted(cells: np.ndarray, rows: int, columns: int, shifts: Sequence[np.nda
 
 @lru_cache(maxsize=4)
 def _shifts(seed: int, epoch: int, rows: int, columns: int) -> tuple[np.ndarray, ...]:
-    """Of each round, by how much each column shifts a row, or each row a column: a table, since hashes take longer."""
+    """For each round, the shift of a row by each column, or of a column by each row: tables, faster than hashing."""
     counters = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA)
     keys = splitmix64(counters + key(seed + _ORDER_SALT, epoch))
     hashed = splitmix64(np.arange(max(rows, columns), dtype=np.uint64) * np.uint64(GAMMA) + keys[:, None])

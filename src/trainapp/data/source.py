@@ -19,7 +19,7 @@ from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
 
-DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
+DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with the others
 
 
 def due_updates(step: int, every: Sequence[int]) -> list[int]:
@@ -69,8 +69,8 @@ class Progress:
 class TrainBatches:
     """The training samples, step by step, as micro-batches on the device.
 
-    global_size: samples per optimizer step over all ranks; it may change between two steps. workers, split: see
-    `BatchLoader`; shards: see `Stream`; drop_last, weights: see `Sampler`.
+    global_size: samples per optimizer step over all ranks; may change between steps. workers, split: see `BatchLoader`;
+    shards: see `Stream`; drop_last, weights: see `Sampler`.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class TrainBatches:
         self.source: Source
         if is_stream(dataset):
             self.source = Stream(dataset, seed=seed, ranks=ranks, shards=shards, in_process=workers == 0)
-            workers = 0  # the source's own processes read; samples are collated here
+            workers = 0  # the source has its own reader processes; samples are collated here
         else:
             place = {"rank": ranks.rank, "world": ranks.world}
             self.source = Sampler(dataset, seed=seed, drop_last=drop_last, weights=weights, **place)
-        self.samples = self.source.samples  # in the data set; 0 where that is unknown
+        self.samples = self.source.samples  # in the data set; 0 if unknown
         self._drop_last = drop_last
         self._loader = BatchLoader(self.source.fetched, seed, workers, device, split)
         self._open: Iterator[Any] = iter(())
@@ -104,32 +104,32 @@ class TrainBatches:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch: fewer than `samples` where `drop_last` leaves some out."""
+        """Samples in an epoch: fewer than `samples` if `drop_last` drops some."""
         return self.samples - self.samples % self.global_size if self._drop_last else self.samples
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps per epoch, of which the last may have fewer samples; None where that is unknown."""
+        """Optimizer steps per epoch, the last possibly with fewer samples; None if unknown."""
         return self.steps_left(0)
 
     def steps_left(self, consumed: int) -> int | None:
-        """Optimizer steps of an epoch after its first `consumed` samples; None where that is unknown."""
+        """Optimizer steps left in an epoch after its first `consumed` samples; None if unknown."""
         return self.source.steps_left(consumed, self.global_size)
 
     def epochs(self, progress: Progress) -> float:
-        """The epochs so far, with the fraction of the present one where it is known."""
+        """Epochs so far, with the fraction of the current one if known."""
         return progress.epoch + (progress.consumed / self.epoch_samples if self.samples else 0.0)
 
     def share(self, progress: Progress) -> Share:
-        """This rank's samples of the coming step. Collective for a stream: reads them."""
+        """This rank's samples of the coming step. Collective for a stream, whose samples it reads."""
         return self.source.share(progress.epoch, progress.consumed, self.global_size)
 
     def example(self, samples: int) -> Any:
-        """The first `samples` samples as a batch, on the CPU. A stream's stay to be trained."""
+        """The first `samples` samples as a batch, on the CPU. Those of a stream are kept for training."""
         return self._loader.example(self.source.first(samples), samples)
 
     def accumulation(self, size: int) -> int:
-        """Micro-batches of a full step on this rank."""
+        """The number of micro-batches in a full step on this rank."""
         return -(-self.global_size // self.world // size)
 
     def micro_batches(
@@ -137,13 +137,13 @@ class TrainBatches:
     ) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
-        sizes: of each update of a step; every: see `due_updates`. The next update's batches are fetched ahead.
-        Those fetched for another position or for other sizes are dropped, and their samples fetched again.
+        sizes: micro-batch size per update; every: see `due_updates`. The next update's batches are prefetched. Batches
+        prefetched for another position or other sizes are dropped, and their samples fetched again.
         """
         step = progress.step if max(every) > 1 else 0  # a skipped step does not count
         position = (progress.epoch, progress.consumed, step, progress.update, tuple(sizes), every)
         if self._position != position:
-            self._open = iter(())  # ends the workers' iteration before the next one begins
+            self._open = iter(())  # ends the workers' iteration before the next one starts
             self._open = self._loader.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
         pieces = self._pieces(progress.epoch, progress.consumed, sizes[progress.update])
@@ -165,7 +165,7 @@ class TrainBatches:
         self.drop_fetched()
 
     def drop_fetched(self) -> None:
-        """Free the batches that were fetched ahead. The next step fetches the same samples again."""
+        """Free prefetched batches. The next step fetches the same samples again."""
         self._open, self._position = iter(()), None
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class TrainBatches:
     def _after_update(
         self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], every: tuple[int, ...]
     ) -> tuple:
-        """The position of the next update: of the same samples, or of the next step's."""
+        """The position of the next update: on the same samples, or on the next step's."""
         later = [number for number in due_updates(step, every) if number > update]
         if later:
             return epoch, consumed, step, later[0], sizes, every
@@ -194,7 +194,7 @@ class TrainBatches:
         return *after, step + (max(every) > 1), 0, sizes, every
 
     def _pieces(self, epoch: int, consumed: int, size: int) -> list[Sequence[int]]:
-        """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
+        """This rank's micro-batches: as many as on the rank with the most samples, so some may be empty."""
         numbers, _, largest, _ = self.source.share(epoch, consumed, self.global_size)
         count, pieces = -(-largest // size), cut(numbers, size)
         if len(pieces) < count:
@@ -206,8 +206,8 @@ class EvalBatches:
     """The samples of an evaluation set in its order, split evenly over the ranks; each sample is seen once.
 
     workers, split: see `BatchLoader`. equal: whether every rank has the same number of batches, for models whose
-    forward is collective. Attributes: `samples` in the data set, 0 where that is unknown; `is_stream`, whether an
-    evaluation can only begin at the first sample.
+    forward is collective. Attributes: `samples`, number of samples in the data set, 0 if unknown; `is_stream`, whether
+    an evaluation can only start at the first sample.
     """
 
     def __init__(
@@ -237,20 +237,20 @@ class EvalBatches:
         return self._loader.example(self.dataset, samples)
 
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
-        """Batches of this rank's share, after the first `done` samples of it: a stream is read again up to there.
+        """Batches of this rank's share, after its first `done` samples: a stream is read again up to there.
 
-        ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.
+        ranks: the ranks that evaluate together; `done` may differ between them after one ran out of memory.
         """
         pieces = self._pieces(done, size, ranks) if self._stream is None else self._stream.pieces(done, size)
         if self.equal and self._stream is not None:
             pieces = _while_any_has_one(pieces, ranks)
-        asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
+        asked, used = itertools.tee(pieces)  # buffers the prefetched pieces
         batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers, _ in asked)
         for numbers, is_last in used:
             yield _micro_batch(self._loader, next(batches), 0, numbers, is_last)
 
     def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[tuple[Sequence[int], bool]]:
-        """The samples of each batch, and whether it is the last. One at a time: a list would grow with the data set."""
+        """The samples of each batch, and whether it is the last. Lazy: a list would grow with the data set."""
         start = min(self.start + done, self.end)
         own = -(-(self.end - start) // size)
         count = ranks.all_reduce_max(own)[0] if self.equal else own
@@ -266,7 +266,7 @@ class EvalBatches:
 
 
 def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[int], last: bool) -> MicroBatch:
-    """A fetched batch of these samples; without any, a dummy."""
+    """A fetched batch of these samples; a dummy without any."""
     indices = numbers or DUMMY
     piece = functools.partial(loader.piece, batch, epoch, indices)
     return MicroBatch(batch, last, bool(numbers), len(indices), piece)
@@ -275,7 +275,7 @@ def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[
 def _while_any_has_one(
     pieces: Iterator[tuple[Sequence[int], bool]], ranks: Ranks
 ) -> Iterator[tuple[Sequence[int], bool]]:
-    """The pieces of this rank, and empty ones as long as another rank has samples. Collective."""
+    """This rank's pieces, followed by empty ones while another rank has samples. Collective."""
     for piece in itertools.chain(pieces, itertools.repeat(([], True))):
         if ranks.all_reduce_max(len(piece[0]))[0] == 0:
             return

@@ -1,4 +1,4 @@
-"""The steps and evaluations of a stream, whose samples can only be had in turn: see `data.stream_reader`."""
+"""The steps and evaluations of a stream, which is read sequentially: see `data.stream_reader`."""
 
 import copy
 import logging
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class HeldSamples(Dataset):
-    """The samples of a step by their numbers, for the loader that collates them."""
+    """The samples of a step, by number, for the loader to collate."""
 
-    moves_at_commit = True  # with the stream's position: nothing in the source is looked for state
+    moves_at_commit = True  # with the stream's position: the source is not searched for state
 
     def __init__(self, source: Any, samples: dict[int, Any] | None = None):
         self._samples: dict[int, Any] = samples or {}
-        self._spare: Any = None  # of a rank that only keeps in step with the others
+        self._spare: Any = None  # sample for a rank that only keeps in step with the others
         for name in ("collate", "split"):
             if callable(getattr(source, name, None)):
                 setattr(self, name, getattr(source, name))
@@ -31,20 +31,20 @@ class HeldSamples(Dataset):
         sample = self._samples.get(number, self._spare)
         if not hasattr(self, "collate"):
             return sample  # torch's collating copies it
-        # A collate of the user's may take samples apart, or pass them on to a task that writes to its batch: a retry
-        # must find them as they came.
+        # A user's collate may take samples apart, or pass them on to a task that writes to its batch: a retry needs
+        # them unchanged.
         return copy.deepcopy(sample)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def hold(self, numbers: Sequence[int], samples: Sequence[Any], spare: Any) -> None:
-        """These samples and no others."""
+        """Replace the held samples."""
         self._samples, self._spare = dict(zip(numbers, samples, strict=True)), spare
 
 
 class _Step(NamedTuple):
-    """A step that was read. taken: samples of each shard. turn: the shard that is next after it."""
+    """A step that was read. taken: number of samples from each shard. turn: the next shard after it."""
 
     key: tuple[int, ...] = ()
     share: Share = Share([], 0, 0, (0, 0))
@@ -55,14 +55,14 @@ class _Step(NamedTuple):
 class Stream(Source):
     """The training samples of a stream.
 
-    Where the source has shards, every rank reads its own, `shards` of them in turn; and each step exchanges how many
-    samples the ranks have, until all shards have ended. Otherwise every rank reads the whole stream and keeps its share
-    of each step, so that a step has the same samples on any number of ranks.
-    in_process: whether this process reads; else a process per shard.
+    If the source has shards, every rank reads its own, `shards` of them in turn; in each step the ranks exchange how
+    many samples they have, until all shards have ended. Otherwise every rank reads the whole stream and keeps its share
+    of each step, so a step has the same samples on any number of ranks. in_process: whether this process reads;
+    otherwise one process per shard does.
     """
 
     samples, order_name, looks_ahead = 0, "stream", False
-    moves_at_commit = True  # so that a rolled back step has nothing to restore in the source
+    moves_at_commit = True  # so that a rolled-back step has nothing to restore in the source
 
     def __init__(self, dataset: Any, *, seed: int, ranks: Ranks, shards: int = 1, in_process: bool = True):
         self.dataset, self.seed, self.ranks, self._in_process = dataset, seed, ranks, in_process
@@ -77,15 +77,15 @@ class Stream(Source):
         self._turn, self._step = 0, _Step()
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
-        """Reads them. Collective. Raises UserError for an empty stream."""
+        """Read the step's samples. Collective. Raises UserError for an empty stream."""
         key = (epoch, consumed, size)
         if self._step.key != key:
-            self.ranks.enable_votes(True)  # memory may run out on the rank that reads, however validated the sizes are
+            self.ranks.enable_votes(True)  # reading may run out of memory on any rank, even with validated sizes
             self._step = self._read(*key)
         return self._step.share
 
     def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """Only now does the stream's position move."""
+        """Advance the stream's position."""
         self.share(epoch, consumed, size)
         for shard, taken in zip(self._shards, self._step.taken, strict=True):
             shard.advance(taken)
@@ -97,23 +97,23 @@ class Stream(Source):
                     shard.begin_next_epoch()
 
     def first(self, most: int) -> HeldSamples:
-        """The next samples that this rank reads, fewer at the end of an epoch. They stay to be trained."""
+        """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
         epoch = min(shard.position.epoch for shard in self._shards)
         return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
 
     def begin_epoch(self, epoch: int) -> None:
-        """Leave out what is left of the epochs before this one."""
+        """Skip the rest of earlier epochs."""
         for shard in self._shards:
             shard.go_to(Position(epoch, 0, Place(epoch)))
         self._turn, self._step = 0, _Step()
 
     def close(self) -> None:
-        """End the processes that read."""
+        """End the reader processes."""
         for shard in self._shards:
             shard.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the trained samples end, in each shard that this rank reads."""
+        """The position after the trained samples, in each shard that this rank reads."""
         return {
             "world": self.ranks.world,
             "rank": self.ranks.rank if self.is_sharded else 0,
@@ -123,7 +123,7 @@ class Stream(Source):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there. `misfit` then says why that cannot be, if it cannot: it depends on who reads which shard."""
+        """Continue from the saved position. `misfit` says why that is impossible, if it is: shards belong to ranks."""
         if self.is_sharded or state["is_sharded"]:
             if state["world"] != self.ranks.world:
                 self.misfit = (
@@ -141,7 +141,7 @@ class Stream(Source):
         self._turn, self._step = state["turn"], _Step()
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
-        """The step's samples: all of them, of which this rank keeps its share, or those of its own shards."""
+        """Read the step's samples: all of them, to keep this rank's share, or those of this rank's shards."""
         world, rank = self.ranks.world, self.ranks.rank
         if self.is_sharded and size < world:
             raise UserError(
@@ -156,7 +156,7 @@ class Stream(Source):
         if self.is_sharded:
             by_rank = self.ranks.all_gather_object((len(samples), ends))
             counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
-            if sum(counts) and not all(counts):  # a rank without any more only keeps in step with the others
+            if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
         else:
@@ -174,9 +174,9 @@ class Stream(Source):
         return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
-        """The next `count` samples of the epoch, or as many as there are, from the shards in turn.
+        """The next `count` samples of the epoch, or all that are left, from the shards in turn.
 
-        Returns them, how many of each shard, and whose turn it is then.
+        Returns the samples, the number from each shard, and the shard whose turn is next.
         """
         samples: list[Any] = []
         taken, turn, missing = [0] * len(self._shards), self._turn, 0
@@ -192,8 +192,8 @@ class Stream(Source):
 
 
 class EvalStream:
-    """A stream to evaluate, each time from beginning to end. Every rank reads all of it and keeps every `world`-th
-    sample. fetched: what the loader indexes with the numbers of `pieces`.
+    """A stream to evaluate, each time from start to end. Every rank reads all of it and keeps every `world`-th sample.
+    fetched: the object that the loader indexes with the numbers of `pieces`.
     """
 
     def __init__(self, dataset: Any, seed: int, rank: int, world: int, in_process: bool):
@@ -202,9 +202,9 @@ class EvalStream:
         self.close = self._shard.close
 
     def pieces(self, done: int, size: int) -> Iterator[tuple[list[int], bool]]:
-        """The numbers of this rank's samples of each batch, after its first `done` ones, and whether it is the last.
+        """The numbers of this rank's samples in each batch, after its first `done` ones, and whether it is the last.
 
-        Held until the next piece is asked for.
+        The samples are held until the next piece is requested.
         """
         self._shard.go_to(Position())
         shard, skipped, first, spare = self._shard, done * self.world, 0, None

@@ -1,9 +1,9 @@
-"""Reads one shard of a stream, in this process or ahead in one of its own, from any position of the trained samples.
+"""Reads one shard of a stream, in this process or ahead in a separate one, from any position of the trained samples.
 
-The position is that of the samples trained, never of those read: what is read is held until its step is committed, so
-that a retried step has the same samples. After a resume, a source with `state_dict` and `load_state_dict` continues
-from its own state; any other is read again from the beginning of the epoch, and what was trained is skipped. The global
-generators are seeded before each sample, so that random transforms and shuffles by them are the same again.
+The position counts samples trained, not samples read: a sample is held until its step is committed, so a retried step
+has the same samples. After a resume, a source with `state_dict` and `load_state_dict` continues from its own state; any
+other is read again from the start of the epoch, and trained samples are skipped. The global generators are seeded
+before each sample, so that random transforms and shuffles repeat.
 """
 
 import copy
@@ -23,47 +23,47 @@ from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
 AHEAD = 32  # samples that a worker process keeps ready
-STATE_EVERY = 16  # samples: a position is reached again by reading on from the state before it
+STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
 log = logging.getLogger(__name__)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be had in turn."""
+    """Whether the data set is read sequentially."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
 
 
 def is_empty(dataset: Any) -> bool:
-    """Whether the data set is known to have no samples: of a stream, that shows only when it is read."""
+    """Whether the data set is known to have no samples (unknown for a stream until it is read)."""
     return not is_stream(dataset) and len(dataset) == 0
 
 
 def at_most(samples: int, dataset: Any) -> int:
-    """This many samples, or all of the data set if it is known to have fewer."""
+    """`samples`, or the size of the data set if it is known to be smaller."""
     return samples if is_stream(dataset) else min(samples, len(dataset))
 
 
 def has_shards(source: Any) -> bool:
-    """Whether the source can be read in shards: one of Hugging Face's, or with a method `shard(index, count)`."""
+    """Whether the source can be read in shards: a Hugging Face data set, or a method `shard(index, count)`."""
     return _is_of_datasets(source) or callable(getattr(source, "shard", None))
 
 
 def _shard_of(source: Any, index: int, count: int) -> Any:
-    """The shard `index` of `count` that the source makes of itself."""
+    """The source's shard `index` of `count`."""
     if count == 1:
         return source
     if _is_of_datasets(source):
-        from datasets.distributed import split_dataset_by_node  # the source comes from there, so it is installed
+        from datasets.distributed import split_dataset_by_node  # installed, since the source comes from it
 
         return split_dataset_by_node(source, index, count)
     return source.shard(index, count)
 
 
 def _tells_position(source: Any) -> bool:
-    """Whether its `state_dict` says where it is.
+    """Whether the source's `state_dict` holds its position.
 
-    That of Hugging Face's shuffle buffer does not hold the buffer: samples in it would be lost (datasets 5.2,
+    With Hugging Face's shuffle buffer it lacks the buffer, whose samples would be lost (datasets 5.2,
     iterable_dataset.py, BufferShuffledExamplesIterable).
     """
     has_protocol = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -92,9 +92,9 @@ def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
 
 
 class Place(NamedTuple):
-    """From where a source can be read: before the sample `number` of an epoch.
+    """A place from which a source can be read: before the sample `number` of an epoch.
 
-    state: what its `state_dict` said there; None: it is the beginning of the epoch.
+    state: its `state_dict` at this place; None at the start of the epoch.
     """
 
     epoch: int = 0
@@ -103,8 +103,8 @@ class Place(NamedTuple):
 
 
 class Position(NamedTuple):
-    """After `number` samples of an epoch. base: the nearest place before it from where the source can be read; it may
-    be in the epoch before, whose end leads into this one.
+    """The position after `number` samples of an epoch. base: the nearest earlier place from which the source can be
+    read, possibly in the previous epoch.
     """
 
     epoch: int = 0
@@ -113,22 +113,22 @@ class Position(NamedTuple):
 
 
 class _End(Enum):
-    END = "after the last sample"  # instead of a sample
+    END = "after the last sample"  # takes the place of a sample
 
 
 class Read(NamedTuple):
-    """A sample, or END where the epoch has none from there on. base: from where it can be read again."""
+    """A sample, or END if the epoch has no more. base: the place from which it can be read again."""
 
     sample: Any
     base: Place
-    is_last: bool  # of its epoch
+    is_last: bool  # whether it is its epoch's last sample
 
 
 class Reader(Dataset):
-    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one. In a worker
-    process its pickle, because torch sends every tensor of a worker by an open file.
+    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one. A worker
+    process returns it pickled, because torch sends every tensor of a worker through an open file.
 
-    The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it.
+    The end of an epoch is followed by the next one, announced by `set_epoch` if the source has it.
     """
 
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1):
@@ -148,13 +148,13 @@ class Reader(Dataset):
         return pickle.dumps(read, pickle.HIGHEST_PROTOCOL) if self._pickles else read
 
     def _from(self, start: Position) -> Iterator[Read]:
-        """The samples of this epoch and of all later ones. Raises UserError if the stream ends before the position."""
+        """The samples of this and all later epochs. Raises UserError if the stream ends before the position."""
         place = base = start.base
         while True:
             epoch, number, _ = place
             sample = self._open(place)
             if not self._tells:
-                base = place  # else the end of the epoch before leads here, until there is a state in this one
+                base = place  # else: read from the previous epoch, until there is a state in this one
             while sample is not _End.END:
                 number, before = number + 1, base
                 if self._tells and (number == 1 or number % STATE_EVERY == 0):
@@ -196,10 +196,10 @@ class Reader(Dataset):
 
 
 class Shard:
-    """One shard of a stream. Samples stay here until `advance`, so that a retried step has the same ones.
+    """One shard of a stream. Samples are held until `advance`, so that a retried step has the same ones.
 
-    in_process: read by the calling process; else by a process of its own, ahead. Attribute: `position`, of what is
-    trained.
+    in_process: read by the calling process; otherwise ahead, by a separate process. Attribute: `position` of the
+    trained samples.
     """
 
     def __init__(self, reader: Reader, in_process: bool):
@@ -207,14 +207,14 @@ class Shard:
         self.go_to(Position())
 
     def go_to(self, position: Position) -> None:
-        """Continue from this position. Nothing is read yet."""
+        """Continue from this position. Reads nothing yet."""
         self.position = position
-        self._reads: Iterator[Any] | None = None  # until the first one
+        self._reads: Iterator[Any] | None = None  # None until the first read
         self._buffer: list[Read] = []  # the next samples of the epoch
-        self._ended = False  # whether the epoch has no others
+        self._ended = False  # whether the epoch has no more
 
     def available(self, epoch: int, wanted: int) -> int:
-        """Reads until `wanted` samples of the epoch are here or there are no more. Returns how many are."""
+        """Read until `wanted` samples of the epoch are held or none are left. Returns the number held."""
         if self.position.epoch > epoch:
             return 0  # this shard has ended
         while len(self._buffer) < wanted and not self._ended:
@@ -222,7 +222,7 @@ class Shard:
         return min(len(self._buffer), wanted)
 
     def sample(self, number: int) -> Any:
-        """One of those `available`."""
+        """A held sample; see `available`."""
         return self._buffer[number].sample
 
     def ends_after(self, epoch: int, count: int) -> bool:
@@ -237,25 +237,25 @@ class Shard:
             del self._buffer[:count]
 
     def begin_next_epoch(self) -> None:
-        """After the end of the epoch in all shards."""
+        """Call after the end of the epoch in all shards."""
         epoch, base = self.position.epoch + 1, self.position.base
         self.position = Position(epoch, 0, Place(epoch) if base.state is None else base)
         self._ended = False
 
     def close(self) -> None:
-        """End the process that reads ahead. What it has read is lost."""
+        """End the process that reads ahead. Discards its samples."""
         self._reads = None
         self._results.close()
 
     def _read(self) -> None:
-        """The next sample."""
+        """Read the next sample."""
         started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
         try:
-            with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
+            with outside_dispatch_modes():  # tensors made by the source must not be traced
                 if self._reads is None:
                     self._reads = self._results(itertools.chain([self.position], itertools.repeat(None)))
                 read = next(self._reads)
-        except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
+        except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position)
             raise
         read = pickle.loads(read) if isinstance(read, bytes) else read

@@ -14,8 +14,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Resident
 from trainapp.torch_private import memory_snapshot, record_memory_history
 
-MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
-HEADROOM = 2**30  # bytes; CUDA's context, the libraries' handles and NCCL take theirs past torch's allocator
+MAX_HISTORY = 20_000  # recorded allocations and frees, the last of a step; some KB of host memory each
+HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which allocate outside torch's allocator
 
 
 def refused_allocations(device: torch.device | None = None) -> int:
@@ -29,9 +29,9 @@ def refused_allocations(device: torch.device | None = None) -> int:
 class CudaMemory(DeviceMemory):
     """Reads the caching allocator's counters; the limit is the allocator's own cap.
 
-    Build it before anything is allocated for a run: it frees what an earlier one in this process has left, and its cap
-    holds for the model, too. Without a limit the cap is what is free, less HEADROOM: the allocator's own refusal leaves
-    it intact, the driver's may not (see `detection.broken_part`).
+    Build it before anything is allocated for a run: it frees memory left by an earlier run in this process, and its cap
+    also applies to the model. Without a limit the cap is the free memory less HEADROOM: the allocator stays intact
+    after its own refusal, but maybe not after the driver's (see `detection.broken_part`).
     """
 
     def __init__(self, device: torch.device, settings: Memory):
@@ -42,19 +42,19 @@ class CudaMemory(DeviceMemory):
         self._cap = total
         self.enforce()
         torch.cuda.reset_peak_memory_stats(device)
-        # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
+        # Other backends (cudaMallocAsync, pluggable) do not support a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
         self._snapshot: dict[str, Any] | None = None
-        self._lapped = (0, 0)  # the highest peaks of the laps since the last window: allocated, reserved
+        self._lapped = (0, 0)  # highest peaks of the laps since the last window: allocated, reserved
 
     @property
     def enforced(self) -> int:
         return self._cap
 
     def enforce(self) -> None:
-        """Set the cap: to the limit or, without one, to what is reserved and free now, less HEADROOM (an eighth of it,
-        where that is smaller).
+        """Set the cap to the limit or, without one, to the memory that is now reserved or free, less HEADROOM (or an
+        eighth, if that is smaller).
         """
         if self.limit is not None:
             self._cap = self.limit
@@ -67,7 +67,7 @@ class CudaMemory(DeviceMemory):
         return refused_allocations(self.device)
 
     def lap(self) -> tuple[int, int] | None:
-        """In bytes allocated, while the limit bounds what is reserved: a size that is chosen by it may still fail."""
+        """Allocated bytes. The limit bounds reserved bytes, so a size chosen by this may still fail."""
         peak = torch.cuda.max_memory_allocated(self.device)
         self._lapped = max(self._lapped[0], peak), max(self._lapped[1], torch.cuda.max_memory_reserved(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -75,7 +75,7 @@ class CudaMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
-        """Records the allocator's history, if it keeps one. The cap is enforced inside and outside the block."""
+        """Record the allocator's history, if supported. The cap is enforced inside and outside the block."""
         if self.watching:
             yield
             return
@@ -88,7 +88,7 @@ class CudaMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Record the allocator's history inside the block. Keeps it if the block fails, or for a timeline."""
+        """Record the allocator's history inside the block. Kept if the block fails, or for a timeline."""
         if not self._has_history:
             yield
             return
@@ -112,7 +112,7 @@ class CudaMemory(DeviceMemory):
         return True
 
     def forget_record(self) -> None:
-        self._snapshot = None  # which holds a Python stack for each of its entries
+        self._snapshot = None  # it holds a Python stack for each entry
 
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)

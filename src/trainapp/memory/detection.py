@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 # Messages of out-of-memory errors that are a plain RuntimeError (or a backend's own type).
-# Each is anchored to the wording of its source, so that a user's own error that mentions memory does not count.
+# Each is anchored to the exact wording of its source, so that users' errors that mention memory do not count.
 _MESSAGES = [
     re.compile(pattern, re.IGNORECASE | re.MULTILINE)
     for pattern in (
@@ -26,14 +26,14 @@ _MESSAGES = [
         r"NCCL (?:Error|WARN).*(?:out of memory|Cuda failure '?2)|Cuda failure 2? ?'out of memory'",
         # NCCL's own buffers (NVIDIA/nccl, src/include/alloc.h); the words as torch passes them on
         r"NCCL error in: [\s\S]*Failed to CUDA (?:host alloc|malloc|calloc(?: async)?) \d+ bytes",
-        r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, through NVML's refusal
+        r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, reported through NVML
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
         # oneDNN; not for a primitive descriptor, whose failure means that no kernel exists
         r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
         r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
         r"std::bad_alloc",
         r"PT_DEVMEM Allocation failed",  # Gaudi
-        # how a loader's worker reports an error whose type takes more than a message, such as NumPy's
+        # how a loader worker reports an error whose constructor takes more than a message, such as NumPy's
         r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
     )
 ]
@@ -42,9 +42,9 @@ _MESSAGES = [
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
 
 
-# Errors with several causes, memory among them. They count if torch's allocator has refused an allocation meanwhile, or
-# if the device is full, which under a limit it never is. The last line ends cuDNN's search for a plan, which catches
-# the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
+# Errors with several possible causes, including memory. They count if torch's allocator has refused an allocation
+# meanwhile, or if the device is full, which it never is under a limit. The last line is from cuDNN's plan search, which
+# catches the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
 _AMBIGUOUS = re.compile(
     r"CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|CUDNN_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
@@ -53,14 +53,14 @@ _AMBIGUOUS = re.compile(
 )
 
 
-_FULL = 256 * 2**20  # bytes free on the device; the libraries' handles and workspaces need about this much
+_FULL = 256 * 2**20  # bytes free on the device; library handles and workspaces need about this much
 
 
-# Out-of-memory errors after which part of this process fails for good.
+# Out-of-memory errors after which a part of this process keeps failing.
 _BREAKING = {
-    # The driver refuses to map memory that the allocator has already noted as mapped, so that later maps fail on an
+    # The driver refuses to map memory that the allocator has already recorded as mapped, so later maps fail on an
     # assertion (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, ExpandableSegment::mapAndSetAccess; pytorch#188008).
-    # When the driver refuses to create the memory, torch raises its OutOfMemoryError and the allocator is intact.
+    # If the driver refuses to create the memory, torch raises its OutOfMemoryError and the allocator stays intact.
     "the allocator of expandable segments": re.compile(r"(?:CUDA|HIP) driver error: out of memory", re.IGNORECASE),
     # The peers have queued a collective that this rank never joins.
     "the NCCL communicator": re.compile(r"NCCL (?:error|WARN)|ncclUnhandledCudaError", re.IGNORECASE),
@@ -70,10 +70,10 @@ _BREAKING = {
 def is_out_of_memory(error: BaseException, refused: int = 0) -> bool:
     """Whether `error` means that memory ran out, on a device or on the host.
 
-    By type first (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by each backend's wording for plain
-    RuntimeErrors. Where the wording is ambiguous, by `refused`, the number of allocations that the device's allocator
-    has refused during the work that failed, then by how full the device is. Follows the explicit cause of an error.
-    Other types of error never count.
+    Decided by type (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by each backend's wording for plain
+    RuntimeErrors. If the wording is ambiguous, by `refused`, the number of allocations refused by the device's
+    allocator during the failed work, then by how full the device is. Follows the explicit cause of an error. Other
+    types of error never count.
     """
     return out_of_memory_in(error, refused) is not None
 
@@ -84,7 +84,7 @@ def out_of_memory_in(error: BaseException, refused: int = 0) -> BaseException | 
 
 
 def broken_part(error: BaseException) -> str | None:
-    """What an out-of-memory error has broken until this process ends; None where the process can recover."""
+    """What an out-of-memory error has broken until this process ends; None if the process can recover."""
     texts = [own_text(e) for e in causes(error) if isinstance(e, RuntimeError)]
     return next((part for part, wording in _BREAKING.items() if any(map(wording.search, texts))), None)
 
@@ -112,7 +112,7 @@ def _is_one(error: BaseException, refused: int) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
-        # a loader's worker passes on the text only
+        # a loader worker passes on only the text
         return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in own_text(error))
     if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
         return False
@@ -125,9 +125,9 @@ def _is_one(error: BaseException, refused: int) -> bool:
 
 
 def own_text(error: BaseException) -> str:
-    """The message, without the source lines of the traceback that a loader's worker includes.
+    """The message, without the traceback that a loader worker includes.
 
-    That is the first of several arguments: `str(error)` is then the repr of a tuple.
+    With several arguments it is the first: `str(error)` would be the repr of a tuple.
     """
     text = str(error) if len(error.args) < 2 else str(error.args[0])
     if not text.startswith("Caught "):

@@ -33,10 +33,10 @@ def static_bytes(
     averages: list[Tensor],
     keeps_gradients: bool = True,
 ) -> dict[Category, int]:
-    """Bytes that persist between steps, by category. Gradients are counted in full, whether or not they exist now; of
-    several optimizers, those of the one with the most: each has its turn.
+    """Bytes that persist between steps, by category. Gradients are counted in full, whether or not they exist now; with
+    several optimizers, those of the one with the most, since they take turns.
 
-    keeps_gradients: whether all of them exist at once, between backward and update.
+    keeps_gradients: whether all gradients exist at once, between backward and update.
     """
     parameters = list(model.parameters())
     optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
@@ -53,7 +53,7 @@ def static_bytes(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor that the optimizer keeps, but those on the host where the parameters are on a device."""
+    """Every tensor that the optimizer keeps on the parameters' device."""
     by_parameter = [
         (key, value) for key, state in optimizer.state.items() for value in state.values() if torch.is_tensor(value)
     ]
@@ -63,14 +63,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages, each once."""
+    """Bytes of the tensors' storages, each counted once."""
     storages = [part.untyped_storage() for tensor in tensors for part in strided_parts(local(tensor))]
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
 
 def build(settings: Memory, device: torch.device) -> "DeviceMemory":
-    """The device's memory, with `memory.limit` enforced. Raises UserError for a limit above what the device has."""
-    from trainapp.memory.cuda import CudaMemory  # which extends the class below
+    """The device's memory, with `memory.limit` enforced. Raises UserError for a limit above the device's memory."""
+    from trainapp.memory.cuda import CudaMemory  # late: it extends the class below
 
     return {"cpu": CpuMemory, "cuda": CudaMemory, "mps": MpsMemory}[device.type](device, settings)
 
@@ -78,7 +78,7 @@ def build(settings: Memory, device: torch.device) -> "DeviceMemory":
 class DeviceMemory:
     """The memory of one device. Subclasses measure it and enforce the limit.
 
-    `limit` is None where the user set none; `total` is what the device has. Raises UserError for a limit above it.
+    `limit`: None if the user set none; `total`: the device's memory. Raises UserError for a limit above it.
     """
 
     def __init__(self, device: torch.device, settings: Memory, total: int):
@@ -97,56 +97,56 @@ class DeviceMemory:
 
     @property
     def budget(self) -> int:
-        """The limit, or the device's total where there is none."""
+        """The limit, or the device's total without one."""
         return self.limit or self.total
 
     @property
     def enforced(self) -> int:
-        """The bytes above which allocations fail: the budget, or less where others already use the device."""
+        """The bytes above which allocations fail: the budget, or less if others already use the device."""
         return self.budget
 
     @property
     def watch_is_due(self) -> bool:
-        """Whether to watch a logged step of a validated size, whose memory use is not known otherwise."""
+        """Whether to watch a logged step of a validated size, whose memory use is otherwise unknown."""
         return False
 
     def watch(self, resident: Resident) -> contextlib.AbstractContextManager[None]:
-        """Measure the work inside the block and enforce the limit on it; note the module in which an error is raised.
-        Blocks may be nested. resident: the tensors that exist before it.
+        """Measure the work inside the block and enforce the limit on it; record the module that raises an error. Blocks
+        may be nested. resident: the tensors that exist before the block.
         """
         return contextlib.nullcontext()
 
     def lap(self) -> tuple[int, int] | None:
-        """Bytes in use now, and the peak since the last call, within a watched block. None where a peak is not known.
-        Waits for no kernel.
+        """Bytes in use now, and the peak since the last call, within a watched block. None if the peak is unknown. Does
+        not wait for kernels.
         """
         return None
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """Allocations and frees of the last watched block, and the categories of their storages, for `timeline`. Empty
-        where the allocator has a record of its own, see `dump`.
+        if the allocator has its own record, see `dump`.
         """
         return [], {}
 
     def note_step(self) -> None:
-        """Note that the last watched block was a whole step of training."""
+        """Mark the last watched block as a whole training step."""
 
     def dump(self, path: Path) -> bool:
-        """Write the allocator's own record of the last watched block. False where there is none."""
+        """Write the allocator's own record of the last watched block. False if there is none."""
         return False
 
     def forget_record(self) -> None:
-        """Free what `events` and `dump` read, once they are no longer needed."""
+        """Free the record that `events` and `dump` read."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it. Raises errors that have not surfaced yet."""
+        """Wait until the device has finished all its work. Raises errors that have not surfaced yet."""
 
     def enforce(self) -> None:
-        """Enforce the limit from now on. Call again when libraries have allocated more for themselves."""
+        """Enforce the limit from now on. Call again after libraries have allocated their own memory."""
 
     def refused_allocations(self) -> int:
-        """How many allocations have failed in this process, whether or not something caught the error. 0 where the
-        allocator does not count them. Waits for no kernel.
+        """The number of failed allocations in this process, including errors that were caught. 0 if the allocator does
+        not count them. Does not wait for kernels.
         """
         return 0
 
@@ -187,8 +187,8 @@ class CpuMemory(DeviceMemory):
 
     def __init__(self, device: torch.device, settings: Memory):
         super().__init__(device, settings, total_bytes())
-        self.counter = LiveTensors()  # of the present watched block, or of the last one
-        self._lapped = 0  # the highest peak of the present block's laps
+        self.counter = LiveTensors()  # of the current or last watched block
+        self._lapped = 0  # highest peak of the current block's laps
         self._allocated = self._window_peak = self._step_peak = 0
         self._watched_at = 0.0  # time.monotonic()
 
@@ -206,7 +206,7 @@ class CpuMemory(DeviceMemory):
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
         """Count storages, and enforce the limit if there is one, until the outermost block ends."""
-        if self.watching:  # nested: only count what is new
+        if self.watching:  # nested: only register new tensors
             self.counter.register(resident)
             yield
             return
@@ -224,7 +224,7 @@ class CpuMemory(DeviceMemory):
             self._note_peaks(peak, peak)
 
     def new_counter(self) -> LiveTensors:
-        """For a watched block that begins now."""
+        """The counter for a watched block that starts now."""
         return LiveTensors(self.limit, before=self.counter)
 
     def note_step(self) -> None:
@@ -237,8 +237,8 @@ class CpuMemory(DeviceMemory):
         return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:
-        """Live bytes at the end of the last watched block; the peak of the window's blocks, and of the last watched
-        step: later ones are of its size, or they would have been watched.
+        """Live bytes at the end of the last watched block; the peak of the window's blocks and the last watched step
+        (steps that are not watched are of its size).
         """
         peak, self._window_peak = max(self._window_peak, self._step_peak), 0
         return self._scalars(self._allocated, self._allocated, peak, peak)
@@ -249,11 +249,11 @@ class CpuMemory(DeviceMemory):
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, what `torch.compile` has wrapped runs as it is written.
+    """Inside the block, functions wrapped by `torch.compile` run uncompiled.
 
-    A compiled graph allocates where no counter sees it. And a function whose first call is counted would never be
-    compiled at all: torch skips its code for good (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`). That is left
-    so for what a model compiles itself: else it would round otherwise in the steps that the clock chooses to count.
+    A compiled graph allocates where no counter sees it. A function whose first call is counted would also never be
+    compiled: torch then permanently skips its code (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`). This is not
+    changed for functions that a model compiles itself: results would round differently in steps chosen by the clock.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         return contextlib.nullcontext()
@@ -261,7 +261,7 @@ def uncompiled() -> contextlib.AbstractContextManager[None]:
 
 
 class MpsMemory(DeviceMemory):
-    """Metal's driver keeps no peak, so the current value is reported in its place."""
+    """Metal's driver keeps no peak, so the current value is reported instead."""
 
     def __init__(self, device: torch.device, settings: Memory):
         total = torch.mps.recommended_max_memory()

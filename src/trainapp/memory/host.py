@@ -1,8 +1,8 @@
-"""The host's memory: how much there is, how much of it this process uses, and a guard. Sizes are bytes.
+"""The host's memory: its size, this process's use of it, and a guard. Sizes are bytes.
 
-The guard replaces the Linux OOM killer by an error that a CPU run can recover from. Without it, Linux grants more
-memory than the machine has, and kills the process when it uses it. The guard sets RLIMIT_DATA to what the machine (or
-the cgroup) has left, less a reserve: close to the limit some libraries crash rather than fail.
+The guard turns a kill by Linux's OOM killer into an error from which a CPU run can recover. Without it, Linux grants
+more memory than the machine has, and kills the process for using it. The guard sets RLIMIT_DATA to the free memory of
+the machine or cgroup, less a reserve: close to the limit some libraries crash rather than fail.
 
 Source of malloc's parameters: mallopt(3).
 """
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def prepare_allocator() -> None:
-    """Use one arena, so that memory freed by one thread serves another. Call before torch is imported."""
+    """Use one malloc arena, so that memory freed by one thread can serve another. Call before torch is imported."""
     _mallopt(_M_ARENA_MAX, 1)
 
 
 def give_memory_back() -> None:
-    """After the host ran out of memory: return freed memory to the system, now and from here on.
+    """After the host ran out of memory: return freed memory to the system, now and from now on.
 
-    Without it freed memory stays with malloc in fragments, and a run that fits at 512 falls to 8. It costs speed (a
-    step took 1.7 times as long where every allocation was a new mapping), hence only after an out-of-memory error.
+    Otherwise malloc keeps freed memory in fragments, and a run that fits at 512 falls to 8. Costs speed (a step took
+    1.7 times as long with every allocation a new mapping), hence only after an out-of-memory error.
     """
     _mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
     if sys.platform == "linux":
@@ -51,7 +51,7 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
         return
     import numpy as np
 
-    # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an error needs: allocate it now.
+    # OpenBLAS exits the process if it cannot allocate its buffer, which drawing a report needs: allocate it now.
     np.linalg.inv(np.eye(3))
     reserve = parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom

@@ -1,6 +1,6 @@
 """Counts live CPU tensors by category, enforces a limit on them, and draws what it has counted.
 
-The CPU's allocator has no limit of its own, and the system's (RLIMIT_DATA) can crash oneDNN when it is reached.
+The CPU's allocator has no limit, and reaching the system's (RLIMIT_DATA) can crash oneDNN.
 Counting live storages in a dispatch mode is exact and repeatable, and an error raised from it leaves autograd intact.
 It costs about 8 microseconds per operation, so it is enabled only while a size is unvalidated and in logged steps.
 """
@@ -30,13 +30,13 @@ from trainapp.torch_private import (
 )
 from trainapp.units import bytes_text
 
-LEAST_KEPT = 64  # bytes; scalars are not kept: a run has a few of its own, which a trace has at another time
+LEAST_KEPT = 64  # bytes; ignores scalars, of which a run retains a few at other times than a trace
 
 
 class Category(str, Enum):
-    """What a piece of memory holds. Listed in the stacking order of a timeline.
+    """The content of a piece of memory, in the stacking order of a timeline.
 
-    The value is the name in metrics, as in `memory/optimizer_state`, and in a report's JSON; `label` is for people.
+    The value is the name in metrics, as in `memory/optimizer_state`, and in a report's JSON; `label` is for display.
     """
 
     PARAMETERS = "parameters"
@@ -45,11 +45,11 @@ class Category(str, Enum):
     WEIGHT_AVERAGE = "weight_average"
     BATCH = "batch"
     GRADIENTS = "gradients"
-    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views
-    KEPT = "kept"  # what lives on from earlier steps and is none of these: a memory bank in a list, a teacher
-    ACTIVATIONS = "activations"  # whatever is not one of the others
-    # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's
-    # counter does not tell them apart.
+    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets; its gradients are views of them
+    KEPT = "kept"  # other tensors retained from earlier steps: a memory bank in a list, a teacher
+    ACTIVATIONS = "activations"  # all other tensors
+    # CUDA: the context and the libraries' own allocations, some hundred MiB, and other processes, which the driver's
+    # counter does not separate.
     OUTSIDE_ALLOCATOR = "outside_allocator"
 
     def __str__(self) -> str:  # Enum's own differs between Python 3.10 and 3.12 inside an f-string
@@ -86,9 +86,9 @@ class _Counted(NamedTuple):
 class LiveTensors(DispatchMode):
     """While active, counts the bytes of the storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only. devices: the types whose storages count, None for all. before: the counter of
-    the work before, of which `register_kept` counts what still lives.
-    Attributes: `live` and `peak`, in bytes, including what was registered; `events` and `kinds`, the record of every
+    limit: bytes, or None to only count. devices: device types to count, None for all. before: the counter of the
+    previous work, whose surviving tensors `register_kept` counts.
+    Attributes: `live` and `peak`, in bytes, including registered tensors; `events` and `kinds`, the record of every
     allocation and free.
     """
 
@@ -109,15 +109,15 @@ class LiveTensors(DispatchMode):
         self._kept = [] if before is None else before._surviving()
 
     def register(self, resident: Resident) -> None:
-        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit.
+        """Count tensors that already exist. Raises MemoryLimitExceeded if these exceed the limit.
 
-        A batch that is a view of something larger does not count: that is the table of a data set.
+        A batch that is a view of a larger tensor does not count: the latter belongs to a data set.
         """
         for kind, tensors in resident.items():
             self._register(kind, self._storages_of(tensors, whole=kind is Category.BATCH))
 
     def register_kept(self) -> int:
-        """Count what has been kept from the work before, after `register`. Returns its bytes, raises as that does."""
+        """Count tensors retained from earlier work, after `register`. Returns their bytes; raises like `register`."""
         before = self.live
         self._register(Category.KEPT, (s for s in self._still_kept() if storage_id(s) not in self._alive))
         self._kept = []
@@ -128,14 +128,14 @@ class LiveTensors(DispatchMode):
         for storage in storages:
             self._count_storage(storage)
             self._label(kind, storage)
-        if self.live > before:  # one event per category: they all existed from the start
+        if self.live > before:  # one event per category: they existed from the start
             self.events[first:] = [(self._number, self.live - before)]
         if self.limit is not None and self.live > self.limit:
             raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
         self.peak = max(self.peak, self.live)
 
     def _surviving(self) -> list["weakref.ref[torch.UntypedStorage]"]:
-        """What is counted or kept and still exists, but for what FSDP has gathered, which it empties unseen."""
+        """Counted or retained storages that still exist, except those gathered by FSDP, which it empties unseen."""
         gathered = {key for group in self._gathered for key in group}
         counted = [own for key, own in list(self._alive.items()) if key not in gathered]
         return [*self._kept, *(own.storage for own in counted if own.size >= LEAST_KEPT)]
@@ -163,7 +163,7 @@ class LiveTensors(DispatchMode):
         if self._gathered:
             self._note_emptied()
         result = func(*args, **(kwargs or {}))
-        if may_view(func) and args and func is not LIFT and self._is_view(result, args[0]):  # of what may count or not
+        if may_view(func) and args and func is not LIFT and self._is_view(result, args[0]):  # its base may not count
             return result
         added = 0
         if isinstance(result, Tensor):
@@ -183,8 +183,8 @@ class LiveTensors(DispatchMode):
         self._note_emptied()
 
     def _count_filled(self, tensors: list[Tensor]) -> int:
-        """Bytes that FSDP2 has gathered into storages that it empties and fills by resizing them, which no operation
-        shows (torch 2.13, fsdp/_fully_shard/_fsdp_param.py); copying the values does.
+        """Bytes that FSDP2 has gathered into storages that it frees and refills by resizing, without an operation
+        (torch 2.13, fsdp/_fully_shard/_fsdp_param.py); copying the values is one.
         """
         storages = [tensor.untyped_storage() for tensor in tensors]
         keys = [storage_id(storage) for storage in storages]
@@ -197,7 +197,7 @@ class LiveTensors(DispatchMode):
         return added
 
     def _note_emptied(self) -> None:
-        """One storage per group is enough: FSDP2 empties all that it has gathered at once."""
+        """Note emptied storages. One per group is enough: FSDP2 empties a group at once."""
         for group in list(self._gathered):
             storage = self._alive[group[0]].storage() if group[0] in self._alive else None
             if storage is None or not storage.nbytes():
@@ -221,9 +221,9 @@ class LiveTensors(DispatchMode):
         return None not in storages and storage_id(storages[0]) == storage_id(storages[1])
 
     def _storages_of(self, tensors: Iterable[Tensor], whole: bool = False) -> Iterator[torch.UntypedStorage]:
-        """Those that count. whole: without those of which a tensor is only a part.
+        """The tensors' storages that count. whole: only storages that a tensor covers completely.
 
-        One at a time, since the caller's tensors may not be kept alive either: see `Buckets.existing`.
+        Lazy, so that the caller's tensors are not kept alive: see `Buckets.existing`.
         """
         for tensor in tensors:
             storage = self._storage_of(tensor)
@@ -234,7 +234,7 @@ class LiveTensors(DispatchMode):
         """The storage that counts for the tensor, if one does."""
         if self.devices is not None and tensor.device.type not in self.devices:
             return None
-        if tensor.layout is not torch.strided:  # of a sparse one, the indices and values count
+        if tensor.layout is not torch.strided:  # a sparse tensor's indices and values are counted instead
             return None
         return local(tensor).untyped_storage()
 
@@ -265,12 +265,12 @@ class ModulePath:
     """The module that is running, in forward or backward, and the one in which an error was raised."""
 
     def __init__(self) -> None:
-        self.at_failure = ""  # "" where there was none
+        self.at_failure = ""  # "" without a failure
         self._tracker: ForwardModuleTracker | None = None
 
     @property
     def running(self) -> str:
-        """The innermost one, by its name in the whole model; "" outside of all."""
+        """The innermost running module, by its name in the whole model; "" outside all modules."""
         names = self._tracker.parents if self._tracker else ()
         return max(names, key=lambda name: name.count("."), default="").partition(".")[2]  # after the model's class
 

@@ -1,8 +1,8 @@
-"""LoRA through peft: `adapter=lora`. Small matrices are trained beside linear layers that stay as they are.
+"""LoRA through peft: `adapter=lora`. Small matrices are trained beside frozen linear layers.
 
-Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685). The layers of peft are
-put into the model in place, which keeps its class, its blocks and its names. What is frozen is the *base*: a checkpoint
-has its digest instead of its values, since it is found again where it came from.
+Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685). peft's layers are put
+into the model in place, which keeps its class, its blocks and its names. The frozen part is the *base*: a checkpoint
+has its digest instead of its values, since it can be loaded from its source again.
 """
 
 import functools
@@ -29,7 +29,7 @@ from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
-# peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
+# peft's task names by the ends of Transformers' class names: needed by peft's classes that open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
@@ -38,7 +38,7 @@ class Base:
     """The frozen part of a model with adapters: its parameters by name, and a digest of their values."""
 
     names: frozenset[str]
-    digest: str  # empty of tensors without values
+    digest: str  # empty for tensors without values
 
 
 _bases: "weakref.WeakKeyDictionary[nn.Module, Base]" = weakref.WeakKeyDictionary()
@@ -60,7 +60,7 @@ def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None)
     @functools.wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         model = kind(*args, **kwargs)
-        # Of the base: afterwards its layers have other names. A trace has none to load.
+        # Load the base's weights now: afterwards its layers have other names. A trace has none to load.
         if weights is not None and has_values(next(model.parameters())):
             load_weights(model, weights, config.model.init_strict)
         add_lora(model, config.adapter)
@@ -72,7 +72,7 @@ def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None)
 def add_lora(model: nn.Module, settings: Adapter) -> None:
     """Freeze the model and add adapters to the linear layers of its blocks, in place. Draws from torch's generators.
 
-    Raises UserError for names that the model does not have, and where peft is missing.
+    Raises UserError for names that the model does not have, and if peft is missing.
     """
     require_package("peft", "adapter=lora")
     import peft
@@ -97,7 +97,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
         raise UserError(f"adapter=lora: {error}") from error
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # Adapters in fp32, whatever the base: their updates are small against their last bits.
+            # Adapters stay in fp32: in lower precision their small updates would be lost.
             frozen = torch.bfloat16 if settings.base_dtype == "bf16" else parameter.dtype
             dtype = torch.float32 if parameter.requires_grad else frozen
             if parameter.dtype != dtype:
@@ -107,7 +107,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
 
 
 def require_same_base(model: nn.Module, saved: str | None) -> None:
-    """Raises UserError unless a checkpoint with this digest, None for one without adapters, continues on this base."""
+    """Raises UserError unless a checkpoint with this digest (None: without adapters) fits this base."""
     base = base_of(model)
     own = None if base is None else base.digest
     if own == saved:
@@ -125,9 +125,9 @@ def require_same_base(model: nn.Module, saved: str | None) -> None:
 
 
 def merge(model: nn.Module) -> None:
-    """Add the adapters to the weights beside which they were trained, in place. The model is then as without them, in
-    names and classes, and cannot be trained on. A base in bf16 becomes fp32 first: rounded to bf16, the sum would lose
-    most of what was learned.
+    """Merge the adapters into the base weights, in place. Names and classes are then those of the plain model, which
+    cannot be trained further. A bf16 base is converted to fp32 first: rounded to bf16, the sum would lose most of what
+    was learned.
     """
     import peft
 
@@ -145,7 +145,7 @@ def merge(model: nn.Module) -> None:
         else:
             replaced = module.get_base_layer()
             names = model.named_parameters(remove_duplicate=False)
-            if sum(parameter is replaced.weight for _, parameter in names) > 1:  # the other layer stays as it is
+            if sum(parameter is replaced.weight for _, parameter in names) > 1:  # the other layer stays unchanged
                 replaced.weight = nn.Parameter(replaced.weight.detach().clone(), requires_grad=False)
             module.merge()
         setattr(model.get_submodule(parent), own, replaced)
@@ -154,14 +154,14 @@ def merge(model: nn.Module) -> None:
 
 
 def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
-    """The adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and peft's
-    configuration of them. What else may have changed, such as BatchNorm's statistics, is not in it: a warning names it.
+    """The adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and their
+    peft configuration. A warning names other tensors that may have changed, such as BatchNorm's statistics.
 
     written: names of frozen parameters that forwards have written.
     """
     import peft
 
-    # Otherwise it would ask the hub about the base's embeddings.
+    # Otherwise peft would ask the hub about the base's embeddings.
     options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
     trained = peft.get_peft_model_state_dict(model, **options)
     known = {id(own) for own in trained.values()}
@@ -179,14 +179,14 @@ def _targets(model: nn.Module, settings: Adapter) -> list[str]:
     if settings.targets != "auto":
         return list(settings.targets)
     found = linear_layers(model)
-    # By the last part of their names, as adapters are usually published, where that names nothing else.
+    # By the last part of their names, as adapters are usually published, if that is unambiguous.
     short = sorted({name.rpartition(".")[2] for name in found})
     named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
     return short if sorted(named) == sorted(found) else found
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """The names of what `adapter.targets=auto` adds adapters to. Raises UserError where there are none."""
+    """The layers to which `adapter.targets=auto` adds adapters. Raises UserError if there are none."""
     inside = {id(module) for block in blocks_of(model, "adapter.targets=auto") for module in block.modules()}
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     found = [name for name, module in linear.items() if id(module) in inside]
@@ -196,7 +196,7 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 
 def _new_modules(model: nn.Module) -> list[str]:
-    """What a task adds to a pretrained body, to be trained in full: peft, opening an export, would draw it anew."""
+    """Modules that a task adds to a pretrained body, trained in full: opening an export would reinitialise them."""
     found = heads(model)
     for owner in (name.rpartition(".")[0] for name in drawn(model)):
         if owner and not any(f"{owner}.".startswith(f"{other}.") for other in found):
@@ -220,7 +220,7 @@ def _require_modules(model: nn.Module, wanted: list[str]) -> None:
 
 @torch.no_grad()
 def digest_of(base: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
+    """A digest of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
     if not all(has_values(tensor) and tensor.layout is torch.strided for tensor in base.values()):
         return ""
     digest = hashlib.sha256()

@@ -17,7 +17,7 @@ INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 tim
 
 
 class LayerCache:
-    """Of one layer: room for `capacity` positions, [B, kv_heads, capacity, head_size], of which `length` are filled."""
+    """One layer's cache, [B, kv_heads, capacity, head_size], of which `length` positions are filled."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
@@ -25,10 +25,10 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, kv_heads, T, head_size]. Returns all keys and values so far, [B, kv_heads, length, head_size]."""
+        """Append [B, kv_heads, T, head_size]. Returns all keys and values so far, [B, kv_heads, length, head_size]."""
         end = self.length + key.shape[2]
         if self._keys is None or self._values is None:
-            # At once: to grow it would need memory for both the old and the new.
+            # Allocated once: growing would need memory for both the old and the new tensor.
             self._keys = key.new_empty(*key.shape[:2], self.capacity, key.shape[3])
             self._values = value.new_empty(*value.shape[:2], self.capacity, value.shape[3])
         self._keys[:, :, self.length : end] = key
@@ -86,7 +86,7 @@ def _native_gqa(query: Tensor) -> bool:
 class Attention(nn.Module):
     """Causal self-attention, [B, T, width] to the same shape; `heads` share `kv_heads` keys and values.
 
-    With a cache, the T positions are those after its own, and are added to it.
+    With a cache, the T positions follow the cached ones and are appended to it.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, dropout: float, rotary: Rotary):
@@ -158,8 +158,8 @@ class GPT(nn.Module):
     kv_heads: keys and values that the heads share in groups; None gives every head its own.
     mlp_ratio: hidden features of SwiGLU over width, rounded to a multiple of 32. The default, 8/3, has the
     parameters of a plain feed-forward layer of ratio 4.
-    dropout: of attention weights, of each branch before it is added, and of the embeddings.
-    tie_embeddings: whether the output layer is the embedding.
+    dropout: dropout of attention weights, of each branch before it is added, and of the embeddings.
+    tie_embeddings: whether the output layer shares the embedding's weights.
     Raises ValueError for sizes that do not divide evenly, and for more tokens than context_length.
     """
 
@@ -192,8 +192,8 @@ class GPT(nn.Module):
 
         self.embedding = nn.Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
-        # shared, so that the tables exist once; a submodule and no argument of the blocks, because FSDP's
-        # mixed precision casts the inputs of a block
+        # shared, so that the tables exist once; a submodule rather than an argument of the blocks, because FSDP's mixed
+        # precision casts the inputs of a block
         self.rotary = Rotary(width // heads, context_length, rotary_base)
         self.layers = nn.ModuleList(
             Block(Attention(width, heads, kv_heads, dropout, self.rotary), SwiGLU(width, hidden), width, dropout)
@@ -205,7 +205,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Ties the embeddings, redraws every parameter and fills the rotary tables.
+        """Ties the embeddings, reinitialises every parameter and fills the rotary tables.
 
         Standard deviation 0.02, and 0.02 / sqrt(2 * depth) for the layers that write to the residual stream
         (GPT-2), so that its variance does not grow with depth.
@@ -223,7 +223,7 @@ class GPT(nn.Module):
         self.rotary.init_tables()
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, from the embedding to the head."""
+        """The transformer blocks, first to last."""
         return list(self.layers)
 
     def new_cache(self, length: int) -> list[LayerCache]:
@@ -231,7 +231,7 @@ class GPT(nn.Module):
         return [LayerCache(length) for _ in self.layers]
 
     def features(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """The [B, T, width] that `head` turns into logits: for a loss that makes them in chunks.
+        """The features [B, T, width] that `head` turns into logits: for a loss that computes them in chunks.
 
         cache: see `forward`.
         """
@@ -247,5 +247,5 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """cache: of the tokens before these, from `new_cache`; it then holds these, too."""
+        """cache: cache of the preceding tokens, from `new_cache`; these tokens are added to it."""
         return self.head(self.features(inputs, cache))

@@ -1,7 +1,7 @@
-"""Models of Transformers from a configuration, a folder or the hub: `model=hf`.
+"""Transformers models from a configuration, a folder or the hub: `model=hf`.
 
-The model is Transformers' own, with its names: what is exported is what `from_pretrained` opens. `models.inspect` reads
-it, as it reads any other.
+The model is Transformers' own, with its names, so `from_pretrained` opens an export. `models.inspect` reads it like any
+other model.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from trainapp.validation import NonNegativeInt, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 
-_CODE = ("trust_remote_code", "auto_map")  # settings by which Transformers would download and run code
+_CODE = ("trust_remote_code", "auto_map")  # settings that make Transformers download and run code
 
 # Transformers' class for each value of `model.task`.
 TASKS = {
@@ -53,18 +53,18 @@ def build(
     image_shape: Sequence[PositiveInt] | None = None,
     pad_token_id: NonNegativeInt | None = None,
 ) -> nn.Module:
-    """A model of Transformers, in fp32.
+    """A Transformers model, in fp32.
 
-    task: what its last layer is for, one of TASKS. config: `{model_type: llama, ...}`, drawn from the seed; with
-    `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: how it is
-    computed; None: Transformers' choice.
-    The others come from the data, where it knows them. Raises UserError for settings that do not fit each other or the
-    data, and where Transformers is missing.
+    task: task of the last layer, one of TASKS. config: `{model_type: llama, ...}`, initialised from the seed; with
+    `path`, changes to the saved configuration. path: a folder, or a name on the hub. revision: revision on the hub.
+    attention: implementation; None: Transformers' choice.
+    Other parameters come from the data, if it knows them. Raises UserError for settings that do not fit each other or
+    the data, and if Transformers is missing.
     """
     require_package("transformers", "model=hf")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # the run has one of its own
+    transformers.utils.logging.disable_progress_bar()  # the run has its own
     if task not in TASKS:
         hint = suggest(str(task), TASKS)
         raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
@@ -88,8 +88,8 @@ def build(
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     without_cache(model)
     if num_classes is not None and pad_token_id is not None:
-        # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
-        # "no gradient".
+        # The batches' padding token, to find the last token of a text. Set after the embedding is built, for which it
+        # would mean "no gradient".
         model.config.get_text_config().pad_token_id = pad_token_id
     built: nn.Module = model
     return built
@@ -105,7 +105,7 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
     if refused:
         raise UserError(
             f"model.config.{refused[0]}: code that comes with a model is not run, nor kernels of the hub; leave it out "
-            "(model.attention chooses among the kinds of attention)"
+            "(model.attention chooses the attention implementation)"
         )
     if path is None and "model_type" not in given:
         raise UserError(
@@ -117,12 +117,12 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
             given["revision"] = revision or "main"
             return transformers.AutoConfig.from_pretrained(os.path.expanduser(path), **given)
         return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
-    except Exception as error:  # a configuration checks itself, with errors of its own
+    except Exception as error:  # configurations validate themselves, with their own error types
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
 
 
 def _first_lines(error: Exception) -> str:
-    """Transformers lists hundreds of model types in one line."""
+    """The start of the message: Transformers lists hundreds of model types in one line."""
     text = " ".join(str(error).split())
     return text if len(text) < 400 else f"{text[:400]} ..."
 
@@ -130,9 +130,9 @@ def _first_lines(error: Exception) -> str:
 def _follow_tokens(
     settings: Any, given: dict[str, Any], is_new: bool, vocab_size: int | None, context_length: int | None
 ) -> None:
-    """Set what the data decides and the user has not. Raises UserError where they differ.
+    """Set what the data determines and the user has not set. Raises UserError if they differ.
 
-    is_new: whether the weights are drawn, so that shapes are free.
+    is_new: whether the weights are newly initialised, so that shapes are free.
     """
     text = settings.get_text_config()
     if vocab_size is not None and is_new and "vocab_size" not in given:
@@ -161,7 +161,7 @@ def _follow_images(settings: Any, given: dict[str, Any], shape: Sequence[int]) -
 
 
 def _follow_classes(settings: Any, given: dict[str, Any], count: int, classes: Sequence[str] | None) -> None:
-    """Set the number and the names of the data's classes. Raises UserError where the configuration has others."""
+    """Set the number and names of the data's classes. Raises UserError if the configuration has others."""
     wanted = given.get("num_labels", len(given["id2label"]) if "id2label" in given else count)
     if wanted != count:
         raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; leave it out")
@@ -175,8 +175,8 @@ def _follow_classes(settings: Any, given: dict[str, Any], count: int, classes: S
 def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], is_classifier: bool) -> Any:
     """The model with the weights at `place`, a folder or a name on the hub.
 
-    A classifier with another number of classes gets a new last layer, and so does a model for another task than that of
-    the saved one; a note names it. Raises UserError where other weights are missing or of another shape.
+    A classifier with another number of classes, or a model for another task than the saved one, gets a new last layer;
+    a note names it. Raises UserError if other weights are missing or have another shape.
     """
     saved_as = list(settings.architectures or ())
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -206,19 +206,19 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
 
 
 def _is_of_task(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to what a task adds to the model's body: a layer beside it, or its pooler."""
+    """Whether a tensor belongs to a layer that the task adds to the model's body, or to its pooler."""
     given: Any = model
     inside = "" if given.base_model is model else f"{given.base_model_prefix}."
     return not name.startswith(inside) or name.removeprefix(inside).startswith("pooler.")
 
 
 def drawn(model: nn.Module) -> list[str]:
-    """The tensors of a pretrained model that are not pretrained."""
+    """The tensors of a pretrained model that were newly initialised."""
     return _drawn.get(model, [])
 
 
 def require_documents_apart(model: nn.Module) -> None:
-    """Raises UserError for a model in which packed documents, told apart by their positions, would see each other."""
+    """Raises UserError for a model in which packed documents, separated by position ids, would see each other."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(
             f"data.pack=true: {type(model).__name__} takes no position_ids, which tell documents apart; use "

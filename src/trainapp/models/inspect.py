@@ -1,7 +1,7 @@
-"""What the program reads from a model of any class, and its evaluation mode.
+"""Inspecting a model of any class, and its evaluation mode.
 
-Of a model of Transformers, however it was built, the blocks are the layers that Transformers itself would checkpoint,
-or the list of equal modules that it is made of. The package is imported only if such a model exists.
+The blocks of a Transformers model are the layers that Transformers itself would checkpoint, or its list of equal
+modules. The package is imported only if such a model exists.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
 from trainapp.units import listed
 
-# Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
+# By model: configurations whose `use_cache` is off while it trains, and the value to publish.
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside the block, for each module its own mode after it: a part of a model may be in evaluation
-    mode for good.
+    """Evaluation mode inside the block; afterwards each module's own mode is restored, since parts of a model may be in
+    evaluation mode permanently.
     """
     modes = [(module, module.training) for root in roots for module in root.modules()]
     try:
@@ -44,13 +44,13 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:
-    """The remedy for a model that has BatchNorm: the setting where it has one, else a change of the model."""
+    """The remedy for a model with BatchNorm: its setting if it has one, otherwise a change of the model."""
     has_setting = "norm" in model_settings.arguments and model_settings.target.startswith("trainapp.models.")
     return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
 
 
 def belongs_to_trainapp(model: nn.Module) -> bool:
-    """Whether its class is one of trainapp's own, in which samples do not interact in evaluation mode."""
+    """Whether the model's class is one of trainapp's, whose samples do not interact in evaluation mode."""
     return type(model).__module__.startswith("trainapp.models.")
 
 
@@ -66,8 +66,8 @@ def lazy_modules(model: nn.Module) -> list[str]:
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
-    """The repeated blocks that a model's `blocks()` returns, and those of a model of Transformers. Raises UserError for
-    another model without that method: a module of that name can be called, too, but is none.
+    """The repeated blocks: from the model's method `blocks()`, or of a Transformers model. Raises UserError for any
+    other model; a submodule named `blocks` is not that method.
     """
     method = getattr(model, "blocks", None)
     if not callable(method) or isinstance(method, nn.Module):
@@ -81,14 +81,14 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 class LastLayer(NamedTuple):
-    """A model in two parts, whose forward is `head(features(inputs))`: to be checked on some inputs."""
+    """A model in two parts, whose forward should be `head(features(inputs))`, which the caller must check."""
 
     features: Callable[..., Any]
     head: nn.Module
 
 
 def last_layer(model: nn.Module) -> LastLayer | None:
-    """From a model's `features` and `head`, or those of a model of Transformers; None for another."""
+    """The model's `features` and `head`, or those of a Transformers model; None for any other."""
     given: Any = model
     features, head = getattr(given, "features", None), getattr(given, "head", None)
     if callable(features) and isinstance(head, nn.Module):
@@ -109,16 +109,16 @@ def last_layer(model: nn.Module) -> LastLayer | None:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model is one of Transformers' classes, or of a class derived from one."""
+    """Whether the model is an instance of a Transformers class, or of one derived from it."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def without_cache(model: nn.Module) -> None:
-    """Switch the cache of keys and values off, which only generation reads. Does nothing to other models.
+    """Switch off a Transformers model's cache of keys and values, which only generation reads.
 
-    With it, each layer of a checkpointed model appends to the cache a second time when it is recomputed, and packed
-    documents would see each other: the models look for their borders only where there is no cache.
+    With the cache, a checkpointed layer would append to it again when recomputed, and packed documents would see each
+    other: the models look for document borders only without a cache.
     """
     if not is_of_transformers(model) or model in _caches:
         return
@@ -131,7 +131,7 @@ def without_cache(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def as_published(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model's configuration is the one to be saved."""
+    """Inside the block, the model's configuration is the one to publish."""
     kept = _caches.get(model, [])
     try:
         for part, value in kept:
@@ -143,7 +143,7 @@ def as_published(model: nn.Module) -> Iterator[None]:
 
 
 def _blocks_of_transformers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers, outermost ones only; none for other models."""
+    """The outermost repeated layers; none for other models."""
     if not is_of_transformers(model):
         return []
     layers = sys.modules.get("transformers.modeling_layers")
@@ -163,8 +163,8 @@ def _outermost(root: nn.Module, kind: type) -> list[nn.Module]:
 
 
 def heads(model: nn.Module) -> list[str]:
-    """The names of the modules beside the model's body, which a pretrained body comes without: a classifier, say. None
-    where the last layer is the language model's own.
+    """The names of modules beside the model's body that a pretrained body lacks, such as a classifier. Empty if the
+    last layer is the language model's own.
     """
     if not is_of_transformers(model):
         return []
@@ -178,7 +178,7 @@ def heads(model: nn.Module) -> list[str]:
 
 
 def positions_of(config: Any) -> int | None:
-    """The longest sequence that a model reads; None where it has no limit (for which XLNet has -1)."""
+    """The longest sequence that a model reads; None without a limit (XLNet: -1)."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
@@ -188,8 +188,8 @@ def positions_of(config: Any) -> int | None:
 
 @contextlib.contextmanager
 def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
-    """Use around the backward that completes the gradients of a step. Walks the graph: some milliseconds, in the first
-    step of a process.
+    """Use around the backward that completes a step's gradients, in the first step of a process: walking the graph
+    takes some milliseconds.
 
     Raises UserError for parameters that receive a gradient but are not the model's, since nothing would ever train
     them, and for sparse gradients, which clipping and most optimizers cannot take.
@@ -223,7 +223,7 @@ def parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of the nodes that accumulate into leaves
+        variable = getattr(node, "variable", None)  # only nodes that accumulate into leaves have one
         if isinstance(variable, nn.Parameter):
             yield variable
         nodes += [following for following, _ in node.next_functions]

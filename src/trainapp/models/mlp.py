@@ -12,7 +12,7 @@ class MLP(nn.Module):
 
     depth: the number of linear layers; 1 is multinomial logistic regression.
     width: the features of every hidden layer.
-    dropout: the probability of dropping a hidden feature.
+    dropout: probability of dropping a hidden feature.
     """
 
     def __init__(

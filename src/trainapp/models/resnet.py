@@ -135,13 +135,13 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
 
-        # A norm cannot tell a single value from its mean. In a last stage of 1 x 1, one sample has no more per channel.
+        # A norm is undefined for a single value, which is all that one sample has per channel in a last stage of 1 x 1.
         has_one_value = max(size) <= (8 if stem == "small" else 32) and (norm == "batch" or 32 % (8 * width) == 0)
         self.smallest_micro_batch = 2 if has_one_value else 1
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draws every parameter anew: fan-out kaiming convolutions, and blocks that start as the identity."""
+        """Reinitialises every parameter: fan-out Kaiming convolutions, and blocks that start as the identity."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -151,7 +151,7 @@ class ResNet(nn.Module):
             nn.init.zeros_(block.last_norm().weight)
 
     def blocks(self) -> list[nn.Module]:
-        """The residual blocks, from the stem to the head."""
+        """The residual blocks, first to last."""
         return [block for stage in (self.layer1, self.layer2, self.layer3, self.layer4) for block in stage]
 
     def forward(self, inputs: Tensor) -> Tensor:

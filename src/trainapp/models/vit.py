@@ -1,4 +1,4 @@
-"""A vision transformer: an image as a sequence of patches, an encoder over them, and their mean for the classes.
+"""A vision transformer: an encoder over a sequence of image patches, classified by their mean.
 
 Architecture: Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv:2010.11929), in the plain form of Beyer, Zhai
 and Kolesnikov, "Better plain ViT baselines for ImageNet-1k" (arXiv:2205.01580): the mean over patches instead of a
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from trainapp.validation import Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02
-LARGEST_PATCH = 16  # of `auto`, in pixels
-FEWEST_PATCHES = 49  # that `auto` leaves, if the image has room for them: 7 x 7
+LARGEST_PATCH = 16  # largest automatic patch size, in pixels
+FEWEST_PATCHES = 49  # fewest patches with an automatic size (7 x 7), if the image is large enough
 
 
 def auto_patch(height: int, width: int) -> int:
-    """The largest size up to 16 that divides both sides and leaves at least 49 patches; 1 for small images."""
+    """The largest patch size up to 16 that divides both sides and gives at least 49 patches; 1 for small images."""
     sizes = [size for size in range(1, LARGEST_PATCH + 1) if height % size == width % size == 0]
     return max((size for size in sizes if height * width >= FEWEST_PATCHES * size**2), default=1)
 
@@ -76,7 +76,7 @@ class ViT(nn.Module):
 
     patch_size: side of a patch in pixels; it must divide height and width. None: see `auto_patch`.
     mlp_ratio: hidden features of a feed-forward layer over width.
-    dropout: of attention weights, of each branch before it is added, and of the embedded patches.
+    dropout: dropout of attention weights, of each branch before it is added, and of the embedded patches.
     Raises ValueError for sizes that do not divide evenly.
     """
 
@@ -101,7 +101,7 @@ class ViT(nn.Module):
         if width % heads:
             raise ValueError(f"model.width={width} must be divisible by model.heads={heads}")
         self.embedding = nn.Conv2d(channels, width, size, stride=size)
-        # of three dimensions, so that Muon does not take it for a hidden matrix
+        # three-dimensional, so that Muon does not treat it as a hidden matrix
         self.positions = nn.Parameter(torch.empty(1, rows // size * (columns // size), width))
         self.dropout = nn.Dropout(dropout)
         hidden = max(1, round(mlp_ratio * width))
@@ -112,8 +112,8 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draws every parameter anew: standard deviation 0.02 and biases of 0; the embedding of patches by its fan-in
-        (LeCun), as any first layer.
+        """Reinitialises every parameter: standard deviation 0.02 and biases of 0; the patch embedding by its fan-in
+        (LeCun), like any first layer.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -126,7 +126,7 @@ class ViT(nn.Module):
         nn.init.normal_(self.positions, std=INIT_STD)
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, from the patches to the head."""
+        """The transformer blocks, first to last."""
         return list(self.layers)
 
     def forward(self, inputs: Tensor) -> Tensor:

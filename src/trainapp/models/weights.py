@@ -19,20 +19,20 @@ from trainapp.units import listed
 log = logging.getLogger(__name__)
 
 WRAPPER_KEYS = ("model", "state_dict", "model_state_dict")  # where training checkpoints keep the weights
-INDEX = ".safetensors.index.json"  # how the name of an index ends: which tensor is in which file
-WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # put before every name by DDP and torch.compile
+INDEX = ".safetensors.index.json"  # suffix of an index, which maps tensors to files
+WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # added to every name by DDP and torch.compile
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
     """Copies the tensors of a file into the model's parameters and buffers of the same names: `model.init_from`.
 
-    path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or what
-    `torch.save(state_dict)` wrote. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its
-    names by DDP or torch.compile. No code in the file is executed.
-    strict: whether every name and shape must match. False leaves parameters that the file lacks, or has in
-    another shape, as they are, and passes over what the model lacks. Of weights that only the model ties,
-    the last of the file's names counts.
-    Returns the model's names that were not loaded, with a warning: empty when strict.
+    path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or a file written by
+    `torch.save(state_dict)`. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its names
+    prefixed by DDP or torch.compile. No code in the file is executed.
+    strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
+    shape, and ignores tensors that the model lacks. For weights that only the model ties, the last of the file's names
+    counts.
+    Returns the model's names that were not loaded, with a warning: empty if strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
     setting = f"model.init_from={path}"
@@ -42,10 +42,10 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
 def load_tensors(
     model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str, apart: Collection[str] = ()
 ) -> list[str]:
-    """As `load_weights`, from a state dict. setting: what named it, with its value, for messages. apart: names of
-    parameters that stay as they are.
+    """As `load_weights`, from a state dict. setting: the setting that named it, with its value, for messages. apart:
+    names of parameters to leave unchanged.
     """
-    left = {id(parameter) for name, parameter in model.named_parameters() if name in apart}  # a tied one has two names
+    left = {id(parameter) for name, parameter in model.named_parameters() if name in apart}  # tied ones have two names
     tensors = model.state_dict(keep_vars=True).items()
     own = {name: tensor for name, tensor in tensors if isinstance(tensor, Tensor) and id(tensor) not in left}
     found = _unwrap(content, own)
@@ -66,7 +66,7 @@ def load_tensors(
             f"that they were trained with{', or set model.init_strict=false to load what fits' if fitting else ''}"
         )
     if unexpected:
-        log.warning("%s: not in the model, passed over: %s", setting, listed(unexpected))
+        log.warning("%s: not in the model, ignored: %s", setting, listed(unexpected))
     for name, tensor in fitting.items():
         copy_into(own[name], tensor)
     if skipped := missing + misshaped:
@@ -78,7 +78,7 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
     if not path.exists():
         raise UserError(f"{setting}: there is no such file")
     folder = path if path.is_dir() else path.parent
-    if (folder / ".metadata").is_file():  # as torch.distributed.checkpoint leaves it
+    if (folder / ".metadata").is_file():  # written by torch.distributed.checkpoint
         raise UserError(f"{setting}: is a file of a training checkpoint; give the checkpoint's folder, or the run's")
     if path.is_dir():
         files = [path / name for name in ("model.safetensors", f"model{INDEX}") if (path / name).is_file()]
@@ -93,10 +93,10 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
             files = [path] if path.suffix == ".safetensors" else []
         if files:
             return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
-        # only the zip format can be mapped: its tensors are then read once, straight into the model
+        # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged or hostile bytes raise nearly anything
-        reason = (str(error).splitlines() or [""])[0]  # torch's go on with how to let a pickle run
+        reason = (str(error).splitlines() or [""])[0]  # torch goes on to explain how to allow a pickle
         raise UserError(
             f"{setting}: cannot be read as weights ({type(error).__name__}: {reason[:200]}). It must be a .safetensors "
             "file, or a state dict of tensors saved with torch.save: other objects could run code and are refused"
@@ -107,7 +107,7 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
 
 
 def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the model's kind of names."""
+    """The tensors by the model's names, without wrappers' keys and prefixes."""
     while wrapped := [content[key] for key in WRAPPER_KEYS if isinstance(content.get(key), Mapping)]:
         content = wrapped[0]
     found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}

@@ -12,7 +12,7 @@ from trainapp.data.loader import BatchedDataset
 from trainapp.data.sampler import uniform
 from trainapp.validation import Bool, NonNegativeInt
 
-# Of the training split's pixels, which lie in 0..16.
+# Mean and standard deviation of the training split's pixels, which lie in 0..16.
 MEAN, STD = 4.892, 6.019
 MAX_SHIFT = 1  # pixels; the digits fill the frame's height, and two would cut off a quarter of it
 INTENSITY = 0.1  # the pixels are scaled by 1 - INTENSITY to 1 + INTENSITY
@@ -39,7 +39,7 @@ def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
 class Digits(BatchedDataset):
     """Handwritten digits: inputs float32 [B, 1, 8, 8] of about zero mean, unit variance; targets int64 [B].
 
-    seed: of the augmentation; which images are for training or validation does not depend on it.
+    seed: seed of the augmentation; the split does not depend on it.
     augment: shift each training image by up to 1 pixel each way (zeros move in) and scale its intensity by
         0.9 to 1.1, differently in each epoch. Off by default: the digits are centred already, and in runs of 5 to 40
         epochs it cost small networks 0.7 to 7.5 points of validation accuracy.
@@ -95,8 +95,8 @@ class Digits(BatchedDataset):
 
 
 class DigitPairs(Digits):
-    """Two views of each digit, for `task=contrastive`: inputs float32 [B, 2, 1, 8, 8], both shifted and scaled as with
-    `augment`, in different ways, in validation too.
+    """Two views of each digit, for `task=contrastive`: inputs float32 [B, 2, 1, 8, 8], each shifted and scaled
+    differently as with `augment`, also in validation.
     """
 
     task = "contrastive"
@@ -105,7 +105,7 @@ class DigitPairs(Digits):
         super().__init__(split, seed)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """As for `Digits`."""
+        """See `Digits`."""
         positions = self._positions(indices)
         pixels = np.stack([self._augmented(positions, view) for view in range(2)], axis=1)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(self._labels.take(positions))}

@@ -44,13 +44,13 @@ def open_dataset(
 ) -> "Blocks | Labelled":
     """Texts for next-token prediction in blocks, or, with a column of labels, for classification.
 
-    path: a folder that `save_to_disk` wrote, files or globs of them, a folder of files, or a name on the hub; name: its
-    configuration there. val_split: None takes the split with a usual name, else the last `val_fraction` of the
-    training rows. classes: their names in the order of a model; None: that of the column, or sorted; with names and
-    without a label the rows can only be predicted. tokenizer: a
-    folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of `vocab_size` tokens on the training
-    rows. Tokens and tokenizers are kept in `cache_dir`; see `files.user_cache_dir` for the default.
-    Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
+    path: a folder that `save_to_disk` wrote, files or globs, a folder of files, or a name on the hub; name: its
+    configuration there. val_split: None uses the split with a usual name, otherwise the last `val_fraction` of the
+    training rows. classes: names in the model's order; None: the column's order, or sorted; rows with names but no
+    label column can only be predicted. tokenizer: a folder, a tokenizer.json or a name on the hub; None trains a
+    byte-level BPE of `vocab_size` tokens on the training rows. Tokens and tokenizers are cached in `cache_dir`; see
+    `files.user_cache_dir` for the default. Raises UserError for a path, split or column that does not exist, and for a
+    text too short for one block.
     """
     if path is None:
         raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
@@ -111,7 +111,7 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
             loaded = datasets.load_dataset(kinds.pop(), data_files=files, cache_dir=cache)
         elif not files and is_name:
             loaded = datasets.load_dataset(paths[0], name)
-    except Exception as error:  # a damaged file, a name that the hub does not know, no network
+    except Exception as error:  # a damaged file, a name unknown to the hub, no network
         raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
     if loaded is None:
         found = f"{len(files)} files that are not all of one kind" if files else f"nothing, searched from {Path.cwd()}"
@@ -187,8 +187,8 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
         found = list(by_number.values()) or [str(value) for value in sorted(set(train[label]) - {None})]
     except TypeError:  # lists, or labels of several types
         raise UserError(
-            f"data.label={label}: a text has one class, a number or a name, and all of them are of one type; write one "
-            "per row, or give data and loss of your own"
+            f"data.label={label}: a text has one class, a number or a name, all of the same type; write one per row, "
+            "or use your own data and loss"
         ) from None
     names = found if wanted is None else list(wanted)
     numbers = {name: number for number, name in enumerate(names)}
@@ -307,8 +307,8 @@ class Tokenized(BatchedDataset):
 class Blocks(Tokenized):
     """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
 
-    A token for the end of a text is between two of them, where the tokenizer has one; a block may hold several texts,
-    which see each other, as is usual where a model is trained from scratch.
+    Texts are separated by the end-of-text token, if the tokenizer has one. A block may hold several texts, which see
+    each other, as is usual for training from scratch.
     """
 
     task = "next_token"

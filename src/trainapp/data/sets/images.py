@@ -22,9 +22,9 @@ from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
-SPLITS = {"train", "val", "validation", "test"}  # folders that are no classes
+SPLITS = {"train", "val", "validation", "test"}  # folders that are not classes
 RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
-CENTER = 0.875  # the share of the shorter side that evaluation sees: 224 of 256
+CENTER = 0.875  # fraction of the shorter side used in evaluation: 224 of 256
 ATTEMPTS = 10
 
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
@@ -33,24 +33,21 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class Images(torch.utils.data.Dataset):
-    """Images of class folders: inputs float32 [3, image_size, image_size], normalised; targets int64, the class.
+    """Images in class folders: inputs float32 [3, image_size, image_size], normalised; targets int64, the class.
 
     With mixup or cutmix, the targets of training are float32 [classes]: the share of each class.
 
     path: a folder with train/ and val/ (or validation/), each with one folder per class; or with the class folders
-        themselves. Images may lie at any depth below their class. See `SUFFIXES`.
-    image_size: pixels of a side. Training sees a random crop of a random size and shape, evaluation the central square
-        with 7/8 of the shorter side.
-    val_fraction: the part of each class that is for validation where there is no val/; 1 for all of it. split_seed: of
-        that choice, which does not depend on the seed of the training.
-    classes: names of the classes in their order; folders of others are left out. None: all folders, sorted.
-    scale: smallest and largest share of an image's area in a random crop. flip: probability of a mirror image.
-    mixup, cutmix: parameter of the beta distribution that the share of a second image is drawn from; 0: off. With both,
-        each sample has one of them. The second image is chosen by the sample's own random numbers, so that it does not
-        depend on the batch.
-    mean, std: of the red, green and blue of pixels in 0..1, which become numbers of mean 0 and variance 1.
-    on_error: what to do about a file that cannot be read: stop, or skip, where the next image in the order of
-        names that can be read takes its place, so that every batch keeps its size.
+    themselves. Images may lie at any depth below their class. See `SUFFIXES`. image_size: side length in pixels.
+    Training uses a random crop of random size and shape, evaluation the central square with 7/8 of the shorter side.
+    val_fraction: fraction of each class held out for validation if there is no val/; 1 for all of it. split_seed: seed
+    of that split, independent of the training's seed. classes: class names in order; folders of other classes are
+    ignored. None: all folders, sorted. scale: smallest and largest fraction of an image's area in a random crop. flip:
+    probability of a mirror image. mixup, cutmix: parameter of the beta distribution from which the share of a second
+    image is drawn; 0: off. With both, each sample gets one of them. The second image is chosen by the sample's own
+    random numbers, independent of the batch. mean, std: mean and standard deviation of red, green and blue for pixels
+    in 0..1, for normalisation. on_error: action for an unreadable file: stop, or skip, which uses the next readable
+    image in name order, so that every batch keeps its size.
 
     A sample is a function of (seed, epoch, index), through the generators that the loader seeds.
     Raises UserError for folders that do not fit this description.
@@ -79,9 +76,9 @@ class Images(torch.utils.data.Dataset):
         if scale[0] > scale[1]:
             raise UserError(f"data.scale={list(scale)}: the smallest share must not be above the largest")
         self.class_names, files, self.targets = find(path, split, val_fraction, split_seed, classes)
-        # One block of memory: of a list of strings, each loader process would come to have a copy.
+        # One block of memory: reference counts would make each loader process copy a list of strings.
         self._files = np.array(list(map(os.fsencode, files)), dtype=bytes)
-        self._named = torch.zeros(len(files), dtype=torch.uint8).share_memory_()  # in a warning, by any loader process
+        self._named = torch.zeros(len(files), dtype=torch.uint8).share_memory_()  # files already named in a warning
         self.path, self.image_size, self.is_training, self.on_error = path, image_size, split == "train", on_error
         self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
         self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
@@ -117,10 +114,10 @@ class Images(torch.utils.data.Dataset):
         return pixels, label
 
     def _mixed(self, pixels: np.ndarray, label: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """With another image of the data set: `(pixels, shares of the classes)`."""
+        """The sample mixed with another image: `(pixels, shares of the classes)`."""
         cuts = bool(self.cutmix) and (not self.mixup or rng.random() < 0.5)
         alpha = self.cutmix if cuts else self.mixup
-        share = float(rng.beta(alpha, alpha))  # of the other image
+        share = float(rng.beta(alpha, alpha))  # the other image's share
         other, other_label = self._augmented(int(rng.integers(len(self))), rng)
         if cuts:
             left, top, right, bottom = cut_box(rng, self.image_size, share)
@@ -143,7 +140,7 @@ class Images(torch.utils.data.Dataset):
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def _readable(self, index: int) -> tuple[Any, int]:
-        """The image and its class; with on_error=skip those of the next image that can be read. Raises UserError."""
+        """The image and its class; with on_error=skip, of the next readable image. Raises UserError."""
         reason = ""
         for number in range(len(self)):
             place = (index + number) % len(self)
@@ -172,11 +169,11 @@ class Images(torch.utils.data.Dataset):
 def find(
     path: str, split: str, val_fraction: float, split_seed: int, classes: Sequence[str] | None
 ) -> tuple[list[str], list[str], np.ndarray]:
-    """The images of one split, ordered by class and then by name: names of the classes, paths, and labels int64 [N].
-    See `Images` for the arguments.
+    """The images of one split, ordered by class and then by name: class names, paths, and labels int64 [N]. See
+    `Images` for the arguments.
 
-    Raises UserError for a folder that is missing or not made of class folders with images, OSError for one that cannot
-    be read.
+    Raises UserError for a folder that is missing or does not consist of class folders with images, OSError for an
+    unreadable one.
     """
     root = os.path.expanduser(path)
     if not os.path.isdir(root):
@@ -205,8 +202,8 @@ def find(
 
 
 def _split_folders(path: str, root: str) -> tuple[str, str | None]:
-    """Those of the training and, if there is one, the validation images. The root itself holds the training images if
-    it has a folder that is no split: `train` is then a class like the others.
+    """The folders of the training and, if any, the validation images. The root itself holds the training images if it
+    has a folder that is not a split: `train` is then a class like the others.
     """
     names = set(_folders_in(root))
     if "train" in names and names <= SPLITS:
@@ -222,7 +219,7 @@ def _split_folders(path: str, root: str) -> tuple[str, str | None]:
 
 
 def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[str]:
-    """Sorted, so that they do not depend on the file system; as in `classes`, where that is given."""
+    """The class names: `classes` if given, otherwise sorted, independent of the file system."""
     found = _folders_in(folder)
     if classes is not None:
         missing = [name for name in classes if name not in found]
@@ -238,15 +235,15 @@ def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[
 
 
 def _folders_in(folder: str) -> list[str]:
-    """The names of the folders in a folder, sorted, without hidden ones."""
+    """The names of a folder's subfolders, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _images_in(folder: str) -> list[str]:
-    """The paths of the images in a class folder at any depth, sorted. Links are followed. None where it is missing."""
+    """The paths of the images in a class folder at any depth, sorted. Follows links. Empty if the folder is missing."""
 
-    def refuse(error: OSError) -> None:  # os.walk would leave the folder out
+    def refuse(error: OSError) -> None:  # os.walk would skip the folder
         raise error
 
     found: list[str] = []
@@ -257,11 +254,10 @@ def _images_in(folder: str) -> list[str]:
 
 
 def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -> list[str]:
-    """Those of a class's files that belong to a split, sorted.
+    """The files of a class that belong to a split, sorted.
 
-    By a hash of their names: which images are held out depends neither on the seed of the training nor on the order of
-    a directory, and hardly changes when images are added. A class keeps at least one for training unless all are to be
-    held out.
+    Chosen by a hash of their names: the split depends neither on the training's seed nor on the directory's order, and
+    hardly changes when images are added. A class keeps at least one image for training unless all are held out.
     """
     held_out = round(len(files) * fraction)
     if fraction < 1:
@@ -292,15 +288,15 @@ def read(path: str) -> Any:
 
 
 def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
-    """8 bits of red, green and blue. Transparent images are shown on white; of 16 bits the upper 8 are kept.
+    """The image in 8-bit RGB. Transparent images are put on white; of 16 bits the upper 8 are kept.
 
-    is_16_bit: what integers of mode I are. Raises ValueError for pixels without an agreed range: floating-point
-    numbers, and other integers of 32 bits.
+    is_16_bit: whether integers of mode I have 16 bits. Raises ValueError for pixels without a standard range: floats,
+    and other 32-bit integers.
     """
     from PIL import Image
 
     if image.mode == "F" or (image.mode == "I" and not is_16_bit):
-        raise ValueError("its pixels are numbers of no agreed range; convert it to 8 or 16 bits")
+        raise ValueError("its pixels have no standard range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -310,9 +306,9 @@ def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
 
 
 def random_box(rng: np.random.Generator, width: int, height: int, scale: tuple[float, float]) -> Box:
-    """A crop of a random share of the area and a random shape; the central one if ten do not fit the image.
+    """A crop of random area and aspect ratio; the central one if ten draws do not fit the image.
 
-    scale: the smallest and the largest share.
+    scale: smallest and largest fraction of the area.
     """
     for _ in range(ATTEMPTS):
         area = width * height * rng.uniform(*scale)
@@ -325,14 +321,14 @@ def random_box(rng: np.random.Generator, width: int, height: int, scale: tuple[f
 
 
 def center_box(width: int, height: int, share: float = CENTER) -> Box:
-    """The central square, with this share of the shorter side."""
+    """The central square, with this fraction of the shorter side."""
     side = max(1, round(share * min(width, height)))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
 
 
 def cut_box(rng: np.random.Generator, size: int, share: float) -> Box:
-    """A square of this share of the area with its centre anywhere, clipped at the border."""
+    """A square with this fraction of the area, centred anywhere and clipped at the border."""
     side = size * math.sqrt(share)
     row, column = rng.uniform(0, size, 2)
     left, right = (int(np.clip(round(column + sign * side / 2), 0, size)) for sign in (-1, 1))

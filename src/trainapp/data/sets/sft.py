@@ -1,4 +1,4 @@
-"""Prompts and answers, or conversations, for supervised fine-tuning: the loss is on the answers alone."""
+"""Prompts and answers, or conversations, for supervised fine-tuning: the loss is on answers only."""
 
 import bisect
 import logging
@@ -16,8 +16,8 @@ from trainapp.validation import Bool, Fraction, PositiveInt, Str
 
 log = logging.getLogger(__name__)
 
-IGNORED = -100  # the target of a token that no loss counts
-ANSWER = 1 << 30  # in a stored token: it is one of an answer
+IGNORED = -100  # the target of tokens that do not count in the loss
+ANSWER = 1 << 30  # flag in a stored token: it belongs to an answer
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -122,8 +122,8 @@ class SupervisedFineTuning(Tokenized):
         return usable, lengths
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, as before an `answer`; where the first example has messages, as the chat template
-        writes a user's message before the assistant's.
+        """The tokens of a prompt, as before an `answer`; if the first example has messages, as the chat template writes
+        a user's message before the assistant's.
         """
         if not self._has_messages:
             return prompt_tokens(text, self.tokenizer)
@@ -151,7 +151,7 @@ class SupervisedFineTuning(Tokenized):
                 targets[row, start:end] = np.where(next_ids & ANSWER, next_ids & ~ANSWER, IGNORED)
                 positions[row, start:end] = np.arange(end - start)
                 start = end
-            positions[row, start:] = np.arange(shape[1] - start)  # padding is a document of its own
+            positions[row, start:] = np.arange(shape[1] - start)  # padding is a separate document
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         return batch | ({"position_ids": torch.from_numpy(positions)} if self._pack else {})
 
@@ -196,8 +196,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _pair(prompt: str, answer: str, tokenizer: Any) -> np.ndarray:
-    """The prompt with what begins a text for this model, then the answer and the end of the text. Tokenised apart, so
-    that no token holds some of both: when the model is used, the prompt is all that there is.
+    """The prompt with the model's start-of-text tokens, then the answer and the end of the text. Tokenised separately,
+    so that no token spans both: when the model is used, only the prompt is given.
     """
     given, end = prompt_tokens(prompt, tokenizer), tokenizer.eos_token_id
     own = list(tokenizer(answer, add_special_tokens=False)["input_ids"]) + ([] if end is None else [end])
@@ -205,14 +205,14 @@ def _pair(prompt: str, answer: str, tokenizer: Any) -> np.ndarray:
 
 
 def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
-    """What comes before an answer: the prompt, with what begins a text for this model."""
+    """The tokens before an answer: the prompt, with the model's start-of-text tokens."""
     given = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
-    ends = bool(given) and given[-1] == tokenizer.eos_token_id  # it goes after the answer
+    ends = bool(given) and given[-1] == tokenizer.eos_token_id  # the end token goes after the answer
     return given[:-1] if ends else given
 
 
 def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
-    """All messages as the chat template writes them; what it adds for an assistant's message is an answer."""
+    """All messages as the chat template writes them; the text added for an assistant's message is an answer."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and _is_message(turn) for turn in turns):
         raise UserError(
             f"data.files: {place}: messages must be a list of objects with a role and a content, or tool_calls; give "
@@ -254,7 +254,7 @@ def _templated(place: str, turns: list[dict[str, Any]], tokenizer: Any, prompts:
 def _by_template(place: str, turns: list[dict[str, Any]], tokenizer: Any, **options: bool) -> Any:
     try:
         return tokenizer.apply_chat_template(turns, **options)
-    except Exception as error:  # whatever a template raises, such as on roles that do not alternate
+    except Exception as error:  # templates raise various errors, such as for roles that do not alternate
         raise UserError(f"data.files: {place}: the chat template refuses the messages: {error}") from None
 
 

@@ -1,5 +1,5 @@
 """Generated, learnable data for tests, benchmarks and trying out sizes. Each sample is a function of
-(seed, split, index) and is generated when it is fetched, so a data set of any size costs no memory."""
+(seed, split, index), generated when it is fetched, so a data set of any size costs no memory."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,13 +11,13 @@ from trainapp.data.loader import BatchedDataset
 from trainapp.data.sampler import uniform
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-# What `uniform` takes as the epoch: synthetic samples are the same in every epoch and differ between splits.
+# Passed to `uniform` as the epoch: synthetic samples are the same in every epoch and differ between splits.
 STREAMS = {"train": 0, "val": 1}
 
 GRID = 4  # a prototype is GRID x GRID patches of random colour: large enough to survive strides and pooling
 NOISE_OFFSETS = 1 << 20
 
-# The distance to the next token on the hidden cycle, and how probable each is.
+# Distances to the next token on the hidden cycle, and their probabilities.
 STEPS = np.array([1, 2, 3])
 PROBABILITIES = np.array([0.7, 0.2, 0.1])
 
@@ -28,7 +28,7 @@ class SyntheticImages(BatchedDataset):
 
     size, val_size: samples in the two splits.
     image_shape: channels, height, width.
-    noise: standard deviation of the noise, where the prototypes' is 1.
+    noise: standard deviation of the noise; that of the prototypes is 1.
     """
 
     task = "classification"
@@ -52,7 +52,7 @@ class SyntheticImages(BatchedDataset):
         patches = generator.standard_normal((num_classes, channels, GRID, GRID), dtype=np.float32) * scale
         rows, columns = np.arange(height) * GRID // height, np.arange(width) * GRID // width
         self._prototypes = np.ascontiguousarray(patches[:, :, rows[:, None], columns])
-        # A sample's noise is a stretch of one long random sequence: copying is 20 times quicker than drawing.
+        # A sample's noise is a slice of one long random sequence: copying is 20 times faster than drawing.
         length = NOISE_OFFSETS + channels * height * width
         self._noise = generator.standard_normal(length, dtype=np.float32) * (scale * np.float32(noise))
 
@@ -85,8 +85,8 @@ class SyntheticTokens(BatchedDataset):
     is the entropy of that choice, 0.802 nats (less where vocab_size is below 3).
 
     size, val_size: sequences in the two splits.
-    min_length: None gives every sequence `context_length` tokens; a number gives lengths drawn evenly from
-        it to `context_length`, each batch padded to its longest with inputs 0 and targets -100.
+    min_length: None gives every sequence `context_length` tokens; a number draws lengths uniformly from it to
+        `context_length` and pads each batch to its longest with inputs 0 and targets -100.
 
     Raises ValueError for a min_length above context_length.
     """

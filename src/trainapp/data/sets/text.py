@@ -61,11 +61,11 @@ class Text(BatchedDataset):
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
     def encode(self, text: str) -> list[int]:
-        """Its bytes."""
+        """The text's bytes."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these bytes; what is not UTF-8 becomes U+FFFD."""
+        """The text of these bytes; invalid UTF-8 becomes U+FFFD."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens).decode(errors="replace")
 
 
