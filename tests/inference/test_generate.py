@@ -113,26 +113,6 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
     assert (sizes[0], sizes[11]) == (5, 2)
 
 
-@pytest.mark.slow
-def test_what_is_written_is_not_generated_again(tmp_path, trained, monkeypatch):
-    whole = generate(tmp_path, trained, "generate.batch_size=2")
-    draws, seen = module.by_position, []
-
-    def fails(model, prompts, *others):
-        seen.append(len(prompts))
-        if len(seen) == 2:
-            raise RuntimeError("a test")
-        return draws(model, prompts, *others)
-
-    monkeypatch.setattr(module, "by_position", fails)
-    with pytest.raises(RuntimeError, match="a test"):
-        generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl")
-    (partial,) = tmp_path.glob("again.jsonl.*.partial")
-    assert lines(partial) == whole[:2]
-    assert generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl") == whole
-    assert seen == [2, 2, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

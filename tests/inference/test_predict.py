@@ -125,17 +125,6 @@ def ends_early(monkeypatch, batches):
     return seen
 
 
-def test_lines_of_other_settings_are_not_continued(tmp_path, trained, monkeypatch):
-    """Those of the training split under the same name."""
-    seen = ends_early(monkeypatch, 2)
-    with pytest.raises(RuntimeError, match="a test"):
-        predict(tmp_path, trained, "predict.split=train")
-    (partial,) = tmp_path.glob("p.jsonl.*.partial")
-    assert len(lines(partial)) == 128
-    require_same(predict(tmp_path, trained), trained, tmp_path)
-    assert sum(seen[3:]) == 360
-
-
 @pytest.mark.slow
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """The size halves until it fits, after the lines that are written; each sample has one."""
@@ -181,17 +170,6 @@ def test_the_average_is_used(tmp_path):
             found[kind] = torch.softmax(run.state.model.eval()(inputs), -1).max(-1).values.tolist()
     assert [line["probability"] for line in with_average] == pytest.approx(found["average"], rel=1e-4)
     assert found["model"] != pytest.approx(found["average"], rel=1e-3)
-
-
-def test_values_and_structures_of_a_task(tmp_path, trained):
-    unlabelled = "data._target_=own_inference.Unlabelled"  # else ten values are those of ten classes
-    plain = predict(tmp_path, trained, *OWN, "task=own_inference.squares", unlabelled)
-    assert len(plain[0]["prediction"]) == 10
-    parts = predict(tmp_path, trained, *OWN, "task=own_inference.Parts")
-    rest = [line["prediction"] for line in parts]
-    assert [[p["first"], *p["rest"][0], *p["rest"][1]] for p in rest] == [
-        pytest.approx(line["prediction"]) for line in plain
-    ]
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,6 @@ TAGS = {
 CPU = torch.device("cpu")
 
 
-def test_every_number_at_every_log_step(tmp_path):
-    runs.run(tmp_path, *runs.MODELS["resnet"], "every.log=2", "memory.limit=64MiB")
-    scalars, lines = helpers.scalars(tmp_path), helpers.metrics(tmp_path)
-    for tag in TAGS:
-        assert list(scalars[tag]) == [2, 4]
-        assert all(tag in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("case", "overrides", "copies"),
     [
@@ -113,6 +105,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
 def test_values_are_plausible(tmp_path):
     runs.run(tmp_path, *runs.MODELS["resnet"], "memory.limit=64MiB")
     for line in helpers.metrics(tmp_path):
+        assert line.keys() >= TAGS
         static = line["memory/parameters"] + line["memory/optimizer_state"] + line["memory/buffers"]
         assert line["memory/limit"] == 64 * 2**20
         assert 0 < line["memory/percent_of_limit"] <= 100

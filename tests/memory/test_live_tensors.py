@@ -1,6 +1,5 @@
 """The counter of live tensors, the limit that it enforces, and what outlives a watched block."""
 
-import collections
 import gc
 import json
 import weakref
@@ -180,15 +179,6 @@ def test_a_list_that_grows_counts_as_a_whole_in_every_step(run):
     with run.watch({}):
         pass
     assert run.used() == 0
-
-
-def test_a_ring_counts_what_is_in_it(run):
-    ring, peaks = collections.deque(maxlen=3), []
-    for _ in range(6):
-        with run.watch({}):
-            ring.append(kib())
-        peaks.append(run.counter.peak // KIB)
-    assert peaks == [1, 2, 3, 4, 4, 4]  # the new one, before the oldest goes
 
 
 def test_it_has_a_category_of_its_own_unless_it_has_another(run):

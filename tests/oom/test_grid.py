@@ -183,7 +183,7 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
-    assert f"back to the start, from the seed; {step - 1} finished steps are repeated" in failure.action
+    assert f"back to the start; {step - 1} finished steps are repeated" in failure.action
     wanted, losses = configured(model, precision, ((1, 4),))
     assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses

@@ -237,3 +237,13 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "rollback", looking)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1))
     assert handled == [None]
+
+
+@pytest.mark.slow
+def test_an_error_in_backward_leaves_its_graph_to_no_retry(tmp_path):
+    """A third of the limit: what torch's engine keeps of a failed backward until the next one."""
+    narrow = ("model=resnet", "model.width=8", "data=digits", "precision=bf16", "train.ema=null", "train.max_steps=1")
+    limit = {"memory.limit": 3460300, "batch.global_size": 48, "batch.micro_size": "auto"}
+    recorded = Recorded(tiny(tmp_path, *narrow, changes=limit))
+    assert recorded.run.state.progress.step == 1
+    assert recorded.failures[0].phase == "backward"

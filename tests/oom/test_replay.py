@@ -187,6 +187,8 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
         recorded = Recorded(tiny(tmp_path / "run", *GPT, changes=limited))
     weights, result = ended(recorded)
     assert result["oom_restarts"] > 0
+    sizes = [search.size for search in recorded.run.sizes.train.searches.values()]
+    assert min(sizes) < max(sizes)
     assert any(isinstance(plan, dict) for plan in result["micro_schedule"].values())
     again = replay(tmp_path / "again", result, *GPT, changes={**changes, "batch.micro_size": "auto"})
     assert torch.equal(weights, again)
