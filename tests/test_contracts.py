@@ -41,7 +41,7 @@ def checkout(tmp_path):
         ("data/batch.py", "from trainapp.training import loop", ROOMS),
         ("units.py", "from trainapp import errors", ROOMS),
         ("new_room.py", "", ROOMS),
-        ("config/durations.py", "import torch", TORCH),
+        ("config/excludes.py", "import torch", TORCH),
         ("__main__.py", "from trainapp.launch import elastic", TORCH),
     ],
 )

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from trainapp.config import schema
-from trainapp.config.durations import RunLength
 from trainapp.errors import UserError
 from trainapp.optim.schedules import build, for_optimizer
 from trainapp.training import loop
+from trainapp.units import RunLength
 
 RUN = RunLength(steps_per_epoch=5, global_size=16, total_steps=20)
 LONG = RunLength(steps_per_epoch=10, global_size=32, total_steps=100)

@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
-from trainapp.config import durations
-from trainapp.units import parse_memory_size
+from trainapp.units import parse_duration, parse_memory_size
 from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 STRICT = ConfigDict(extra="forbid")
@@ -27,7 +26,7 @@ OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other
 
 
 def _duration(value: int | str) -> int | str:
-    durations.parse(value)
+    parse_duration(value)
     return value
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainapp.config import schema, targets
-from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.errors import UserError
+from trainapp.units import RunLength, parse_duration, to_steps
 
 Factor = Callable[[int], float]
 Groups = list[dict[str, Any]]
@@ -108,7 +108,7 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
         raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
     warmup = _steps(settings.warmup, run)
     decay = _steps(settings.decay, run) if settings.shape == "wsd" else 0
-    if total is not None and parse(settings.warmup)[1] == parse(settings.decay)[1] == "percent":
+    if total is not None and parse_duration(settings.warmup)[1] == parse_duration(settings.decay)[1] == "percent":
         decay = min(decay, max(0, total - warmup))  # each was rounded up to at least one step
     if total is not None and warmup + decay > total:
         raise UserError(

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.config.schema import Config
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
+from trainapp.units import RunLength, parse_duration, to_steps
 
 
 @dataclass
@@ -49,7 +49,7 @@ def _epochs(value: int | str | None, length: RunLength) -> int:
     """Whole epochs of unknown length; 0 for any other duration."""
     if value is None or length.steps_per_epoch is not None:
         return 0
-    amount, unit = parse(value)
+    amount, unit = parse_duration(value)
     return int(amount) if unit == "epochs" and amount == int(amount) else 0
 
 
