@@ -260,7 +260,7 @@ T5 = "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (T5, "T5Model has an encoder and a decoder, and cannot make predictions of a batch's inputs"),
+        (T5, "T5Model has an encoder and a decoder, and cannot make predictions from a batch's inputs"),
         (
             hf_files.LLAMA.partition("=")[2],
             r"LlamaModel returns no logits \(only last_hidden_state\).* than base",

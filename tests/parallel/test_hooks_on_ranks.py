@@ -50,7 +50,7 @@ def test_after_an_error_on_one_rank(cell, spread):
 def test_a_metric_that_cannot_be_merged_is_refused(cell):
     chosen = (*IMAGES, "data.val_size=8", *EVALUATION, "+metrics.mine={_target_: own_hooks.Unmergeable}")
     for record in cell.run(2, *chosen, "parallel=ddp", tiny=TINY):
-        assert record.error.startswith("metrics.mine: on several ranks each has a part of the samples")
+        assert record.error.startswith("metrics.mine: each of several ranks has a part of the samples")
 
 
 def test_a_stop_that_one_rank_asks_for_is_that_of_all(cell):

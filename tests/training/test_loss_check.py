@@ -71,7 +71,7 @@ def penalised(model, batch):
     return losses.sum() + 0.1 * sum(p.square().sum() for p in model.parameters()), len(losses), {}
 
 
-NO_SUM = r"the loss is no sum over samples: .*"
+NO_SUM = r"the loss is not a sum over samples: .*"
 REFUSED = {
     "own_tasks.mean": r"the loss is a mean, where a sum is needed: for 4 samples .* 2\.\d+ with a count of 4, and",
     "test_loss_check.mean_of_one": r"the loss is a mean, where a sum is needed: .* count of 1, and .* halves .* with 1",
@@ -165,7 +165,7 @@ class Normalising(nn.Module):
 
 
 def test_a_model_whose_samples_interact(tmp_path):
-    with pytest.raises(UserError, match=r"task=auto: the loss is no sum over samples: .*running statistics"):
+    with pytest.raises(UserError, match=r"task=auto: the loss is not a sum over samples: .*running statistics"):
         runs.prepare(tmp_path, *model_of("test_loss_check.Normalising"), "data=digits", "train.seed=1")
 
 
@@ -222,7 +222,7 @@ def test_padded_texts_whose_count_is_tokens(tmp_path):
     runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
     with pytest.raises(UserError, match="the loss is a mean, where a sum is needed: for 3 samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
-    with pytest.raises(UserError, match="the loss is no sum over samples"):
+    with pytest.raises(UserError, match="the loss is not a sum over samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.of_pairs")
 
 
@@ -257,7 +257,7 @@ def test_the_first_samples_of_a_stream_are_compared(tmp_path, kind, workers):
     texts = of_stream(f"own_streams.{kind}", f"data.num_workers={workers}")
     with pytest.raises(UserError, match=r"^task=own_tasks\.mean: the loss is a mean, .* for 4 samples"):
         runs.run(tmp_path, *texts, "task=own_tasks.mean")
-    with pytest.raises(UserError, match="the loss is no sum over samples"):
+    with pytest.raises(UserError, match="the loss is not a sum over samples"):
         runs.run(tmp_path, *texts, "task=test_loss_check.contrastive")
     assert set(multiprocessing.active_children()) <= before  # those that read: torch would wait five seconds for each
     assert not (tmp_path / "metrics.jsonl").exists()

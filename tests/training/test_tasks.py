@@ -197,6 +197,6 @@ class Digits(torch.utils.data.Dataset):
 
 def test_a_wrong_task_of_a_data_set(tmp_path):
     own = ("model=mlp", "~data.augment", PACKAGES, "data._target_=test_tasks.Digits")
-    wrong = r"^task=auto: test_tasks\.Digits says that its task is 'regression', which must be one of"
+    wrong = r"^task=auto: test_tasks\.Digits declares the task 'regression', which must be one of"
     with pytest.raises(UserError, match=wrong):
         runs.prepare(tmp_path, *own)

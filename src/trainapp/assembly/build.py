@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 def build(
     config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
 ) -> Session:
-    """A session that has no micro-batch sizes yet, and writes nothing: see `runner.prepare`.
+    """A session without micro-batch sizes that writes nothing yet: see `runner.prepare`.
 
-    memory: the previous session's in the same process, with its limit and counters; None builds a new one.
+    memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
     resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
     """
     parts = load_parts(config, ranks, memory=memory, resumes=resumes)
     try:
         session = session_of(config, parts, stop, ranks)
     except BaseException:
-        parts.close()  # a stream's first samples may have been read by processes
+        parts.close()  # reader processes may be running for a stream's first samples
         raise
     _warn_of_host_copies(session.state)
     return session
@@ -59,7 +59,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         _begin_at_weights(config, state, ranks)
     if parts.device.type == "cuda":
         engine.strategy.warm_up()
-    memory.enforce()  # again: the libraries have now allocated their own
+    memory.enforce()  # again: libraries have now allocated their own memory
     state.data_samples, state.data_order = batches.samples, batches.source.order_name
     state.class_names = [str(name) for name in labels_of(components.train_data)]
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
@@ -79,7 +79,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
             memory,
             engine.strategy.communication_buffers,
             metrics.tensors,
-            # of the last update, whose count is that of a finished step
+            # the last update's task, whose count is the finished step's
             losses.counts_tokens([engine.evaluated_task, *engine.tasks.values()][-1]),
             hooks.utilisation_of(config, engine),
         ),
@@ -97,7 +97,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
 
 
 def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
-    """Those of `model.init_from`, if any. A model with adapters has those of a file already: they are of its base."""
+    """Load `model.init_from`. Adapter models have loaded it into their base already."""
     source, strict, base = config.model.init_from, config.model.init_strict, base_of(state.model)
     if source is not None and names_checkpoint(source):
         path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
@@ -115,13 +115,13 @@ def _warn_of_host_copies(state: TrainState) -> None:
     if copies and state.device.type == "cpu":
         log.warning(
             "optimizer.offload=true: saves nothing on the CPU, where the optimizer's state is in host memory anyway, "
-            "and costs %s for copies of parameters and gradients; leave it out",
+            "and costs %s for copies of parameters and gradients; remove it",
             bytes_text(copies),
         )
 
 
 def start_tracking(session: Session) -> None:
-    """Open the run's files, at the step where it begins or resumes. Training time counts from here."""
+    """Open the run's files, at the step where it starts or resumes. Training time counts from here."""
     if session.ranks.is_rank_zero:
         folder, settings, mode = Path(session.config.run_dir), session.config.to_dict(), session.config.mode
         loggers = {} if mode in WITHOUT_NUMBERS else session.tracker.loggers

@@ -1,14 +1,17 @@
 """`train.check_loss`: before the first step, whether the task's loss is a sum over samples, so that a batch can be cut.
 
-A mean would be divided by the count again, making gradients that many times too small; a loss that compares the
-samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first four samples is
-compared with those of their two halves, in evaluation mode and without gradients; where the halves are padded in
-another way, that of the first half twice with the first half's.
+A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
+of its batch depends on the micro-batch. Neither shows in a curve. The loss of the first four samples is therefore
+compared with those of their two halves, in evaluation mode and without gradients; if the halves are padded differently,
+the loss of the first half twice is compared with the first half's.
 
-Costs four forwards and fetching twelve samples. A stream's samples are read once, and held until they are trained. What
-cannot be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose
-halves hold other values (only a mean is reported then), a task or model that fails here: the first step reports that
-error.
+Costs five forwards and fetching twelve samples. A stream's samples are read once and kept for training. What cannot be
+compared is skipped silently:
+
+- a task that draws random numbers
+- a loss that is not finite
+- a batch whose halves hold other values (then only a mean is reported)
+- a task or model that fails here: the first step reports the error
 """
 
 import dataclasses
@@ -37,16 +40,16 @@ from trainapp.torch_private import DispatchMode, draws_numbers, has_values
 from trainapp.units import listed
 
 SAMPLES = 4
-# Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify
-# them; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
-FINE, COARSE = 1e-3, 2e-2  # COARSE: for matmuls of less than fp32 precision
-FLOOR = 0.1  # per count: a loss whose summands cancel out has the rounding errors of the summands
+# Relative tolerances. Kernels choose their order of additions by batch size, which changes the last bits, and layers
+# amplify that; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
+FINE, COARSE = 1e-3, 2e-2  # COARSE: for matmuls in less than fp32 precision
+FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
 _IF_MEANT = "train.check_loss=false trains with it as it is"
 log = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """What the task returns for a batch. divisor: its count. bits: of the loss's type."""
+    """The task's result for a batch. divisor: its count. bits: of the loss's dtype."""
 
     loss: float
     divisor: float
@@ -54,7 +57,7 @@ class Sums(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The task's results for a batch of so many samples and its halves. same: whether these hold the same values."""
+    """The task's results for a batch of `samples` samples and its halves. same: whether both hold the same values."""
 
     samples: int
     whole: Sums
@@ -72,24 +75,24 @@ def require_sum(
     ranks: Ranks,
     first: Callable[[int], Any] | None,
 ) -> None:
-    """Raises UserError for a loss or a count that does not add up, and what a stream raises that is read. Collective.
-    Call before the model is compiled or sharded. Leaves what a `Snapshot` holds as it is, but on `device`.
+    """Raises UserError for a loss or a count that does not add up, and errors of reading a stream. Collective. Call
+    before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on `device`.
 
-    setting: what names the task, with its value. first: as `TrainBatches.first`; None: nothing is checked.
+    setting: the setting that names the task, with its value. first: as `TrainBatches.first`; None: nothing is checked.
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
     if first is None or compares_samples(task) or is_known:
         return
     verdict = None
-    if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are none yet
-        # Outside of the comparison, whose errors are the first step's to report: a stream has its error only once.
+    if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
+        # Outside the comparison, whose errors are left to the first step: a stream raises its error only once.
         parts = dataclasses.replace(components, train_data=first(SAMPLES))
         compared = None
         try:
             with preserved_rng(device):
                 compared = _compared(config, parts, model, device, precision)
-        except Exception as error:  # the first step shows it, in its place and with its traceback
+        except Exception as error:  # the first step raises it again, with its traceback
             log.debug("train.check_loss: nothing can be compared: %s", error)
         if compared is not None:
             has_bits = min(own.bits for own in (compared.whole, *compared.halves)) >= 32
@@ -97,7 +100,7 @@ def require_sum(
             verdict = _verdict(compared, setting, FINE if is_fine else COARSE)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
+    by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # a rank may have run out of memory here
     if by_rank:
         raise UserError(by_rank[0])
 
@@ -107,7 +110,7 @@ def _has_fine_weights(model: nn.Module) -> bool:
 
 
 class _Draws(DispatchMode):
-    """Whether an operation inside takes random numbers, by whatever generator. Attribute: `found`."""
+    """Detects operations that draw random numbers, from any generator. Attribute: `found`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,12 +125,12 @@ class _Draws(DispatchMode):
 def _compared(
     config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision
 ) -> Comparison | None:
-    """None where nothing can be said. Raises what the data, the task and the model raise."""
+    """The results to compare; None if they cannot be compared. Raises errors of the data, the task and the model."""
     data, task = components.train_data, components.task
     stateful = Stateful(model=model, task=task, data=data)
     modules = (model, *stateful.modules.values())
     for module in modules:
-        module.to(device)  # those of the task and the data will be
+        module.to(device)  # modules of the task and the data are moved later anyway
     snapshot, samples = Snapshot.of(stateful), min(SAMPLES, len(data))
     if samples < 2:
         return None
@@ -138,12 +141,12 @@ def _compared(
             return None
         return Sums(float(loss), float(count), 8 * loss.dtype.itemsize)
 
-    with snapshot.undone():  # what reading the data changes
+    with snapshot.undone():  # including changes from reading the data
         batch, halves, same = _halves(data, config.train.seed, samples)
     with snapshot.undone("trained"), precision.autocast, uncompiled(), _Draws() as draws:
         for module in modules:
             module.eval()
-        # The first forward may initialise what it finds empty. The next two differ where NumPy or Python draw.
+        # The first forward may initialise state. The next two differ if NumPy or Python draw random numbers.
         _, first, whole, *others = map(result, (batch, batch, batch, *halves))
     if snapshot.lost:
         log.warning("the check of the loss has written %s, frozen and in place", listed(snapshot.lost))
@@ -156,7 +159,7 @@ def _compared(
 
 
 def _halves(data: Any, seed: int, samples: int) -> tuple[Any, list[Any], bool]:
-    """A batch of so many samples, its halves, and whether these are known to hold the same values."""
+    """A batch of `samples` samples, its halves, and whether these are known to hold the same values."""
     first, second = list(range(samples // 2)), list(range(samples // 2, samples))
     requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
     whole, a, b, twice = map(Fetcher(data, seed).__getitem__, requests)
@@ -167,8 +170,8 @@ def _halves(data: Any, seed: int, samples: int) -> tuple[Any, list[Any], bool]:
 
 
 def consists_of(batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether each tensor of the batch is its parts' next to each other in some dimension; but for tables, which all of
-    them have alike.
+    """Whether each tensor of the batch is the concatenation of its parts in some dimension, ignoring tensors that are
+    identical in all of them.
     """
     of_each = [tensors_in(batch), *map(tensors_in, parts)]
     if len({len(tensors) for tensors in of_each}) > 1:
@@ -191,7 +194,7 @@ def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
 
 
 def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None:
-    """The message, or None where the results add up, or nothing can be said."""
+    """The message; None if the results add up or cannot be compared."""
     samples, whole, (a, b), same = compared
     together = Sums(a.loss + b.loss, a.divisor + b.divisor)
     size = (abs(whole.loss) + abs(a.loss) + abs(b.loss)) / 2
@@ -205,14 +208,14 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         return (
             f"{setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
             "once more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "
-            f"how many there are, such as the mean times its number of summands. {_IF_MEANT}"
+            f"their number, such as the mean times its number of summands. {_IF_MEANT}"
         )
     if not same:
         return None
     if difference > tolerance * (size + FLOOR * abs(whole.divisor)):
         return (
-            f"{setting}: the loss is no sum over samples: {numbers}. So it would depend on the micro-batch, and "
-            "with that on the memory. If it compares the samples of its batch, say so by `whole_batch = True` on the "
+            f"{setting}: the loss is not a sum over samples: {numbers}. It would depend on the micro-batch, and so "
+            "on the memory. If it compares the samples of its batch, declare `whole_batch = True` on the "
             "task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). If it is "
             "the model that normalises over the batch in evaluation mode, "
             f"let it use running statistics there. {_IF_MEANT}"
@@ -226,8 +229,8 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
 
 
 def _is_mean(compared: Comparison, tolerance: float) -> bool:
-    """Whether the loss of the whole is the mean of those of its halves: weighed alike, or by their counts. Where the
-    values are the same, by whatever weights: tokens, say, while the count is of samples.
+    """Whether the whole batch's loss is the mean of its halves' losses, weighted equally or by their counts; if both
+    hold the same values, with any weights (such as tokens, while the count is of samples).
     """
     _, whole, (a, b), same = compared
     weights = [(1.0, 1.0), (a.divisor, b.divisor)]

@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Components:
-    """The classes that `_target_`s and `task` name, and the data sets."""
+    """The classes named by `_target_`s and `task`, and the data sets."""
 
     model: Callable[..., Any]
     task: losses.Task
     train_data: Any
-    eval_data: dict[str, Any]  # the data's own under "", which may be missing; then those of `eval`, by name
+    eval_data: dict[str, Any]  # the data's own split under "", if any; then the sets in `eval`, by name
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
     hooks: Hooks = field(default_factory=Hooks)
-    updates: dict[str, losses.Task] = field(default_factory=dict)  # by name, the task of each of `updates`
+    updates: dict[str, losses.Task] = field(default_factory=dict)  # the task of each update, by name
 
     @property
     def training_tasks(self) -> list[losses.Task]:
-        """What a step computes: the tasks of its updates, or the only one."""
+        """The tasks of a step's updates, or the only one."""
         return list(self.updates.values()) or [self.task]
 
     @property
@@ -53,12 +53,12 @@ class Components:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether every loss is one of the application's own."""
+        """Whether every loss is built in."""
         return all(map(losses.is_built_in, (self.task, *self.training_tasks)))
 
 
 def load_components(config: Config) -> Components:
-    """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""
+    """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
     found = _locate_all(config)
     train, evaluated = _datasets(config, found["data"])
     evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
@@ -88,8 +88,8 @@ def load_components(config: Config) -> Components:
 
 
 def _base_weights(config: Config) -> str | None:
-    """The file that the base of adapters begins with: `model.init_from`, or that of the run which it names and whose
-    adapters this run begins with.
+    """The file with the initial weights of the adapters' base: `model.init_from`, or that of the run it names, whose
+    adapters this run starts from.
     """
     source = None if config.adapter.kind == "none" else config.model.init_from
     while source is not None and names_checkpoint(source):
@@ -98,8 +98,8 @@ def _base_weights(config: Config) -> str | None:
 
 
 def built_task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> Any:
-    """An instance of the class that a setting names, or the function or object; of a function, its arguments besides
-    model and batch are bound. None where nothing is named. Raises UserError for arguments that do not fit.
+    """An instance of the class that a setting names, or the named function (with arguments bound) or object. None if no
+    task is named. Raises UserError for arguments that do not fit.
     """
     task = found
     if inspect.isclass(found):
@@ -121,7 +121,9 @@ def built_task(config: Config, found: Any, setting: str, name: str, arguments: d
 
 
 def _default_task(config: Config, data: Any, updates: dict[str, losses.Task]) -> losses.Task:
-    """For task=auto: the data set's or, where there are updates, that of the last one: a GAN's data names no loss."""
+    """The task for task=auto: the data set's or, with updates, the last one's; data for several losses need not declare
+    one.
+    """
     if updates:
         return list(updates.values())[-1]
     task: losses.Task = built_task(config, BUILT_IN_TASKS[data.task], "task", data.task, {})
@@ -141,7 +143,7 @@ def choose_device(setting: str) -> torch.device:
 
 
 def set_global_switches(config: Config, device: torch.device) -> None:
-    """Determinism and anomaly detection, which are global in torch. See also `Autotuner`."""
+    """Set determinism and anomaly detection, which are global in torch."""
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
     if device.type == "cuda":
@@ -150,8 +152,8 @@ def set_global_switches(config: Config, device: torch.device) -> None:
 
 
 def _locate_all(config: Config) -> dict[str, Any]:
-    """`data`, `model`, `task` (None: from the data set) and the tasks of updates, by setting. Raises UserError with all
-    mistakes at once.
+    """`data`, `model`, `task` (None: from the data set) and the updates' tasks, by setting. Raises UserError with all
+    errors at once.
     """
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
@@ -174,8 +176,8 @@ def _locate_all(config: Config) -> dict[str, Any]:
 
 
 def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
-    """Raises UserError for an evaluation set whose classes have other names, or another order, or whose tokens mean
-    something else: every metric of it would be wrong.
+    """Raises UserError for an evaluation set whose class names, their order, or tokenizer differ: all its metrics would
+    be wrong.
     """
     setting = (
         f"eval.{name}._target_={config.eval[name].target}" if name in config.eval else f"data={config.data.target}"
@@ -195,7 +197,7 @@ def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> N
 
 
 def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
-    """Training data, and the data's own validation split under the name "", if there is one."""
+    """The training data, and evaluation data with the data's own validation split under "", if there is one."""
     if "split" not in _parameters(kind):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
@@ -210,8 +212,8 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
     task = getattr(train, "task", None)
     if config.task == "auto" and not config.updates and task not in BUILT_IN_TASKS:
         raise UserError(
-            f"task=auto: {config.data.target} says that its task is {task!r}, which must be one of "
-            f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to a function of yours"
+            f"task=auto: {config.data.target} declares the task {task!r}, which must be one of "
+            f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to your own function"
         )
     if is_empty(train):
         raise UserError(f"data={config.data.target}: the training split is empty")
@@ -223,7 +225,7 @@ def _eval_set(config: Config, name: str, kind: Any) -> Any:
     node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
     found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
     if found is None or is_empty(found):
-        raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
+        raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
     return found
 
 

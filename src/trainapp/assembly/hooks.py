@@ -1,4 +1,4 @@
-"""Metrics with a state, callbacks and loggers of the tracker: found by their names, built, and tried."""
+"""Stateful metrics, callbacks and loggers: located, built and tried."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
-SAMPLES = 2  # which a remainder of an evaluation may have, too
-NOT_EVALUATED = -1  # as the step of the last evaluation: one is due before the first step
+SAMPLES = 2  # no fewer: the last evaluation batch may be this small
+NOT_EVALUATED = -1  # step of the last evaluation that makes one due before the first step
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Hooks:
-    """By name: the objects that `metrics`, `callbacks` and `tracker` name."""
+    """The objects configured by `metrics`, `callbacks` and `tracker`, by name."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Hooks:
 
 
 def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
-    """spec: of the data, from which parameters such as `num_classes` are filled in. Raises UserError with all mistakes
-    in names and arguments.
+    """Build the hooks. spec: the data's, which fills in parameters such as `num_classes`. Raises UserError with all
+    errors in names and arguments.
     """
     errors: list[str] = []
     hooks = Hooks()
@@ -68,8 +68,8 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
 
 
 def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
-    """The callbacks, with the one that `stopping.patience` asks for; without it where nothing is trained. Raises
-    UserError where there is nothing to evaluate.
+    """The callbacks, including early stopping if `stopping.patience` is set and the run trains. Raises UserError if
+    there is nothing to evaluate.
 
     task, sets: see `Objective.of`.
     """
@@ -91,13 +91,13 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
 
 
 def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
-    """On the device, where their states count as memory. Raises UserError for metrics that do not fit the loss."""
+    """The metrics, on the device, where their states count as memory. Raises UserError if they do not fit the loss."""
     metrics, task = StatefulMetrics(hooks.metrics), engine.evaluated_task
     loss_chunk = config.memory.loss_chunk
     if metrics.names and loss_chunk is not None and losses.is_built_in(task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
-            "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
+            "in chunks never has as a whole; use memory.loss_chunk=null, or your own task"
         )
     for metric in hooks.metrics.values():
         if isinstance(metric, FirstPredictions) and metric.class_dim is None:
@@ -107,7 +107,7 @@ def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
 
 
 def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
-    """What counts the model's FLOPs, where the device's peak is known, and the compiler does not hide operations."""
+    """The counter of the model's FLOPs, if the device's peak is known and no compiler hides operations; else None."""
     if config.train.compile:
         return None
     peak = peak_of(engine.state.device, config.precision.mode, config.train.peak_flops)
@@ -121,12 +121,12 @@ def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
 
 
 def try_metrics(session: Session) -> None:
-    """Update the metrics with two samples of each evaluation set, and undo that: a mistake in one of them would else
-    show at the first evaluation. A stream, and a task that fails on so few, are left to that.
+    """Update the metrics with two samples of each evaluation set, and undo that: errors in them would otherwise surface
+    only at the first evaluation. Streams, and tasks that fail on so few samples, are skipped.
 
-    Raises what a metric raises, and UserError where the `objective` or `stopping.metric` names none of a built-in
-    task's. Where another task has it for other samples only, the run begins with an evaluation, which refuses it or has
-    it. A run that is never evaluated gets a warning. Collective.
+    Raises errors of the metrics, and UserError if a built-in task does not have the metric named by `objective` or
+    `stopping.metric`. Any other task may have it only for other samples: the run then starts with an evaluation, which
+    reports it if it is missing. A run that is never evaluated gets a warning. Collective.
     """
     config = session.config
     if config.mode != "train":
@@ -138,12 +138,12 @@ def try_metrics(session: Session) -> None:
     if not (session.eval_sets and session.limits.evaluates):
         reason = "every.eval=null" if session.eval_sets else "the data has no validation split"
         for setting, text in named.items():
-            log.warning("%s=%s: the run is never evaluated (%s), so that it has none", setting, text, reason)
+            log.warning("%s=%s: the run is never evaluated (%s), so this metric is missing", setting, text, reason)
         return
     found = {"loss", "accuracy"} if losses.is_built_in(session.task) else {"loss"}
     if not losses.has_embeddings(session.task) and (session.metrics.names or not losses.is_built_in(session.task)):
         found |= _tried(session)
-    if session.state.progress.objective is None:  # nothing was evaluated before
+    if session.state.progress.objective is None:  # never evaluated before
         _require_known(session, named, found)
 
 
@@ -156,7 +156,7 @@ def _tried(session: Session) -> set[str]:
         with torch.no_grad(), session.snapshot.undone(), uncompiled():
             try:
                 metrics = _metrics_of_first(session, batches.example(SAMPLES))
-            except Exception as error:  # the first evaluation shows it in its place
+            except Exception as error:  # the first evaluation raises it again
                 log.debug("the metrics cannot be tried: %s", error)
                 continue
             session.metrics.update(metrics)
@@ -183,7 +183,7 @@ def _require_known(session: Session, named: Mapping[str, str], found: set[str]) 
     known = {f"{name}/{metric}" if name else metric for name in session.eval_sets for metric in found}
     for setting, text in named.items():
         direction, metric = text.split()
-        owner = metric.rpartition("/")[0]  # `per_class/3` is a number of the metric per_class
+        owner = metric.rpartition("/")[0]  # `per_class/3` is a value of the metric per_class
         if metric in known or (owner in known and owner.rpartition("/")[2] in session.metrics.names):
             continue
         if losses.is_built_in(session.task):

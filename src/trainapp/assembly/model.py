@@ -1,4 +1,4 @@
-"""The engine of a configuration: model, losses, strategy and optimizers, put together once. Opens no files.
+"""Assembles an engine from the configuration: model, losses, strategy and optimizers. Opens no files.
 
 Used for training on real tensors and for plans on fake ones.
 """
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
     """The model on its device, spread over the ranks, with its optimizers and losses.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, products in 8 bits,
+    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
     activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
-    callbacks: those whose state belongs to the run's. Raises UserError for parts that do not fit together.
+    callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
     """
     components, device, precision = parts.components, parts.device, parts.numerics
     is_meta = parts.initial_device is None and _starts_on_meta(config, ranks)
@@ -111,11 +111,11 @@ def _kind_of_engine(config: Config, components: Components) -> type[Engine]:
 
 
 class CachedInBackward(InBackward, CachedGradients):
-    """Both: the third pass updates."""
+    """Both; the update happens during pass 3."""
 
 
 def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task, dict[str, losses.Task]]:
-    """What is evaluated, and what each update computes."""
+    """The evaluation task, and the task of each update."""
 
     def checked(task: losses.Task, setting: str) -> losses.Task:
         return losses.CheckedTask(losses.in_chunks(task, config.memory.loss_chunk), setting)
@@ -125,13 +125,13 @@ def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task,
         for number, update in enumerate(config.updates)
     }
     evaluated = f"task={config.task}"
-    if config.updates and config.task == "auto":  # the last update's
+    if config.updates and config.task == "auto":  # use the last update's
         evaluated = f"updates.{len(config.updates) - 1}.task={config.updates[-1].task}"
     return checked(components.task, evaluated), own
 
 
 def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
-    """The model in training mode on `device`, initialised on `initial`: see `assemble`."""
+    """The model in training mode on `device`, initialised on device `initial`: see `assemble`."""
     with torch.device(initial) if initial else contextlib.nullcontext():
         model = constructed(config, components)
     if initial != "meta" and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
@@ -141,8 +141,8 @@ def _on_device(config: Config, components: Components, device: torch.device, ini
 
 
 def _compile(config: Config, model: nn.Module) -> None:
-    """With FSDP, torch compiles each block by itself, from code that the blocks share: where their shapes differ, it
-    would compile for any shape, which fails for BatchNorm (torch 2.13). So each shape is compiled separately there.
+    """Compile the model. With FSDP, torch compiles each block separately, from shared code: for different shapes it
+    would compile for dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
     """
     model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
 
@@ -150,7 +150,7 @@ def _compile(config: Config, model: nn.Module) -> None:
 def _make_gradients_dense(model: nn.Module) -> list[str]:
     """Switch off `sparse=True` of embeddings. Returns their names.
 
-    A sparse gradient is the same gradient in another form, which clipping and most optimizers cannot take.
+    A sparse gradient has the same values, but clipping and most optimizers do not support it.
     """
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = {name: m for name, m in model.named_modules() if isinstance(m, embeddings) and m.sparse}
@@ -167,7 +167,7 @@ def materialise(
     device: torch.device,
     precision: Precision,
 ) -> None:
-    """Give lazy modules their shapes by a forward of two samples, the same on every rank."""
+    """Give lazy modules their shapes by a forward of two samples, equal on every rank."""
     if example is not None:
         model.eval()
         with torch.no_grad(), precision.autocast:
@@ -181,7 +181,7 @@ def materialise(
 
 
 def _require_same_forward(config: Config, model: nn.Module, parts: Parts) -> None:
-    """Compares the loss in chunks with the model's forward on two samples."""
+    """Raises UserError unless the loss in chunks agrees with the model's forward on two samples."""
     with preserved_rng(parts.device), parts.numerics.autocast:
         batch = map_tensors(lambda tensor: tensor.to(parts.device), parts.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
@@ -197,7 +197,7 @@ def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
         )
     matmuls.quantize(layers, kind)
     total = sum(isinstance(module, nn.Linear) for module in model.modules())
-    log.info("precision=%s: the products of %d of %d linear layers are in %s", kind, len(layers), total, kind)
+    log.info("precision=%s: the matmuls of %d of %d linear layers are in %s", kind, len(layers), total, kind)
 
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
@@ -205,7 +205,7 @@ def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
 
 
 def constructed(config: Config, components: Components) -> nn.Module:
-    """The model as its class makes it. Raises UserError for one that cannot read the data."""
+    """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
     spec = components.spec
     required = [
         name
@@ -237,15 +237,15 @@ def _spread(
     if config.parallel.strategy == "ddp":
         return DDP(model, ranks, config.parallel.ddp, updates)
     blocks = blocks_of(model, "parallel=fsdp")
-    # BatchNorm needs its parameters in fp32: such models are gathered in fp32, and autocast casts where it computes.
+    # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
     dtype = torch.float32 if has_batchnorm(model) else compute_dtype
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
 def _initialise_shards(config: Config, strategy: SingleDevice, ranks: Ranks, device: torch.device) -> None:
-    """Allocate the shards of a model that was built on the meta device, and draw them.
+    """Allocate the shards of a model that was built on the meta device, and initialise them.
 
-    On the CPU each rank draws its own shards with a seed of its own: other numbers than the whole model would get, from
+    On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have
     the same distribution. On CUDA torch draws shards as parts of the whole.
     """
     assert isinstance(strategy, FSDP)
@@ -254,7 +254,7 @@ def _initialise_shards(config: Config, strategy: SingleDevice, ranks: Ranks, dev
     if device.type == "cpu":
         shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
-    initialise: Any = model.init_weights  # that there is one, `require_suited` has seen
+    initialise: Any = model.init_weights  # existence checked by `require_suited`
     with torch.no_grad():
         initialise()
     seed_everything(config.train.seed)

@@ -1,4 +1,4 @@
-"""What a configuration opens before anything is assembled: its data, as batches; device, memory and numerics."""
+"""The parts opened before anything is assembled: data as batches; device, memory and numerics."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Parts:
-    """What needs values or the device: data, memory, numerics. A trace replaces them before an engine is assembled.
+    """Parts that need values or the device: data, memory, numerics. A trace replaces them before assembling an engine.
 
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
@@ -45,21 +45,21 @@ class Parts:
 
     @property
     def first(self) -> Callable[[int], Any] | None:
-        """As `Source.first`. None for the stream of a run that resumes: it is not read from its beginning, and the
-        loss of its first samples was checked when the run began.
+        """As `Source.first`. None for the stream of a resuming run: it is not read from its start, and the loss of its
+        first samples was checked when the run started.
         """
         return None if self.resumes and is_stream(self.components.train_data) else self.batches.source.first
 
     @property
     def owners(self) -> dict[str, Any]:
-        """What owns state other than the model's tensors, by the name that it has in checkpoints."""
+        """Owners of state other than the model's tensors, by their names in checkpoints."""
         components = self.components
         tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
         evaluated = eval_roots({name: own.state_owner for name, own in self.eval_sets.items()})
         return {**tasks, "data": self.batches.source.state_owner, **evaluated}
 
     def close(self) -> None:
-        """End the processes that read."""
+        """End the reader processes."""
         self.batches.close()
         for evaluated in self.eval_sets.values():
             evaluated.close()
@@ -72,12 +72,12 @@ def load_parts(
     memory: DeviceMemory | None = None,
     resumes: bool = False,
 ) -> Parts:
-    """Opens the data, limits the memory and seeds the generators, from which `assemble` draws the parameters.
+    """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters.
 
-    components: as an earlier call has opened them. memory, resumes: see `build`. Raises UserError for mistakes in names
-    and arguments.
+    components: opened by an earlier call. memory, resumes: see `build`. Raises UserError for errors in names and
+    arguments.
     """
-    seed_everything(config.train.seed)  # for what a data set or a task draws
+    seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     components = components or load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
@@ -92,7 +92,7 @@ def load_parts(
 def data_batches(
     config: Config, components: Components, device: torch.device, ranks: Ranks
 ) -> tuple[TrainBatches, EvalSets]:
-    """Of training, and of evaluation by name. Raises UserError for settings that do not suit the data."""
+    """Training batches, and evaluation batches by name. Raises UserError for settings that do not suit the data."""
     arguments = _batch_arguments(config, components, device, ranks)
     batches = _train_batches(config, components, arguments)
     forward_is_collective = ranks.world > 1 and config.parallel.strategy == "fsdp"
@@ -101,12 +101,12 @@ def data_batches(
 
 
 def eval_roots(evaluated: dict[str, Any]) -> dict[str, Any]:
-    """Evaluation data by the name under which `Stateful` knows it."""
+    """Evaluation data by its names in `Stateful`."""
     return {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
 
 
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """What training and evaluation batches have in common."""
+    """Arguments common to training and evaluation batches."""
     local_ranks = min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)))  # of this machine
     evaluated = {name: data for name, data in components.eval_data.items() if not is_stream(data)}
     train = None if is_stream(components.train_data) else components.train_data  # a stream's state is its position
@@ -121,7 +121,7 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
 
 
 def _split_of_training(components: Components) -> Any:
-    """What cuts the batches of training, if a task does. Raises UserError where updates would cut them differently."""
+    """The training tasks' `split` function, if they have one. Raises UserError if updates have different ones."""
     splits = [split for task in components.training_tasks if callable(split := attribute(task, "split"))]
     if callable(getattr(components.train_data, "split", None)) or not splits:
         return None
@@ -150,7 +150,7 @@ def _train_batches(config: Config, components: Components, arguments: dict[str, 
 
 
 def _require_streamable(config: Config) -> None:
-    """Raises UserError for settings that need to know how many samples there are."""
+    """Raises UserError for settings that need the number of samples."""
     name = config.data.target
     if config.mode == "train" and config.train.max_steps is None:
         raise UserError(
@@ -159,20 +159,22 @@ def _require_streamable(config: Config) -> None:
         )
     if config.data.drop_last or config.data.sampling.weights is not None:
         raise UserError(
-            f"data.drop_last, data.sampling.weights: data={name} is a stream, whose samples come in turn; "
-            "leave these settings out, and let the stream itself omit or repeat samples"
+            f"data.drop_last, data.sampling.weights: data={name} is a stream, which is read sequentially; "
+            "remove these settings, and let the stream itself omit or repeat samples"
         )
 
 
 def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
-    """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
+    """The number of loader processes; none for data with a state, of which each would change its own copy, ahead of the
+    steps.
+    """
     setting = config.data.num_workers
     count = worker_count(setting, components.train_data, local_ranks)
     if not (count and owners):
         return count
     is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())
     log.warning(
-        "data.num_workers=%s: the data has a state (%s), which workers would each change by themselves, ahead of the "
+        "data.num_workers=%s: the data has a state (%s), of which each worker would change its own copy, ahead of the "
         "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it",
         setting,
         ", ".join(owners),

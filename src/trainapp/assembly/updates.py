@@ -1,7 +1,7 @@
-"""Several optimizers (`updates`): which parameters each of them trains, and their assembly.
+"""Several optimizers (`updates`): the parameters of each, and their assembly.
 
-A step is then one transaction per update, in order, on the same samples. Without `updates` it has one, which trains
-all parameters that require gradients.
+A step is then one transaction per update, in order, on the same samples. Without `updates` it has only one, which
+trains all parameters that require gradients.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
 from trainapp.units import listed
 
-Names = list[list[str]]  # of the parameters of each update, frozen ones too; empty where there are no updates
+Names = list[list[str]]  # parameter names of each update, including frozen ones; empty without updates
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Raises UserError for a pattern that matches nothing, for parameters that two updates or none have, and for an
-    update whose parameters are all frozen.
+    """Each update's parameter names. Raises UserError for a pattern that matches nothing, for parameters in two updates
+    or in none, and for an update whose parameters are all frozen.
     """
     parameters, owner = all_names(model), type(model).__name__
     found: Names = []
@@ -40,10 +40,10 @@ def names_of(config: Config, model: nn.Module) -> Names:
             if other != update.name:
                 raise UserError(
                     f"updates: {name} is among the parameters of {other} and of {update.name}; each is trained by one "
-                    "optimizer, and may be used in the losses of the others all the same"
+                    "optimizer, but may be used in the losses of the others"
                 )
         if not any(parameters[name].requires_grad for name in names):
-            raise UserError(f"updates.{number}: all parameters of {update.name} are frozen; leave the update out")
+            raise UserError(f"updates.{number}: all parameters of {update.name} are frozen; remove the update")
         found.append(list(dict.fromkeys(names)))
     left = [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]
     if config.updates and left:
@@ -54,14 +54,14 @@ def names_of(config: Config, model: nn.Module) -> Names:
 
 
 def with_one_optimizer(config: Config) -> list[Config]:
-    """The configuration once per optimizer, as if it were the only one: for code that reads `config.optimizer`."""
+    """One configuration per optimizer, as if it were the only one: for code that reads `config.optimizer`."""
     if not config.updates:
         return [config]
     return [dataclasses.replace(config, optimizer=update.optimizer, updates=[]) for update in config.updates]
 
 
 def with_one_loss(config: Config, components: Components) -> list[tuple[str, Config, Components]]:
-    """What names it, configuration and parts once for each loss that is trained, as if it were the only one.
+    """(setting, config, components) for each trained loss, as if it were the only one.
 
     Raises UserError for an update whose batch is never cut.
     """
@@ -70,8 +70,8 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[str, Con
     for number, update in enumerate(config.updates):
         if needs_whole_batch(components.updates[update.name]):
             raise UserError(
-                f"updates.{number}.task={update.task} has whole_batch=True, which goes with one optimizer only: each "
-                "update is cut by itself; use a loss that is a sum over samples, or one of embeddings "
+                f"updates.{number}.task={update.task} has whole_batch=True, which needs a single optimizer: each "
+                "update is cut separately; use a loss that is a sum over samples, or one of embeddings "
                 "(trainapp.tasks.EmbeddingTask)"
             )
     return [
@@ -85,7 +85,7 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[str, Con
 
 
 def parameters_of(model: nn.Module, names: Names) -> list[list[nn.Parameter]]:
-    """What each update trains."""
+    """The parameters that each update trains."""
     return [_trained(all_names(model), own) for own in names]
 
 

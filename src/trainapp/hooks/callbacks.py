@@ -1,15 +1,15 @@
-"""Callbacks: a user's code between steps, and those that the program brings: early stopping, profile.
+"""Callbacks, which run users' code between steps, and two built-in ones: early stopping and profiling.
 
 A callback is an object with any of these methods:
 
 | method | when |
 |---|---|
-| `after_step(view)` | once per finished optimizer step, after its commit; not for steps that are skipped |
-| `after_evaluation(view, metrics)` | after an evaluation, with its numbers and what metrics have computed, by name |
+| `after_step(view)` | once per finished optimizer step, after its commit; not for skipped steps |
+| `after_evaluation(view, metrics)` | after an evaluation, with its values and the metrics' results, by name |
 | `on_end(view)` | after the last step of this process, when the checkpoint is written |
 
 They run on every rank, one after the other, with the model in evaluation mode, without gradients. Generators and modes
-are restored after them. With `state_dict` and `load_state_dict`, what they keep is in the checkpoints.
+are restored afterwards. If they have `state_dict` and `load_state_dict`, their state is in the checkpoints.
 """
 
 import logging
@@ -35,17 +35,15 @@ METHODS = ("after_step", "after_evaluation", "on_end")
 
 @dataclass(frozen=True)
 class View:
-    """What a callback sees of a run.
+    """A callback's view of the run.
 
-    step: finished optimizer steps. epoch: that of the coming step, from 0. samples: trained so far, over all ranks.
-    model: the one that is trained, with its own weights even where evaluations use those of `train.ema`. Under DDP and
-    FSDP every rank must make the same forward.
-    tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; it writes
-    on rank 0 alone.
-    waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
-    the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
-    result.json. logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else
-    empty.
+    step: finished optimizer steps. epoch: epoch of the coming step, from 0. samples: samples trained, over all ranks.
+    model: the trained model, with its own weights even if evaluations use those of `train.ema`. Under DDP and FSDP
+    every rank must make the same forward. tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag,
+    path, step)` and `note(text)`; writes only on rank 0. waited: seconds that this process has waited for batches.
+    evaluated: the evaluation data sets by name, "" for the data's own split. stop: ends the run after this step, as if
+    it had reached its end; takes the reason, for result.json. logged: the step's loss, rates and other metrics if it is
+    logged (`every.log`), otherwise empty.
     """
 
     step: int
@@ -63,44 +61,44 @@ class View:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process is the one that should write files."""
+        """Whether this process should write files."""
         return self.rank == 0
 
     @property
     def data(self) -> Any:
-        """The first data set of evaluations, or None."""
+        """The first evaluation data set, or None."""
         return next(iter(self.evaluated.values()), None)
 
     @property
     def labels(self) -> Sequence[str]:
-        """The names of its classes, where it has `class_names`; else empty."""
+        """The first set's class names, if it has `class_names`; otherwise empty."""
         return labels_of(self.data)
 
     def computed(self, metric: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-        """What a metric has computed of each data set: `(name, data set, result)`. None where it has nothing.
+        """A metric's results, as `(name, data set, result)` per data set; result is None if it has none.
 
-        metrics: as `after_evaluation` gets them.
+        metrics: the argument of `after_evaluation`.
         """
         for name, data in self.evaluated.items():
             yield name, data, metrics.get(logged_name(name, metric))
 
     def new_file(self, folder: str, name: str, suffix: str) -> Path:
-        """A path in this folder of the run directory, for what this step's evaluation of the set `name` has shown."""
+        """A path in this folder of the run directory, for this step's evaluation of the set `name`."""
         (self.run_dir / folder).mkdir(exist_ok=True)
         return self.run_dir / folder / f"{name}{'_' if name else ''}step_{self.step:08d}{suffix}"
 
 
 def labels_of(data: Any) -> Sequence[str]:
-    """The names of a data set's classes, where it has `class_names`; else empty."""
+    """A data set's class names, if it has `class_names`; otherwise empty."""
     return list(getattr(data, "class_names", None) or ())
 
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, by name, in their order.
+    """The callbacks of a run, by name, in order.
 
-    stepped_at: the step for which `after_step` was called last, or at which the run began; None before it begins.
-    failure: the message of the error that ends the run, once it is saved.
+    stepped_at: the step of the last call of `after_step`, or the run's first step; None before the run starts.
+    failure: the message of the error that ends the run once it is saved.
     """
 
     by_name: Mapping[str, Any] = field(default_factory=dict)
@@ -112,22 +110,22 @@ class Callbacks:
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
                 raise UserError(
                     f"callbacks.{name}: a {type(callback).__name__} has none of the methods {', '.join(METHODS)}, so "
-                    "that it would never be called"
+                    "it would never be called"
                 )
 
     def having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """`(name, method)` of the callbacks that have it."""
+        """`(name, method)` of the callbacks that have the method."""
         for name, callback in self.by_name.items():
             bound = getattr(callback, method, None)
             if callable(bound):
                 yield name, bound
 
     def close(self) -> None:
-        """However the run ends: call `close()` of the callbacks that hold something open."""
+        """Call the callbacks' `close()`, however the run ends."""
         for name, close in self.having("close"):
             try:
                 close()
-            except Exception:  # the others, and the trackers, are still to be closed
+            except Exception:  # other callbacks and the trackers must still be closed
                 log.exception("callbacks.%s: close failed", name)
 
 
@@ -135,20 +133,20 @@ class EarlyStopping:
     """`stopping.patience`: ends the run once `metric` has not improved by more than `min_delta` for `patience`
     evaluations in a row.
 
-    direction: "max" or "min". A value that is not finite is no improvement. Its state is in the checkpoints.
+    direction: "max" or "min". A non-finite value is never an improvement. Its state is in the checkpoints.
     """
 
     def __init__(self, patience: int, min_delta: float, direction: str, metric: str):
         self.patience, self.min_delta, self.direction, self.metric = patience, min_delta, direction, metric
         self.best: float | None = None
         self.best_step = 0
-        self.bad = 0  # evaluations without an improvement since
+        self.bad = 0  # evaluations since the last improvement
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
+        """Count this evaluation. Raises UserError for a metric that does not exist or is not a number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         is_first = self.best is None and not self.bad
-        if self.metric not in metrics and is_first:  # later it may be one that only some evaluations have
+        if self.metric not in metrics and is_first:  # later evaluations may lack it
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
                 f"{', '.join(metrics)}"
@@ -171,7 +169,7 @@ class EarlyStopping:
         return {"watched": self._watched, "best": self.best, "best_step": self.best_step, "bad": self.bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing of another metric or direction."""
+        """Ignores the state of another metric or direction."""
         if state.get("watched") == self._watched:
             self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
 
@@ -181,11 +179,11 @@ class EarlyStopping:
 
 
 class Profile:
-    """`debug=profile`: what `steps` steps spend their time on, by torch's profiler, after the first `wait`, whose sizes
-    are not validated yet and whose kernels are not chosen.
+    """`debug=profile`: profiles `steps` steps with torch's profiler, after the first `wait`, which still validate sizes
+    and choose kernels.
 
-    Leaves profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the `top`
-    operators and how long the steps have waited for their batches, and leaves that in profile/summary.txt.
+    Writes profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the `top` operators
+    and the time spent waiting for batches, and writes them to profile/summary.txt.
     """
 
     def __init__(self, wait: NonNegativeInt = 4, steps: PositiveInt = 5, top: PositiveInt = 15):
@@ -206,14 +204,14 @@ class Profile:
             self._finish(view)
 
     def on_end(self, view: View) -> None:
-        """The run may have ended sooner."""
+        """Finish a profile that the run's end has cut short."""
         if self._seen <= self.wait:
             log.warning("callbacks.profile: the run has ended after %d steps, before one was profiled", self._seen)
         elif self._profiler is not None:
             self._finish(view)
 
     def close(self) -> None:
-        """After an error: an open profiler would profile the next run of the process."""
+        """Stop after an error: an open profiler would profile the next run of the process."""
         if self._profiler is not None:
             self._profiler.stop()
 

@@ -1,6 +1,6 @@
-"""Metrics that are no mean of per-sample sums: F1, R2, AUROC, perplexity. `metrics.NAME` builds each.
+"""Metrics that are not means of per-sample values, such as F1, R2, AUROC and perplexity, configured by `metrics.NAME`.
 
-A metric is one of torchmetrics, or any object with `update`, `compute`, `reset` and, for several ranks, `merge(other)`.
+A metric is from torchmetrics, or any object with `update`, `compute`, `reset` and, for several ranks, `merge(other)`.
 It is updated once per finished batch of an evaluation, merged over ranks, and computed once at its end.
 """
 
@@ -18,26 +18,26 @@ from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import held_tensors
 
-EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
-MOST_VALUES = 100  # of a vector that is logged as one number each
+EVERY = "*"  # the name under which a task passes arguments to all configured metrics that it does not name
+MOST_VALUES = 100  # longest vector whose values are logged individually
 
 
 def logged_name(name: str, metric: str) -> str:
-    """The name of a metric of the validation set `name`: `NAME/loss`; `loss` of the data's own split, ""."""
+    """A metric's logged name: `NAME/loss` for the validation set NAME, `loss` for the data's own split, ""."""
     return f"{name}/{metric}" if name else metric
 
 
 class StatefulMetrics:
-    """The metrics of a run's evaluations, by name. Raises UserError for an object that is none.
+    """The metrics of a run's evaluations, by name. Raises UserError for an object that is not a metric.
 
-    An error of a metric is raised as it is, with a note that names the setting.
+    An error of a metric is raised unchanged, with a note that names the setting.
     """
 
     def __init__(self, metrics: Mapping[str, Any]):
         self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in metrics.items()}
         self.names = frozenset(self._held)
         self._updated: set[str] = set()
-        self._before: dict[str, Any] = {}  # states before an update that may still be undone
+        self._before: dict[str, Any] = {}  # states before an update that may be undone
 
     def to(self, device: torch.device) -> None:
         """Move the metrics that have a method `to`."""
@@ -45,20 +45,20 @@ class StatefulMetrics:
             held.to(device)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that are kept from batch to batch, and the copies that undo an update in progress."""
+        """All tensors retained between batches, and the copies for undoing an update in progress."""
         kept = [tensor for held in self._held.values() for tensor in held.tensors()]
         return kept + list(held_tensors([self._before], with_modules=True))
 
     def reset(self) -> None:
-        """Before an evaluation, and after it: what metrics keep of all samples would stay in memory."""
+        """Call before an evaluation, and after it to free the metrics' states."""
         self._updated.clear()
         for held in self._held.values():
             held.metric.reset()
 
     def update(self, passed: Mapping[str, Any]) -> None:
-        """Pass on what the task has returned as metrics for a batch: for each configured name, or for EVERY, a tuple of
-        positional arguments, a mapping of keyword arguments, or a function that returns one of them. Raises UserError
-        for anything else.
+        """Pass a task's metrics for a batch on: for each configured name, or for EVERY, a tuple of positional
+        arguments, a mapping of keyword arguments, or a function that returns one of them. Raises UserError for anything
+        else.
         """
         arguments: dict[str, Any] = {}
         for name, held in self._held.items():
@@ -72,7 +72,7 @@ class StatefulMetrics:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Around an update, up to the moment from which the batch counts: an error undoes it."""
+        """Around an update until the batch counts: an error undoes the update."""
         self._before, updated = {name: held.take() for name, held in self._held.items()}, set(self._updated)
         try:
             yield
@@ -85,7 +85,7 @@ class StatefulMetrics:
             self._before = {}
 
     def results(self, ranks: Ranks) -> dict[str, Any]:
-        """What each metric computes from the samples of all ranks, the same on each. Collective.
+        """Each metric's result for the samples of all ranks, equal on every rank. Collective.
 
         Raises UserError, on all ranks, for a metric to which nothing was passed.
         """
@@ -117,7 +117,7 @@ def _update(metric: Any, name: str, arguments: Any) -> None:
     else:
         raise UserError(
             f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple "
-            "of the arguments of the metric's `update` is expected; if the task has a metric of its own with this "
+            "of the arguments of the metric's `update` is expected; if the task has its own metric with this "
             "name, choose another one here"
         )
     with _named(f"metrics.{name}: update of a {type(metric).__name__} with what the task returns for it"):
@@ -126,7 +126,7 @@ def _update(metric: Any, name: str, arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _named(work: str) -> Iterator[None]:
-    """Add to an error's notes whose work it was: tracebacks show them."""
+    """Add a note to errors that says where they occurred; tracebacks show it."""
     try:
         yield
     except Exception as error:
@@ -135,7 +135,7 @@ def _named(work: str) -> Iterator[None]:
 
 
 class OwnMetric:
-    """Any object with `update`, `compute` and `reset`; it is copied before each batch, to undo its update.
+    """Any object with `update`, `compute` and `reset`; copied before each batch, to undo its update.
 
     setting: names the metric, for messages.
     """
@@ -144,7 +144,7 @@ class OwnMetric:
         self.metric, self._setting = metric, setting
 
     def to(self, device: torch.device) -> None:
-        """Move it, if it can be moved."""
+        """Move the metric, if it can be moved."""
         if callable(getattr(self.metric, "to", None)):
             self.metric.to(device)
 
@@ -154,30 +154,30 @@ class OwnMetric:
             return copy.deepcopy(self.metric)
 
     def restore(self, state: Any) -> None:
-        """Return to what `take` has returned; once."""
+        """Restore a state returned by `take`; only once."""
         self.metric = state
 
     def tensors(self) -> list[Tensor]:
-        """Those that the metric keeps from batch to batch."""
+        """The tensors that the metric keeps from batch to batch."""
         return list(held_tensors([self.metric], with_modules=True))
 
     def exported(self) -> Any:
-        """The state as it is sent to other ranks. Raises UserError for one that cannot be merged."""
+        """The state to send to other ranks. Raises UserError if it cannot be merged."""
         if not callable(getattr(self.metric, "merge", None)):
             raise UserError(
-                f"{self._setting}: on several ranks each has a part of the samples, and a {type(self.metric).__name__} "
-                "does not say how parts are merged; give it a method `merge(other)`, which adds what another one of "
-                "its class has gathered, or derive it from torchmetrics.Metric"
+                f"{self._setting}: each of several ranks has a part of the samples, and a {type(self.metric).__name__} "
+                "cannot merge them; give it a method `merge(other)`, which adds the state of another instance of its "
+                "class, or derive it from torchmetrics.Metric"
             )
         content = io.BytesIO()
         torch.save(self.metric, content)
         return content.getvalue()
 
     def computed(self, by_rank: list[Any] | None) -> Any:
-        """What the metric computes from the states that all ranks have exported, on the host; None: from its own."""
+        """The metric's result from the states exported by all ranks, on the host; None: from its own state."""
         if by_rank is None:
-            return copy.deepcopy(self.metric.compute())  # it may be a part of the state, which is reset
-        # The bytes are from this program's own ranks, which run the same code. map_location: wherever tensors were.
+            return copy.deepcopy(self.metric.compute())  # it may share memory with the state, which is reset
+        # The bytes are from this program's own ranks, which run the same code. map_location: for any source device.
         whole, *others = (torch.load(io.BytesIO(part), map_location="cpu", weights_only=False) for part in by_rank)
         for other in others:
             whole.merge(other)
@@ -185,11 +185,11 @@ class OwnMetric:
 
 
 class TorchMetric(OwnMetric):
-    """A metric of torchmetrics, or a module that holds some: a collection, a wrapper.
+    """A torchmetrics metric, or a module that holds some: a collection, a wrapper.
 
-    Its states are those that it declares by `add_state`: of lists only the ends are new, so that no batch is copied
-    twice. They are merged by their `dist_reduce_fx` as in torchmetrics' own `Metric._sync_dist` (1.9), which gathers
-    them on the gradients' process group without a vote, and takes ranks without a sample for zeros.
+    Its states are those declared by `add_state`; lists only grow at the end, so no batch is copied twice. They are
+    merged by their `dist_reduce_fx` as in torchmetrics' own `Metric._sync_dist` (1.9), which is not used: it gathers on
+    the gradients' process group without a vote, and treats ranks without samples as zeros.
     """
 
     def __init__(self, metric: nn.Module, setting: str):
@@ -213,7 +213,7 @@ class TorchMetric(OwnMetric):
         return [({name: _on_host(value) for name, value in own.items()}, count) for own, count in self.take()]
 
     def computed(self, by_rank: list[Any] | None) -> Any:
-        """On the host: lists of all samples joined may be too large for the device. The own state stays as it is."""
+        """Merged on the host: joined lists of all samples may be too large for the device. Keeps the state."""
         own, device = self.take(), self._parts()[0].device
         try:
             self.metric.to("cpu")
@@ -251,7 +251,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
-    """Set a metric's states to those of all ranks. A rank without an update has nothing to say, not zeros."""
+    """Set a metric's states to the merged states of all ranks, ignoring ranks without an update."""
     updated = [values for values, count in states if count] or [states[0][0]]
     for name, reduce in part._reductions.items():
         by_rank = [values[name] for values in updated]
@@ -269,8 +269,8 @@ def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
 
 
 def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in what metrics have computed: a scalar by the metric's name, the entries of a mapping, a sequence or
-    a short vector as NAME/KEY. Others, such as a confusion matrix, are left to callbacks. Waits for the device.
+    """The numbers in the metrics' results: a scalar by the metric's name; the entries of a mapping, a sequence or a
+    short vector as NAME/KEY. Others, such as a confusion matrix, are left to callbacks. Waits for the device.
     """
     found: dict[str, float] = {}
     for name, value in results.items():

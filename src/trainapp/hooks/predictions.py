@@ -1,6 +1,6 @@
-"""What evaluations have found, to look at: predictions of the first samples (`callbacks=predictions`: a metric that
-keeps, a callback that writes) and which classes are taken for which (`callbacks=confusion_matrix`, which draws what
-torchmetrics counts).
+"""Evaluation results for inspection: predictions for the first samples (`callbacks=predictions`, a metric that collects
+and a callback that writes) and the confusion matrix (`callbacks=confusion_matrix`, which draws the one of
+torchmetrics).
 """
 
 import csv
@@ -18,22 +18,22 @@ from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
 from trainapp.validation import PositiveInt, Str
 
-SHOWN = 60  # characters of a cell in the trackers' table
-MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
+SHOWN = 60  # characters per cell in the trackers' table
+MOST_LABELS = 30  # with more classes, an image has no room for names and numbers
 
 
 @dataclass
 class Rows:
-    """What the metric computes: one mapping per sample, in the order of the data set."""
+    """The metric's result: one mapping per sample, in the order of the data set."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def dim_of_classes(output: Tensor, targets: Tensor, known: int | None = None) -> int | None:
-    """1 or -1: in which dimension an output has the logits of classes, for targets [B, ...]: logits are [B, ...,
-    classes] or [B, classes, ...]. None where it has none, which one value per sample is not either.
+    """The dimension of the classes in an output, 1 or -1, for targets [B, ...] and logits [B, ..., classes] or
+    [B, classes, ...]. None if the output is not logits, which includes one value per sample.
 
-    known: decides where both fit, as with [B, T, T]. Raises ValueError where that is None.
+    known: used if both fit, as for [B, T, T]. Raises ValueError if both fit and `known` is None.
     """
     if targets.is_floating_point() or output.ndim != targets.ndim + 1 or output.ndim < 2:
         return None
@@ -51,10 +51,10 @@ def dim_of_classes(output: Tensor, targets: Tensor, known: int | None = None) ->
 
 
 class FirstPredictions:
-    """A metric that keeps target and prediction of the first `samples`: of logits the likeliest class and its
-    probability, of other outputs the output itself.
+    """A metric that keeps targets and predictions of the first `samples` samples: the likeliest class and its
+    probability for logits, otherwise the output itself.
 
-    class_dim: of the logits, where their shape may be read both ways; None: then as the task has it, if it is built in.
+    class_dim: dimension of the classes if the logits' shape is ambiguous; None: a built-in task's own.
     """
 
     def __init__(self, samples: PositiveInt = 8, class_dim: Literal[1, -1] | None = None):
@@ -63,8 +63,8 @@ class FirstPredictions:
         self._rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """outputs: logits [B, ..., classes] or [B, classes, ...] for integer targets [B, ...]; else values, kept as
-        they are. Raises ValueError for shapes that may be read both ways.
+        """outputs: logits [B, ..., classes] or [B, classes, ...] for integer targets [B, ...]; other values are kept
+        unchanged. Raises ValueError for ambiguous shapes.
         """
         left = self.samples - len(self._rows)
         if left > 0:
@@ -73,7 +73,7 @@ class FirstPredictions:
             self._rows += _values(outputs, targets) if dim is None else _classes(outputs.movedim(dim, -1), targets)
 
     def merge(self, other: "FirstPredictions") -> None:
-        self._rows = (self._rows + other._rows)[: self.samples]  # of a data set ranks have consecutive parts
+        self._rows = (self._rows + other._rows)[: self.samples]  # ranks have consecutive parts of a data set
 
     def compute(self) -> Rows:
         return Rows(list(self._rows))
@@ -96,17 +96,17 @@ def _classes(logits: Tensor, targets: Tensor) -> list[dict[str, Any]]:
 
 
 class SamplePredictions:
-    """After each evaluation: the rows in predictions/step_N.jsonl, and as a table to the trackers.
+    """After each evaluation: writes the rows to predictions/step_N.jsonl, and as a table to the trackers.
 
-    Classes by their names where the data set has `class_names`, tokens as text where it has `decode(tokens)`.
-    metric: the name of the metric that keeps them.
+    Adds class names if the data set has `class_names`, and text if it has `decode(tokens)`.
+    metric: the name of the metric that keeps the rows.
     """
 
     def __init__(self, metric: Str = "predictions"):
         self.metric = metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError where the metric is not configured."""
+        """Raises UserError if the metric is not configured."""
         for name, data, kept in view.computed(self.metric, metrics):
             if not isinstance(kept, Rows):
                 raise UserError(
@@ -124,7 +124,7 @@ class SamplePredictions:
 
 
 def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
-    """With names of classes, or with text, besides the numbers."""
+    """The row with class names, or with text, in addition to the numbers."""
     names, decode = labels_of(data), getattr(data, "decode", None)
     more: dict[str, Any] = {}
     for key in ("target", "prediction"):
@@ -138,7 +138,7 @@ def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    """As Markdown, with short cells."""
+    """The rows as Markdown, with short cells."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
@@ -153,7 +153,7 @@ def _cell(value: Any) -> str:
 
 
 class ConfusionMatrix:
-    """After each evaluation: a table and a picture in confusion_matrix/, and the picture to the trackers.
+    """After each evaluation: writes a table and an image to confusion_matrix/, and the image to the trackers.
 
     metric: the name of the metric that counts.
     """
@@ -162,7 +162,7 @@ class ConfusionMatrix:
         self.metric = metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError where the metric is not configured, or computes something else."""
+        """Raises UserError if the metric is not configured, or does not compute a matrix."""
         for name, data, matrix in view.computed(self.metric, metrics):
             if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 raise UserError(
@@ -181,7 +181,7 @@ class ConfusionMatrix:
 
 
 def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """One row per true class."""
+    """Write one row per true class."""
     with atomic_write(path) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["true class / predicted", *names])
@@ -189,7 +189,7 @@ def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]])
 
 
 def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:
-    """As shares of each true class."""
+    """Draw the matrix as fractions of each true class."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: 0.3 s
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
-"""Losses that compare the samples of their batch (`whole_batch = True`), and so are no sums over samples. Such a batch
-is never cut, unless the task offers embeddings, by `embed(model, batch)` and `loss_of_embeddings(embeddings)`: for them
-gradients are cached (`training.cached_gradients`).
+"""Losses that compare the samples of their batch (`whole_batch = True`) and are therefore not sums over samples. Such a
+batch is never cut, unless the task has `embed(model, batch)` and `loss_of_embeddings(embeddings)`: gradients for
+embeddings can be cached (`training.cached_gradients`).
 
 Embeddings are a tensor, or a tuple, list, dict or dataclass of tensors, whose first dimension is the samples. Those of
-several micro-batches are joined there, so that the loss sees the same structure with more rows.
+several micro-batches are concatenated in it, so the loss sees the same structure with more rows.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from trainapp.losses.losses import (
 class EmbeddingTask:
     """The base of tasks whose loss compares the embeddings of a whole batch; see `training.cached_gradients`.
 
-    A derived class has `embed` and `loss_of_embeddings`. A task without this base needs the same three methods and
+    A derived class defines `embed` and `loss_of_embeddings`. A task without this base needs these, `__call__`, and
     `whole_batch = True`.
     """
 
@@ -41,25 +41,25 @@ class EmbeddingTask:
         raise NotImplementedError
 
     def loss_of_embeddings(self, embeddings: Any) -> tuple[Tensor, Tensor | float, Metrics]:
-        """(loss_sum, count, metrics), as any task's, of what `embed` has returned for all samples of the step."""
+        """(loss_sum, count, metrics), as of any task, for the embeddings of all samples of the step."""
         raise NotImplementedError
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         return self.loss_of_embeddings(self.embed(model, batch))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        """What `mode=predict` writes: the embeddings."""
+        """The embeddings, which `mode=predict` writes."""
         return self.embed(model, batch)
 
 
 class Contrastive(EmbeddingTask):
     """The symmetric cross-entropy of InfoNCE between two views of each sample (in CLIP: an image and its text).
 
-    Inputs are [B, 2, ...]: two views per sample, such as `data.digits.DigitPairs` gives. The model's outputs are the
-    embeddings, of any shape: they are flattened and normalised. The metric is the accuracy with which the first view
-    finds the second one.
+    Inputs are [B, 2, ...], two views per sample, such as those of `data.sets.digits.DigitPairs`. The model's outputs
+    are the embeddings, of any shape: they are flattened and normalised. The metric is the accuracy of matching the
+    first view to the second.
 
-    temperature: divides the cosines. Takes logits of [N, N] in memory, for the N samples of a step on all ranks.
+    temperature: divides the cosines. Needs memory for logits [N, N], for the N samples of a step on all ranks.
     Raises UserError for inputs without two views.
 
     Sources: van den Oord et al. 2018, arXiv:1807.03748; Chen et al. 2020 (SimCLR), arXiv:2002.05709; Radford et al.
@@ -70,7 +70,7 @@ class Contrastive(EmbeddingTask):
         self.temperature = temperature
 
     def embed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Of both views, each [B, features] in fp32."""
+        """The embeddings of both views, each [B, features] in fp32."""
         inputs, _ = inputs_and_targets(batch)
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
@@ -83,7 +83,7 @@ class Contrastive(EmbeddingTask):
         return first, second
 
     def loss_of_embeddings(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, int, Metrics]:
-        """Both directions count half."""
+        """The mean of both directions."""
         first, second = embeddings
         logits = first @ second.T / self.temperature
         own = torch.arange(len(logits), device=logits.device)
@@ -95,9 +95,9 @@ class Contrastive(EmbeddingTask):
 
 
 def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -> Any:
-    """What the task's `embed` returns for a batch. Raises UserError for what cannot be joined.
+    """The result of the task's `embed` for a batch. Raises UserError for results that cannot be joined.
 
-    samples: in the batch, where that is known. The task gets containers of its own: it may take things out of them.
+    samples: number of samples in the batch, if known. The task gets copies of containers, which it may modify.
     """
     embeddings = task.embed(model, map_tensors(lambda tensor: tensor, batch))
     found = tensors_in(embeddings)
@@ -118,7 +118,7 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
 
 
 def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
-    """The tensors of several micro-batches, next to each other. Raises UserError where they do not fit."""
+    """The concatenated tensors of several micro-batches. Raises UserError if they do not fit."""
     try:
         return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True)]
     except (RuntimeError, ValueError) as error:
@@ -131,16 +131,16 @@ def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
 
 
 def like(structure: Any, tensors: list[Tensor]) -> Any:
-    """A structure as `embed` has returned it, with these tensors."""
+    """A structure like the result of `embed`, with these tensors."""
     remaining = iter(tensors)
     return map_tensors(lambda _: next(remaining), structure)
 
 
-# --- what suits such a task
+# --- requirements of such a task
 
 
 def require_complete(task: Any, setting: str) -> None:
-    """Raises UserError for a task that offers a part of what gradient caching needs. setting: with its value."""
+    """Raises UserError for a task that has only a part of what gradient caching needs. setting: with its value."""
     if task is None:
         return
     own = [name for name in EMBEDDING_METHODS if callable(attribute(task, name))]
@@ -153,14 +153,14 @@ def require_complete(task: Any, setting: str) -> None:
     if own and not compares_samples(task):
         raise UserError(
             f"{setting}: the task has embed and loss_of_embeddings, but not `whole_batch = True`, without which its "
-            "loss would be taken for a sum over samples; set it on the task"
+            "loss would be treated as a sum over samples; set it on the task"
         )
 
 
 def require_uncut(config: Config, world: int, samples: int) -> None:
-    """For a run of such a task. Raises UserError for settings that would cut its batch.
+    """Raises UserError for settings that would cut the batch of such a task.
 
-    world: ranks. samples: in the data set; 0 where that is unknown.
+    world: number of ranks. samples: number of samples in the data set; 0 if unknown.
     """
     batch = config.batch
     needed = min(batch.global_size, samples or batch.global_size)
@@ -179,4 +179,4 @@ def require_uncut(config: Config, world: int, samples: int) -> None:
         raise UserError(f"accumulation.steps={config.accumulation.steps}: {why}; use accumulation=auto")
     plans = [plan for own in batch.schedules.values() for plan in own.values()]
     if any(size < needed for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])):
-        raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; leave it out")
+        raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; remove it")

@@ -1,13 +1,13 @@
 """The losses that come with the application: `task(model, batch) -> (loss_sum, count, metrics)`.
 
-loss_sum is a sum over samples or tokens (a scalar tensor) and count how many there were, or the sum of their weights (a
-number, or a scalar tensor where padding decides). The loop divides by the true count of the whole optimizer step, so
-that uneven micro-batches and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar
-tensor or a number), or to a function that computes it: functions are only called for steps that are logged, and in
-evaluation. A metric that only some micro-batches or ranks have is averaged over the count of those.
+loss_sum is a sum over samples or tokens (a scalar tensor), and count their number or the sum of their weights (a
+number, or a scalar tensor if padding determines it). The loop divides by the true count of the whole optimizer step, so
+uneven micro-batches and padding are weighted correctly. metrics maps a name to a sum over the same count (a scalar
+tensor or a number), or to a function that computes it, which is called only for logged steps and in evaluation. A
+metric that only some micro-batches or ranks have is averaged over their count.
 
-For metrics that are no such means, which `metrics.NAME` configures, `metrics` also holds the arguments of their
-`update` under their names, or under EVERY for all of them: see `hooks/metrics.py`.
+For stateful metrics, configured by `metrics.NAME`, `metrics` also holds the arguments of their `update`, under their
+names or under EVERY for all of them: see `hooks/metrics.py`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
 
-Number = float | int | bool  # or a number of NumPy's
+Number = float | int | bool  # or a NumPy scalar
 Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
@@ -36,11 +36,11 @@ IGNORED = -100  # the target of padding
 
 
 def classification(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
-    """Cross-entropy of logits [B, classes] against int64 targets [B], or shares of the classes [B, classes] in floating
-    point; the metric is accuracy, in shares that of the largest.
+    """Cross-entropy of logits [B, classes] against int64 targets [B], or class probabilities [B, classes] in floating
+    point; the metric is accuracy, for probabilities that of the largest.
 
-    Also of the pixels of an image, or the parts of anything else: logits [B, classes, ...], int64 targets [B, ...] with
-    -100 where nothing counts, or shares [B, classes, ...]. The count is that of the parts.
+    Also for pixels or other elements: logits [B, classes, ...], int64 targets [B, ...] with -100 for ignored elements,
+    or probabilities [B, classes, ...]. The count is the number of elements.
     """
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
@@ -56,18 +56,18 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets, -1)
 
 
-next_token.counts = "tokens"  # type: ignore[attr-defined]  # what its count is, for the log's tokens per second
+next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count, for the log's tokens per second
 
 
 def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
-    """The accuracy, and `(logits, targets)` for each configured metric. dim: that of the classes."""
+    """The accuracy, and `(logits, targets)` for each configured metric. dim: dimension of the classes."""
     return {"accuracy": lambda: (logits.argmax(dim) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
 
 
 @dataclass(frozen=True)
 class InChunks:
-    """`classification` or `next_token` whose logits exist for some rows at a time, for models with `features` and
-    `head`: see techniques/chunked_loss.py.
+    """`classification` or `next_token` with logits for some rows at a time, for models with `features` and `head`: see
+    techniques/chunked_loss.py.
     """
 
     task: Task
@@ -75,7 +75,7 @@ class InChunks:
 
     @property
     def counts(self) -> str | None:
-        """As the task says."""
+        """The task's attribute."""
         return attribute(self.task, "counts")
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
@@ -83,8 +83,8 @@ class InChunks:
         others = beside_inputs(model, batch)
         if targets.is_floating_point():
             raise UserError(
-                f"memory.loss_chunk={self.rows}: the targets are shares of classes (mixup or cutmix, say), and the "
-                "loss in chunks needs one class for each sample; use memory.loss_chunk=null"
+                f"memory.loss_chunk={self.rows}: the targets are class probabilities (as with mixup or cutmix), but "
+                "the loss in chunks needs one class per sample; use memory.loss_chunk=null"
             )
         with features_only(model) as head:
             features = model(inputs, **others)
@@ -99,8 +99,8 @@ def unchecked(task: Any) -> Any:
 
 
 def attribute(task: Any, name: str, default: Any = None) -> Any:
-    """What a task says of itself: `whole_batch`, `counts`, `split`, `predict`, `embed`. Of a `functools.partial`, that
-    of its function where it has none of its own. `default` where there is none.
+    """An attribute of a task (`whole_batch`, `counts`, `split`, `predict`, `embed`), or of the function in a
+    `functools.partial`; `default` if neither has it.
     """
     own = unchecked(task)
     while isinstance(own, functools.partial) and not hasattr(own, name):
@@ -109,13 +109,13 @@ def attribute(task: Any, name: str, default: Any = None) -> Any:
 
 
 def is_built_in(task: Task) -> bool:
-    """Whether the task's loss is one of this module, which can be computed in chunks."""
+    """Whether the task's loss is one of this module's, which can be computed in chunks."""
     plain = unchecked(task)
     return plain in (classification, next_token) or isinstance(plain, InChunks)
 
 
 def class_dim(task: Any) -> int | None:
-    """The dimension of the classes in a built-in task's logits; None for others."""
+    """The dimension of the classes in a built-in task's logits; None for other tasks."""
     if not is_built_in(task):
         return None
     plain = in_chunks(task, None)
@@ -123,12 +123,12 @@ def class_dim(task: Any) -> int | None:
 
 
 def counts_tokens(task: Task) -> bool:
-    """Whether the task's count is a number of tokens: it says so by an attribute `counts = "tokens"`."""
+    """Whether the task's count is a number of tokens, declared by its attribute `counts = "tokens"`."""
     return bool(attribute(task, "counts") == "tokens")
 
 
 def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
-    """A built-in task with its loss in chunks of so many rows; None: with all logits at once. Others are unchanged."""
+    """A built-in task with its loss in chunks of `rows` rows; None: all logits at once. Other tasks are unchanged."""
     if not is_built_in(task):
         return task
     plain = unchecked(task)
@@ -137,10 +137,10 @@ def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
 
 
 class CheckedTask:
-    """A task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
+    """Wraps a task; raises UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
-    The values of metrics are looked at in the first result only: later ones are when they are added up.
-    setting: what names the task, with its value, for messages. Attributes: `unchecked`, the task itself.
+    The values of metrics are checked only in the first result; later ones when they are added up.
+    setting: the setting that names the task, with its value, for messages. Attributes: `unchecked`, the task itself.
     """
 
     def __init__(self, task: Task, setting: str):
@@ -173,7 +173,7 @@ class CheckedTask:
 
 
 def _is_addable(result: Any, with_metrics: bool) -> bool:
-    """Whether a task's result has the right form. with_metrics: whether to look into its metrics, too."""
+    """Whether a task's result has the right form. with_metrics: whether to check its metrics' values as well."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         return False
     loss, count, metrics = result
@@ -187,7 +187,7 @@ def _is_addable(result: Any, with_metrics: bool) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Also a scalar tensor or array."""
+    """Whether the value is a number, or a scalar tensor or array."""
     return not value.ndim if isinstance(value, (Tensor, np.ndarray)) else isinstance(value, numbers.Real)
 
 
@@ -203,7 +203,7 @@ def _form(value: Any) -> str:
 
 
 def refuse_without_gradient(setting: str) -> NoReturn:
-    """The error for a loss of which no parameter's gradient can be computed."""
+    """Raises UserError for a loss that depends on no trainable parameter."""
     raise UserError(
         f"{setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
@@ -212,24 +212,24 @@ def refuse_without_gradient(setting: str) -> NoReturn:
 
 
 def compares_samples(task: Any) -> bool:
-    """Whether the task says by `whole_batch = True` that its loss is no sum over samples."""
+    """Whether the task declares by `whole_batch = True` that its loss is not a sum over samples."""
     return bool(attribute(task, "whole_batch", False))
 
 
 def has_embeddings(task: Any) -> bool:
-    """Whether such a task offers what gradient caching needs: see `training.cached_gradients`."""
+    """Whether such a task supports gradient caching: see `training.cached_gradients`."""
     return compares_samples(task) and all(callable(attribute(task, name)) for name in EMBEDDING_METHODS)
 
 
 def needs_whole_batch(task: Any) -> bool:
-    """Whether the task's batch is never cut: its loss compares samples, and offers no embeddings."""
+    """Whether the task's batch is never cut: its loss compares samples and has no embeddings."""
     return compares_samples(task) and not has_embeddings(task)
 
 
 EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
 
 
-# What the log records in addition to metrics: see `training.events`, `Sizes.scalars` and `Meter.scalars`.
+# Names that the log records in addition to metrics: see `training.events`, `Sizes.scalars` and `Meter.scalars`.
 RESERVED = frozenset(
     {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
     | {"samples_per_second", "tokens_per_second", "mfu"}
@@ -237,9 +237,9 @@ RESERVED = frozenset(
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
-    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others.
+    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for other values.
 
-    stateful: names of metrics with a state, for which `metrics` has no sum.
+    stateful: names of stateful metrics, for which `metrics` has no sum.
     """
     taken = sorted(RESERVED & metrics.keys())
     if taken:
@@ -268,11 +268,11 @@ def _metric_sum(name: str, value: Any) -> Tensor:
     return value.detach()
 
 
-# --- what a model is given of a batch, and what is taken from it
+# --- passing a batch to a model, and reading its output
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """From a mapping with keys "inputs" and "targets", an object with those attributes, or a pair. Raises UserError for
+    """Inputs and targets of a mapping with these keys, an object with these attributes, or a pair. Raises UserError for
     a mapping that lacks one of them.
     """
     if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
@@ -281,20 +281,20 @@ def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
         except KeyError as error:
             raise UserError(
                 f"the batches have no {error}, only {', '.join(map(str, batch))}: this loss needs inputs and targets; "
-                "give data that has both, or a task of your own"
+                "use data that has both, or your own task"
             ) from None
-    if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in whatever order
+    if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in any order
         return batch.inputs, batch.targets
     inputs, targets = batch
     return inputs, targets
 
 
-# What a batch may hold beside inputs and targets that models take by these names, those of Transformers.
+# Entries of a batch besides inputs and targets that models accept under these names, which are Transformers'.
 BESIDE = ("attention_mask", "position_ids", "token_type_ids")
 
 
 def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The batch's attention mask and the like, by their names. Raises UserError for a model that does not take one of
+    """The batch's attention mask and similar entries, by name. Raises UserError for a model that does not accept one of
     them: it would attend to padding, or across documents.
     """
     if not isinstance(batch, (dict, Mapping)):
@@ -305,16 +305,16 @@ def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if taken is not None and name not in taken:
             raise UserError(
                 f"the batches have {name}, which the forward of {type(model).__name__} does not take; use a model that "
-                "does, data without it (data.pack=false has no position_ids), or a task of your own"
+                "does, data without it (data.pack=false has no position_ids), or your own task"
             )
     return others
 
 
 @functools.lru_cache(maxsize=64)
 def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which passes on what it gets.
+    """The names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which accepts any.
 
-    Beside other names, `**kwargs` are options of Transformers, which ignore unknown names.
+    Next to named parameters, `**kwargs` are Transformers' options, which ignore unknown names.
     """
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
@@ -323,7 +323,7 @@ def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """`(logits, targets)` of a batch: the logits are what the model returns, or the `logits` in that."""
+    """`(logits, targets)` of a batch: the logits are the model's output, or its attribute or key `logits`."""
     inputs, targets = inputs_and_targets(batch)
     others = beside_inputs(model, batch)
     try:
@@ -332,14 +332,14 @@ def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise
         raise UserError(
-            f"{type(model).__name__} has an encoder and a decoder, and cannot make predictions of a batch's inputs "
-            f"alone ({' '.join(str(error).split())[:200]}); use a model without an encoder, or a task of your own that "
-            "gives it what it needs"
+            f"{type(model).__name__} has an encoder and a decoder, and cannot make predictions from a batch's inputs "
+            f"only ({' '.join(str(error).split())[:200]}); use a model without an encoder, or your own task that "
+            "passes all its inputs"
         ) from error
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) and is_of_transformers(model):
         raise UserError(
-            f"{type(model).__name__} returns no logits (only {', '.join(output)}), which the task's loss is of; choose "
-            "a model.task other than base, or a task of your own"
+            f"{type(model).__name__} returns no logits (only {', '.join(output)}), which this loss needs; choose "
+            "a model.task other than base, or your own task"
         )
     return logits, targets

@@ -1,7 +1,7 @@
-"""Loggers: where numbers, texts and pictures of a run go besides its own files. `tracker=[...]` chooses them.
+"""Loggers receive a run's metrics, texts and images, in addition to its own files. `tracker=[...]` chooses them.
 
-One of your own is a class with those of `Logger`'s methods that it needs. It is built on every rank and used on rank 0
-alone. Whatever it raises is logged once; then the run continues without it.
+Your own logger is a class with any of `Logger`'s methods. It is built on every rank and used only on rank 0. Its first
+error is logged; then the run continues without it.
 """
 
 import csv
@@ -22,16 +22,16 @@ from trainapp.files import atomic_write, json_lines
 from trainapp.validation import Str
 
 log = logging.getLogger(__name__)
-LONGEST = 500  # characters of a parameter of MLflow; older servers take no more
-MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one request to MLflow
+LONGEST = 500  # characters per MLflow parameter, the limit of older servers
+MOST_PARAMETERS, MOST_METRICS = 100, 1000  # per request to MLflow
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a logger is told when the run begins or resumes.
+    """Information for a logger when the run starts or resumes.
 
-    step: finished steps; later ones may have been recorded before and come again. continues: False where the run only
-    looks at a checkpoint. config: every setting, as plain containers.
+    step: finished steps; later ones may have been logged before and are repeated. continues: False if the run only
+    reads a checkpoint. config: every setting, as plain containers.
     """
 
     run_dir: Path
@@ -41,39 +41,39 @@ class Start:
 
 
 class Logger:
-    """Does nothing with what it gets."""
+    """The base class, whose methods do nothing."""
 
-    package: str | None = None  # that must be installed
+    package: str | None = None  # package that must be installed
 
     def start(self, start: Start) -> None:
-        """Open. The same run continues where `run_dir` has been used before."""
+        """Open the logger. Continues the same run if `run_dir` has been used before."""
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """group: "train", "eval", or what a callback says. Names with a `/` are complete without it, but
-        for those of "eval", where a validation set or a metric of several numbers has them.
+        """group: "train", "eval", or a callback's name for its metrics. Names with a `/` are not prefixed by the group,
+        except those of "eval", where a validation set or a metric with several values has them.
         """
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """A note, or a table, in Markdown."""
+        """Log a note, or a table, in Markdown."""
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        """A PNG file."""
+        """Log a PNG file."""
 
     def flush(self) -> None:
-        """Write what is queued: a report of an out-of-memory error was passed on."""
+        """Write queued data; called after a report of an out-of-memory error."""
 
     def close(self) -> None:
-        """The end of this process's part of the run."""
+        """End this process's part of the run."""
 
 
 class Guarded:
-    """A logger that cannot stop a run: after an error it is not called again, and a warning says so."""
+    """Guards a run against a logger's errors: after one, a warning is logged and the logger is not called again."""
 
     def __init__(self, name: str, logger: Any):
         self.name, self._logger = name, logger
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method that the logger may have."""
+        """Call a method, if the logger has it."""
         function = getattr(self._logger, method, None)
         if function is None:
             return
@@ -95,7 +95,7 @@ class TensorBoard(Logger):
     """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows."""
 
     def start(self, start: Start) -> None:
-        """Steps that come again replace what was recorded of them. Raises OSError."""
+        """Repeated steps replace their earlier records. Raises OSError."""
         from torch.utils.tensorboard import SummaryWriter  # late: importing TensorBoard takes 0.15 s
 
         purged = start.step + 1 if start.continues else None
@@ -122,8 +122,8 @@ class TensorBoard(Logger):
 
 
 class Csv(Logger):
-    """`tracker=csv`: metrics.csv and evaluations.csv, the tables of metrics.jsonl and evaluations.jsonl, written when
-    the run ends.
+    """`tracker=csv`: metrics.jsonl and evaluations.jsonl as tables, metrics.csv and evaluations.csv, written when the
+    run ends.
     """
 
     def start(self, start: Start) -> None:
@@ -141,7 +141,7 @@ class Csv(Logger):
 
 
 def remembered(run_dir: Path, name: str) -> dict[str, Any]:
-    """What a logger has remembered for a resume, such as a service's id. Empty where that cannot be read."""
+    """A logger's values for a resume, such as a service's run id. Empty if they cannot be read."""
     try:
         return dict(json.loads((run_dir / "trackers" / f"{name}.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -149,7 +149,7 @@ def remembered(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def remember(run_dir: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Write it to a file in the run directory. Raises OSError."""
+    """Write a logger's values for a resume to a file in the run directory. Raises OSError."""
     (run_dir / "trackers").mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / "trackers" / f"{name}.json") as file:
         json.dump(dict(values), file)
@@ -158,8 +158,8 @@ def remember(run_dir: Path, name: str, values: Mapping[str, Any]) -> None:
 class Wandb(Logger):
     """`tracker=wandb`: a run of Weights & Biases. The run directory keeps its id for a resume.
 
-    mode: None as WANDB_MODE says, else online. With offline everything stays in the run directory until `wandb sync`.
-    name: None for that of the run directory.
+    mode: None uses WANDB_MODE, otherwise online. With offline all data stays in the run directory until `wandb sync`.
+    name: None uses the run directory's name.
     """
 
     package = "wandb"
@@ -190,10 +190,10 @@ class Wandb(Logger):
             mode=self.mode,
             dir=str(start.run_dir),
             config=dict(start.config),
-            reinit="create_new",  # a sweep has one run after the other in the same process
+            reinit="create_new",  # a sweep has several runs in the same process
             settings=wandb.Settings(console="off"),  # the terminal belongs to the progress bar
         )
-        # wandb's own step never goes back, as a run does that continues from its checkpoint.
+        # wandb's own step must not decrease, which it would after a resume from a checkpoint.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -214,8 +214,8 @@ class Wandb(Logger):
 class Mlflow(Logger):
     """`tracker=mlflow`: a run of MLflow. The run directory keeps its id for a resume.
 
-    uri: of a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, else files in the run
-    directory, mlruns/. name: None for that of the run directory.
+    uri: a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, otherwise files in the run
+    directory, mlruns/. name: None uses the run directory's name.
     """
 
     package = "mlflow"
@@ -225,11 +225,11 @@ class Mlflow(Logger):
 
     def start(self, start: Start) -> None:
         from mlflow.entities import Param  # late: an extra, and a second
-        from mlflow.tracking import MlflowClient  # no global state of its fluent API
+        from mlflow.tracking import MlflowClient  # avoids the global state of the fluent API
 
         uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI") or (start.run_dir / "mlruns").resolve().as_uri()
         if uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3
         self._client = MlflowClient(tracking_uri=uri)
         known = remembered(start.run_dir, "mlflow")
         if known.get("uri") == uri:
@@ -240,7 +240,7 @@ class Mlflow(Logger):
         experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
         self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
         remember(start.run_dir, "mlflow", {"uri": uri, "id": self._id})
-        # Once: MLflow refuses another value of a parameter, such as the number of workers after a resume.
+        # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
         parameters = [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()]
         for part in parts_of(parameters, MOST_PARAMETERS):
             self._client.log_batch(self._id, params=part)
@@ -265,12 +265,12 @@ class Mlflow(Logger):
 
 
 def parts_of(entities: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """So many at a time."""
+    """Slices of at most `most` entities."""
     return (entities[first : first + most] for first in range(0, len(entities), most))
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
+    """Settings by dotted name."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -1,8 +1,8 @@
-"""What is measured while training: time, throughput, memory by category, model-FLOPs utilisation (MFU).
+"""Measurements during training: time, throughput, memory by category, model-FLOPs utilisation (MFU).
 
-MFU is the share of the device's arithmetic that the model itself asks for. As in PaLM (Chowdhery et al. 2022, appendix
-B), what is recomputed in the backward does not count. The FLOPs of a sample are counted once for each update, in the
-first step that is logged, by the formulas of torch's FlopCounterMode, and multiplied afterwards.
+MFU is the fraction of the device's peak FLOP/s used by the model itself. As in PaLM (Chowdhery et al. 2022, appendix
+B), recomputation in the backward does not count. The FLOPs per sample are counted once per update, in the first logged
+step, by the formulas of torch's FlopCounterMode.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from trainapp.torch_private import ATTENTION_OPERATORS, DispatchMode
 OF_EVERY_RANK = tuple(
     f"memory/{name}" for name in ("allocated", "reserved", "peak", "peak_reserved", "host_rss", "host_rss_peak")
 )
-# FLOP/s of dense products in bf16 or fp16 with sums in fp32, by words of the name that torch reports; the makers' data
-# sheets. First match counts.
+# FLOP/s of dense bf16 or fp16 matmuls with fp32 accumulation, by words of the device name that torch reports, from the
+# manufacturers' data sheets. The first match counts.
 PEAKS = (
     ("B200", 2250e12),
     ("H200", 989.4e12),
@@ -53,7 +53,7 @@ PEAKS = (
     ("MI300X", 1307e12),
     ("MI250X", 191.5e12),  # torch sees each of its two dies as a device
 )
-# Relative to those; fp32 has no tensor cores, and its rate is no fixed share.
+# Relative to bf16; fp32 does not use tensor cores, and its ratio is not fixed.
 WITHOUT_TF32 = ("V100", "T4", "MI250X")
 OF_MODE = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 
@@ -73,9 +73,9 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 class Meter:
     """Counts samples and seconds since the last log step, and since the start.
 
-    communication_buffers, hook_tensors: functions that give tensors in memory which neither model nor optimizer hold;
-    the latter what metrics keep.
-    counts_tokens: whether the counts of the loss are numbers of tokens. utilisation: None where it is not known.
+    communication_buffers, hook_tensors: functions returning tensors held by neither model nor optimizer, the latter
+    those of metrics.
+    counts_tokens: whether the loss's counts are numbers of tokens. utilisation: None if unknown.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Meter:
         self.state, self.memory = state, memory
         self.communication_buffers, self.hook_tensors = communication_buffers, hook_tensors
         self.counts_tokens, self.utilisation = counts_tokens, utilisation
-        self._window_count: Any = 0  # of tokens; a tensor stays on the device until a log step
+        self._window_count: Any = 0  # number of tokens; a tensor stays on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.samples = self._window_samples = 0
@@ -98,14 +98,14 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """Training time begins here: what came before, such as planning the first size, does not count."""
+        """Start training time: earlier work, such as planning the first size, does not count."""
         self.started = self._window_start = time.monotonic()
         self.paused = self._window_paused = 0.0
 
     def resident(self) -> dict[Category, Iterable[torch.Tensor]]:
-        """The tensors in memory before a forward and backward, by kind."""
+        """The tensors in memory before a forward and backward, by category."""
         outside = [own for name, own in self.state.stateful.modules.items() if not name.startswith("callbacks.")]
-        tensors = (tensor for own in outside for tensor in (*own.parameters(), *own.buffers()))  # a teacher's, say
+        tensors = (tensor for own in outside for tensor in (*own.parameters(), *own.buffers()))  # such as a teacher's
         return {
             Category.KEPT: (tensor for tensor in tensors if not is_lazy(tensor)),
             Category.PARAMETERS: self.state.model.parameters(),
@@ -134,7 +134,7 @@ class Meter:
             del batch
 
     def count(self, samples: int, divisor: Any = 0) -> None:
-        """Count a finished step's samples. divisor: of its loss, a number or a tensor."""
+        """Count a finished step's samples. divisor: its loss's count, a number or a tensor."""
         if self.counts_tokens:
             self._window_count = self._window_count + divisor
         self.samples += samples
@@ -186,7 +186,7 @@ class Meter:
 
 
 def peak_of(device: torch.device, mode: str, given: float | None) -> float | None:
-    """FLOP/s of one device at best: `given`, else from the table; None where neither says.
+    """Peak FLOP/s of one device: `given`, otherwise from the table; None if unknown.
 
     mode: as `precision.mode`.
     """
@@ -200,10 +200,10 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
 
 
 class Utilisation:
-    """The model's FLOPs per sample, and their share of what the devices could do.
+    """The model's FLOPs per sample, and their fraction of the devices' peak.
 
-    peak: FLOP/s of all ranks' devices together. in_backward: asked while operations run, whether they belong to a
-    backward. recomputes: whether backwards repeat forwards, so that theirs is taken for twice the forward's.
+    peak: FLOP/s of all ranks' devices together. in_backward: returns whether the current operation belongs to a
+    backward. recomputes: whether backwards repeat forwards; their FLOPs are then taken as twice the forward's.
     """
 
     def __init__(self, peak: float, in_backward: Callable[[], bool], recomputes: bool):
@@ -212,7 +212,7 @@ class Utilisation:
 
     @contextlib.contextmanager
     def counting(self, update: str, samples: int) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: counts in the update's first that comes to its end."""
+        """Around forward and backward of a micro-batch: counts the update's first one that completes."""
         if update in self.flops_per_sample:
             yield
             return
@@ -222,13 +222,13 @@ class Utilisation:
         self.flops_per_sample[update] = (counter.forward + backward) / samples
 
     def share(self, samples_per_second: float) -> float:
-        """From 0 to 1."""
+        """The utilisation, from 0 to 1."""
         return sum(self.flops_per_sample.values()) * samples_per_second / self.peak
 
 
 class _Counter(DispatchMode):
-    """Instead of FlopCounterMode itself, whose hooks in all modules keep graphs alive: that would change the memory of
-    the step in which it counts.
+    """Replaces FlopCounterMode, whose hooks in all modules keep graphs alive and would change the memory of the counted
+    step.
     """
 
     def __init__(self, in_backward: Callable[[], bool]):
@@ -254,9 +254,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
             return int(formula(*args, **kwargs, out_val=result))
         if not name.startswith(ATTENTION_OPERATORS):
             return 0
-        # torch 2.13 has no formula for the CPU's kernels of attention.
+        # torch 2.13 has no formula for the CPU's attention kernels.
         if name.endswith("backward"):
             return int(flop_counter.sdpa_backward_flop_count(*[tensor.shape for tensor in args[:4]]))
         return int(flop_counter.sdpa_flop_count(*[tensor.shape for tensor in args[:3]]))
-    except Exception:  # formulas assert what their authors had in mind; nothing may fail for that
+    except Exception:  # formulas make assertions that must not fail a run
         return 0

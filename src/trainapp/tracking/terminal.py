@@ -22,8 +22,8 @@ class Handler(logging.StreamHandler):
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
-    total: steps of the whole run, or None when it has no known end; step: optimizer steps already done. is_silent:
-    never a bar, for ranks that show nothing.
+    total: steps of the whole run, or None if its end is unknown; step: optimizer steps already done. is_silent: show no
+    bar, for ranks other than 0.
     """
 
     def __init__(self, total: int | None, step: int, is_silent: bool = False):
@@ -41,22 +41,22 @@ class Progress:
         self._started, self._first, self.step = time.monotonic(), step, step
 
     def set_total(self, total: int | None) -> None:
-        """The run's length has changed."""
+        """Set a changed run length."""
         self.total = self.bar.total = total
 
     def advance(self, step: int) -> None:
-        """Call after every optimizer step: cheap."""
+        """Call after every optimizer step. Cheap."""
         self.step = step
         if self.live:
             self.bar.update(step - self.bar.n)
 
     def pause(self, seconds: float) -> None:
-        """Exclude the last `seconds`, spent on what steps do not repeat, from the estimate of the time left."""
+        """Exclude the last `seconds`, spent outside steps, from the estimate of the time left."""
         self._started += seconds
         self.bar.unpause()
 
     def show(self, step: int, values: Mapping[str, str]) -> None:
-        """Call at a log step with the values to show."""
+        """Call in a log step, with the values to show."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
             self.bar.set_description_str(text, refresh=False)

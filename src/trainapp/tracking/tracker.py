@@ -1,5 +1,5 @@
-"""Where metrics go: metrics.jsonl in the run directory, the loggers of `tracker`, a line or progress bar on the
-terminal. A full disk costs lines of the record, not the run.
+"""Records metrics: in metrics.jsonl in the run directory, with the loggers of `tracker`, and on the terminal as a line
+or progress bar. A full disk loses lines of the record, but does not end the run.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from trainapp.units import bytes_text
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESULT = "result.json"
-MOST_SHOWN = 12  # numbers of an evaluation on the terminal; a metric may have one for each of 100 classes
+MOST_SHOWN = 12  # values of an evaluation on the terminal; a metric may have one per class
 log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes the run's numbers. A resumed run continues after `step`.
+    """Records the run's metrics. A resumed run continues after `step`.
 
-    total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
-    looks at a checkpoint and trains nothing. loggers: by name.
+    total: the run's steps for the progress bar, or None. continues: False keeps all earlier lines, for a run that
+    reads a checkpoint and does not train. loggers: by name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tracker:
                 self.unwritable(run_dir / name, error)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
-        """One log step: every scalar to the loggers and the file, the main ones to the terminal."""
+        """Record a log step: every scalar in the file and the loggers, the main ones on the terminal."""
         self._record(METRICS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
         shown = {"loss": f"{scalars['loss']:.4f}"}
@@ -73,7 +73,7 @@ class Tracker:
         log.info("step %d evaluated | %s", step, " | ".join(shown[:MOST_SHOWN] + more))
 
     def _record(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Each line is tried, also after an error: there may be room again."""
+        """Append a line. Tried again after an error: the disk may have room again."""
         try:
             with (self.run_dir / name).open("a") as file:
                 file.write(strict_json(facts) + "\n")
@@ -81,15 +81,15 @@ class Tracker:
             self.unwritable(self.run_dir / name, error)
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
-        """Numbers to the loggers alone; those of log steps and evaluations have their files, too."""
+        """Send scalars to the loggers only; those of log steps and evaluations also go to files."""
         self._tell("scalars", group, values, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """A text in Markdown, to the loggers."""
+        """Send a Markdown text to the loggers."""
         self._tell("text", tag, text, step)
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        """A PNG file, to the loggers; nothing where it could not be drawn."""
+        """Send a PNG file to the loggers, unless it could not be drawn."""
         if path.is_file():
             self._tell("image", tag, path, step)
 
@@ -98,36 +98,36 @@ class Tracker:
             logger.call(method, *arguments)
 
     def note(self, text: str, tag: str = "notes") -> None:
-        """Something that happened: on the terminal, and as text to the loggers."""
+        """Report an event, on the terminal and as text to the loggers."""
         log.info("%s", text)
         self.text(tag, text, self.progress.step)
 
     def warn_once(self, text: str, topic: str) -> None:
-        """A warning, and a note to the loggers, at most once per run and topic."""
+        """Log a warning, also as a note to the loggers, at most once per run and topic."""
         if topic not in self._warned:
             self._warned.add(topic)
             log.warning("%s", text)
             self.text("notes", text, self.progress.step)
 
     def unwritable(self, path: Path, error: Exception) -> None:
-        """Warn once that a file, or a folder of several that are alike, cannot be written."""
+        """Warn once that a file, or a folder of similar files, cannot be written."""
         self.warn_once(f"{path} cannot be written ({error}); the run continues without what belongs there", str(path))
 
     def oom_report(self, text: str, step: int) -> None:
-        """The report of an out-of-memory error, flushed at once."""
+        """Send the report of an out-of-memory error to the loggers, and flush them."""
         self.text("out_of_memory", text, step)
         self._tell("flush")
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """Queue a picture: drawn when the run closes."""
+        """Queue a plot, to be drawn when the run closes."""
         self._pictures.append((tag, step, picture))
 
     def close(self) -> None:
-        """Draw the pictures, and flush everything to disk."""
+        """Draw the plots, and flush everything to disk."""
         for tag, step, picture in self._pictures:
             try:
                 draw(picture)
-            except (OSError, MemoryError) as error:  # the run matters more than its record
+            except (OSError, MemoryError) as error:  # the run is more important than its record
                 self.unwritable(picture.path, error)
             self.image(tag, picture.path, step)
         self.progress.close()
@@ -135,7 +135,7 @@ class Tracker:
 
 
 class SilentTracker:
-    """For ranks other than 0: writes nothing but pictures, which go next to the reports of errors."""
+    """For ranks other than 0: writes only plots, next to the reports of errors."""
 
     def __init__(self, run_dir: Path, loggers: Mapping[str, Logger] | None = None):
         self.run_dir, self.loggers = run_dir, loggers or {}
@@ -143,11 +143,11 @@ class SilentTracker:
         self._pictures: list[Picture] = []
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """Queue a picture: drawn when the run closes."""
+        """Queue a plot, to be drawn when the run closes."""
         self._pictures.append(picture)
 
     def close(self) -> None:
-        """Draw the pictures."""
+        """Draw the plots."""
         with contextlib.suppress(OSError, MemoryError):
             for picture in self._pictures:
                 draw(picture)
@@ -159,7 +159,7 @@ class SilentTracker:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated: those after the checkpoint. Of a new run, an empty file."""
+    """Drop the lines after the checkpoint, whose steps will be repeated. A new run starts with an empty file."""
     kept = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
     with atomic_write(path) as file:
         file.writelines(json.dumps(facts) + "\n" for facts in kept)
