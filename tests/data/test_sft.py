@@ -168,7 +168,7 @@ def test_a_line_that_is_no_example(tmp_path, tokenizer, line, message):
 
 
 def test_other_mistakes(make, tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: names nothing"):
+    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: names 0 files"):
         SupervisedFineTuning("train", "no.jsonl", tokenizer)
     with pytest.raises(UserError, match=r"data\.tokenizer=null: name a folder"):
         make(tokenizer=None)

@@ -1,5 +1,6 @@
 """Texts through the package `datasets`, as tokens by a tokenizer of Transformers: `data=hf`. Both are imported late."""
 
+import contextlib
 import glob
 import hashlib
 import logging
@@ -114,10 +115,9 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
     except Exception as error:  # a damaged file, a name unknown to the hub, no network
         raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
     if loaded is None:
-        found = f"{len(files)} files that are not all of one kind" if files else f"nothing, searched from {Path.cwd()}"
         raise UserError(
-            f"data.{setting}={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, "
-            "a data set that save_to_disk wrote, or one of the hub"
+            f"data.{setting}={path}: names {len(files)} files, searched from {Path.cwd()}, which are no data set; "
+            f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub"
         )
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
@@ -262,11 +262,8 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=directory) as temporary:
         ready.save_pretrained(f"{temporary}/bpe")
-        try:
+        with contextlib.suppress(OSError):  # another process was first
             os.rename(f"{temporary}/bpe", folder)
-        except OSError:
-            if not (folder / "tokenizer.json").is_file():  # else another process was first
-                raise
     return folder
 
 
