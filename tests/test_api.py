@@ -257,6 +257,21 @@ def test_an_average_takes_the_place_of_the_weights(tmp_path):
     assert not torch.equal(parts["average"]["head.weight"], parts["model"]["head.weight"])
 
 
+def test_all_of_a_model_is_loaded(tmp_path):
+    """Lazy shapes, a buffer outside of the state dict, extra state; a frozen part has no average, and stays frozen."""
+    own = (
+        "model._target_=own_exports.Counting",
+        "user_packages=[own_exports]",
+        "data=digits",
+        "model.freeze=['head.*']",
+    )
+    runs.run_until(tmp_path, 4, *own, "train.ema=0.9", "train.max_steps=9", "train.check_loss=false")
+    loaded, saved = trainapp.load(tmp_path, "last", ["own_exports"]), runs.saved(tmp_path, 4)
+    assert torch.equal(loaded.inside.weight, saved["average"]["inside.weight"])
+    assert torch.equal(loaded.head.weight, saved["model"]["head.weight"])
+    assert (loaded.seen, loaded.calls, loaded.head.weight.requires_grad) == (4, 4, False)
+
+
 def test_a_run_without_a_best_and_other_mistakes(tmp_path):
     runs.run_until(tmp_path / "run", 1, *runs.MODELS["mlp"])
     with pytest.raises(trainapp.UserError, match=r"it has no best checkpoint.*which='last'"):

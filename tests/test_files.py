@@ -42,13 +42,6 @@ def test_after_an_error_all_is_as_before(tmp_path, error):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_file_that_may_not_be_replaced(tmp_path):
-    (tmp_path / "a").mkdir()
-    with pytest.raises(IsADirectoryError), atomic_write(tmp_path / "a") as file:
-        file.write("new")
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_as_readable_as_any_other_file(tmp_path):
     with atomic_write(tmp_path / "a.txt"):
         pass

@@ -1,5 +1,6 @@
 """Models whose state dict is not that of their parameters, as those that keep an old layout."""
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,3 +40,26 @@ class Transposed(Renamed):
         if f"{prefix}old_weight" in state:
             state[f"{prefix}old_weight"] = state[f"{prefix}old_weight"].T
         Renamed._named(module, state, prefix, *others)
+
+
+class Counting(nn.Module):
+    """Its first layer gets its shape from the data; a forward counts in a buffer outside of the state dict."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.inside, self.head = nn.LazyLinear(8), nn.Linear(8, num_classes)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.calls = 0
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+    def forward(self, inputs):
+        """Logits."""
+        if self.training:
+            self.seen += 1
+            self.calls += 1
+        return self.head(self.inside(inputs.flatten(1)).relu())

@@ -66,18 +66,6 @@ def test_one_file(tmp_path):
     assert os.stat(folder / "model.safetensors").st_mode == os.stat(other).st_mode  # not readable by the owner only
 
 
-@pytest.mark.slow
-def test_the_average_where_the_run_keeps_one(tmp_path):
-    runs.run(tmp_path / "run", *GPT, "train.ema=0.5")
-    state = runs.saved(tmp_path / "run", 4)
-    found = weights(export(tmp_path))
-    averaged = [name for name in state["average"] if name in found]
-    assert averaged
-    for name in averaged:
-        assert torch.equal(found[name], state["average"][name])
-        assert not torch.equal(found[name], state["model"][name])
-
-
 @pytest.mark.parametrize("model", ["Renamed", "Transposed"])
 def test_the_average_of_a_model_that_changes_its_state_dict(tmp_path, model):
     """Its names, or its tensors: they are not those of its parameters."""
