@@ -70,7 +70,7 @@ def test_the_data_fills_in_what_the_configuration_leaves_open():
         ),
         ({"task": "causal_lm", "config": {**CONFIG, "hidden_size": "x"}}, r"model\.config=.*hidden_size"),
         ({"task": "causal_lm", "config": CONFIG, "vocab_size": 65}, r"vocab_size=64: the data has 65 tokens"),
-        ({"task": "causal_lm", "path": "./no/such"}, r"model\.path=\./no/such: "),
+        ({"task": "causal_lm", "path": "./no/such"}, r"model\.path=\./no/such: there is no such folder"),
         (
             {"task": "causal_lm", "config": {**CONFIG, "trust_remote_code": True}},
             r"model\.config\.trust_remote_code: code that comes with a model is not run",

@@ -69,7 +69,10 @@ def build(
         hint = suggest(str(task), TASKS)
         raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
     kind = getattr(transformers, TASKS[task])
-    settings = _configuration(transformers, config, path, revision)
+    place = None if path is None else os.path.expanduser(path)
+    if place is not None and place.startswith((".", "/")) and not os.path.isdir(place):
+        raise UserError(f"model.path={path}: there is no such folder, searched from {os.getcwd()}")
+    settings = _configuration(transformers, config, place, revision)
     given, is_new = config or {}, path is None
     _follow_tokens(settings, given, is_new, vocab_size, context_length)
     if num_classes is not None:
@@ -79,11 +82,11 @@ def build(
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     options["dtype"] = torch.float32
     try:
-        if path is None or not has_values(torch.empty(0)):  # a trace has none to load
+        if place is None or not has_values(torch.empty(0)):  # a trace has none to load
             model: Any = kind.from_config(settings, **options)
         else:
             options["revision"] = revision or "main"
-            model = _pretrained(kind, os.path.expanduser(path), settings, options, num_classes is not None)
+            model = _pretrained(kind, place, settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     without_cache(model)
@@ -115,7 +118,7 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
     try:
         if path is not None:
             given["revision"] = revision or "main"
-            return transformers.AutoConfig.from_pretrained(os.path.expanduser(path), **given)
+            return transformers.AutoConfig.from_pretrained(path, **given)
         return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     except Exception as error:  # configurations validate themselves, with their own error types
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
