@@ -232,7 +232,7 @@ def test_without_restoring_a_skipped_step_leaves_traces(tmp_path, monkeypatch, c
 
 
 def test_a_first_write_cannot_be_skipped(tmp_path):
-    with pytest.raises(TrainingStopped, match=r"train.nonfinite=skip cannot leave this step out.*model\.teacher"):
+    with pytest.raises(TrainingStopped, match=r"train.nonfinite=skip cannot skip this step.*model\.teacher"):
         skipped(tmp_path, "Teacher", 1)
 
 

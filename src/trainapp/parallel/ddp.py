@@ -27,7 +27,7 @@ class Exchange:
 
     ranks: Ranks
     due: bool = True  # False in all but the last micro-batch
-    has_reduced: bool = False  # since `existing` buckets were last read
+    has_reduced: bool = False  # since the buckets were last rebuilt
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """The sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""

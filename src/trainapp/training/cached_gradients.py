@@ -2,14 +2,13 @@
 
 For a task with `whole_batch = True`, `embed` and `loss_of_embeddings` a step has three passes:
 
-1. every micro-batch is embedded without gradients;
-2. the loss of all embeddings, those of all ranks included, and its gradients for the embeddings;
-3. every micro-batch is embedded again, now with gradients, and the cached gradient of its embeddings goes backward.
+1. embed every micro-batch without gradients;
+2. compute the loss of all embeddings, over all ranks, and its gradients for the embeddings;
+3. embed every micro-batch again, with gradients, and backpropagate the cached gradients of its embeddings.
 
-The third pass repeats the first: from the same generators (dropout drops the same), and with all that the first has
-written undone (BatchNorm counts a batch once). It costs one more forward. In memory at once are the inputs and the
-embeddings of this rank's share of the step, those of all ranks in the second pass, and the activations of one
-micro-batch.
+Pass 3 repeats pass 1 exactly: with the same RNG state (the same dropout masks), and after undoing everything pass 1
+wrote (BatchNorm counts a batch once). It costs one more forward. Memory holds the inputs and embeddings of this rank's
+share of the step, the embeddings of all ranks in pass 2, and the activations of one micro-batch.
 
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", arXiv:2101.06983.
 """
@@ -34,49 +33,47 @@ from trainapp.training.phase import Phase
 
 
 class _Embedded(NamedTuple):
-    """A micro-batch of the first pass, and its embeddings."""
+    """A micro-batch of pass 1, and its embeddings."""
 
     micro: MicroBatch
     tensors: list[Tensor]
 
 
 class CachedGradients(Engine):
-    """The engine of a loss of embeddings. Its gradients are those of the third pass, whose micro-batches
-    `micro_batches` returns after the first two.
-    """
+    """The engine for a loss of embeddings. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
 
-    _first_pass: Sequence[Tensor] = ()  # in the first step, what the third pass must repeat
+    _first_pass: Sequence[Tensor] = ()  # in the first step: the embeddings that pass 3 must repeat
 
     @property
     def _own(self) -> Any:
-        """The task of the update at work, with `embed`, `loss_of_embeddings` and `setting`."""
+        """The current update's task, with `embed`, `loss_of_embeddings` and `setting`."""
         return self.task
 
     @property
     def _caches(self) -> bool:
-        """Whether the update at work has such a loss."""
+        """Whether the current update has a loss of embeddings."""
         return has_embeddings(self.task)
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
-        """Those of the first pass, with the same tensors."""
+        """Run passes 1 and 2; return the same micro-batches for pass 3."""
         if not self._caches:
             return cut
         embedded, structure = self._embed(cut, watched)
         self._step_totals, gradients = self._backward_to_embeddings(embedded, structure, watched)
-        self.weight = self.weight_of(1)  # the gradients are weighed already
+        self.weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
         return self._third_pass(embedded, gradients)
 
     def _embed(self, cut: Iterator[MicroBatch], watched: Watched) -> tuple[deque[_Embedded], Any]:
-        """The first pass, of which no trace is left; and the embeddings of one micro-batch as they were returned."""
+        """Pass 1; its side effects are undone. Also returns one micro-batch's embeddings as the task returned them."""
         found = deque[_Embedded]()
         structure: Any = None
         for micro in cut:
             self.attempt.phase = Phase.FORWARD
             with watched(micro.data):
                 structure = self._without_gradients(micro)
-            # Not `piece`, which holds all of a larger batch that this one was cut from.
+            # Without `piece`, which holds the larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
             found.append(_Embedded(micro, tensors_in(structure)))
             self.attempt.phase = Phase.DATA
@@ -90,7 +87,7 @@ class CachedGradients(Engine):
         return found, structure
 
     def _without_gradients(self, micro: MicroBatch) -> Any:
-        """As in the third pass, bit for bit; a compiled forward without gradients would be other code."""
+        """The embeddings, bit-identical to pass 3: with torch.compile, a no-grad forward compiles to different code."""
 
         def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             found = contrastive.embed(self.task, model, batch, micro.samples)
@@ -98,14 +95,14 @@ class CachedGradients(Engine):
 
         with torch.set_grad_enabled(self.settings.compile), self.state.precision.autocast:
             _, found = self.strategy.evaluate(call, micro.data)
-        # Copies: a view would keep all that it is a part of, such as the features of all tokens.
+        # Copies: a view would keep its whole base alive, such as the features of all tokens.
         return contrastive.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
         self, embedded: deque[_Embedded], structure: Any, watched: Watched
     ) -> tuple[Totals, deque[list[Tensor | None]]]:
-        """The second pass. Returns the step's totals, on the first rank only since all have the same, and for each
-        micro-batch the gradients of its embeddings: None for one that needs none.
+        """Pass 2. Returns the step's totals (on rank 0 only, since all ranks compute the same) and, per micro-batch,
+        the gradients of its embeddings: None for an embedding that needs none.
         """
         task, precision, step = self._own, self.state.precision, self.step
         self.attempt.phase = Phase.FORWARD
@@ -138,10 +135,10 @@ class CachedGradients(Engine):
             self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro
-        self._first_pass, self._at_work = (), (None, [])  # else the gradients stay in memory until the next step
+        self._first_pass, self._at_work = (), (None, [])  # otherwise gradients stay in memory until the next step
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
-        """A loss whose gradient for the embeddings is the cached one."""
+        """A surrogate loss whose gradient for the embeddings is the cached one."""
         return self._compute(self._product_with_gradients, batch) if self._caches else super().compute(batch)
 
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
@@ -156,17 +153,17 @@ class CachedGradients(Engine):
         return torch.stack(products).sum(), 0, {}
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """The totals are those of the whole step, which the second pass knows."""
+        """Totals are the whole step's, from pass 2."""
         loss, found = super().forward(micro, totals)
         return loss, self._step_totals if self._caches else found
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The cached gradients are."""
+        """Not scaled here: the cached gradients already are."""
         return loss if self._caches else super().scaled(loss)
 
     def _require_same(self, before: list[Tensor], now: list[Tensor]) -> None:
-        """Raises UserError where the third pass does not repeat the first: the gradients would be of other embeddings.
-        Reads values, which waits for the device: in the first step of a process.
+        """Raises UserError if pass 3 does not repeat pass 1: the gradients would belong to other embeddings. Reads
+        values, which waits for the device: only in the first step of a process.
         """
         tolerance = 1e-3 if self.state.precision.mode == "fp32" else 2e-2
         for a, b in zip(before, now, strict=True):
@@ -174,15 +171,15 @@ class CachedGradients(Engine):
                 a.float().norm()
             ):
                 raise UserError(
-                    f"{self._own.setting}: its embed returns something else when it is repeated on the same "
-                    "batch, so that gradients cannot be cached; draw from the global generators, and keep state in "
-                    "buffers (docs/oom.md), not in plain attributes"
+                    f"{self._own.setting}: embed() is not deterministic: calling it twice on the same batch gave "
+                    "different results, so gradients cannot be cached; draw from the global generators, and keep state "
+                    "in buffers (docs/oom.md), not in plain attributes"
                     + (", or use train.compile=false" if self.settings.compile else "")
                 )
 
 
 def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
-    """The embeddings of this rank's micro-batches, which are then kept no longer one by one."""
+    """Concatenate the embeddings of this rank's micro-batches, and drop the per-micro-batch tensors."""
     real = [own.tensors for own in embedded if own.micro.real]
     joined = contrastive.join(real or [[t[:0] for t in embedded[0].tensors]], setting)
     for place, own in enumerate(embedded):
@@ -192,7 +189,7 @@ def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
 
 
 def _cut(embedded: deque[_Embedded], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
-    """By micro-batch; of zeros for a dummy."""
+    """Split gradients per micro-batch; zeros for padding."""
     cut, done = deque[list[Tensor | None]](), 0
     for micro, tensors in embedded:
         if micro.real:
@@ -205,7 +202,7 @@ def _cut(embedded: deque[_Embedded], gradients: list[Tensor | None]) -> deque[li
 
 
 def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:
-    """A scalar in fp32 at least, so that the gradient is passed on as it is."""
+    """The inner product, at least in fp32, so that the gradient is passed on unchanged."""
     wide = torch.promote_types(embeddings.dtype, torch.float32)
     return (embeddings.to(wide) * gradient.to(wide)).sum()
 
@@ -216,7 +213,7 @@ def _require_of_embeddings(loss: Tensor, setting: str) -> None:
     if direct:
         raise UserError(
             f"{setting}: its loss_of_embeddings depends on a parameter of shape {list(direct[0].shape)}, which "
-            "would get no gradient; use parameters in embed only (a temperature that is trained can multiply one of "
+            "would get no gradient; use parameters only in embed (a trained temperature can multiply one of "
             "the embeddings)"
         )
 

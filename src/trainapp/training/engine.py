@@ -1,7 +1,7 @@
-"""What computes the gradients of a step and commits it: model, loss, strategy, optimizers with their schedules and loss
-scales. It knows no data, files, sizes or trackers.
+"""Compute a step's gradients and apply them: model, loss, strategy, optimizers with their schedules and loss scales.
+Independent of data, files, sizes and trackers.
 
-There is one engine per run. `in_backward` and `cached_gradients` have others, for an update inside the backward and for
+A run has one `Engine`, or a subclass: `in_backward` updates parameters inside the backward, `cached_gradients` is for
 losses that compare samples.
 """
 
@@ -29,11 +29,11 @@ from trainapp.training.phase import Attempt, Phase, Step
 
 Number = Tensor | float
 Compute = Callable[[Task, Any], tuple[Any, ...]]
-Watched = Callable[[Any], contextlib.AbstractContextManager[None]]  # of a batch: around what is computed from it
+Watched = Callable[[Any], contextlib.AbstractContextManager[None]]  # context manager for the work on a batch
 
 
 class Metric(NamedTuple):
-    """The sum of a metric, and of the counts of the micro-batches that have it."""
+    """A metric's sum and its denominator."""
 
     total: Number
     denominator: Number
@@ -41,48 +41,49 @@ class Metric(NamedTuple):
 
 @dataclass
 class Totals:
-    """Sums of losses, of what they are averaged over, and of metrics. They stay on the device until `means`.
+    """Sums of losses, counts and metrics, which stay on the device until `means`.
 
-    A count is a number of samples or tokens, or a sum of their weights, however small.
+    A count is the number of samples or tokens, or the sum of their weights, however small.
     """
 
     loss: Number = 0.0
     count: Number = 0
-    metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds those of the others
+    metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds the other ranks'
     samples: int = 0
 
     def plus(
         self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
     ) -> "Totals":
-        """These and a micro-batch's; a dummy (`real=False`) adds nothing."""
+        """These totals plus a micro-batch's; a dummy (`real=False`) adds nothing."""
         if not real:
             return self
         new_loss = _summand(loss)
-        if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
+        if isinstance(self.loss, Tensor):  # skipped for the first: saves an operation per step
             new_loss = self.loss + new_loss
-        if type(count) is not int:  # the usual case, without a call
+        if type(count) is not int:  # fast path for plain integers
             count = _summand(count)
         new_count = self.count + count
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))
-            # Where all micro-batches so far have the metric, it is the loss's count: that saves an operation each.
+            # If all micro-batches so far have the metric, reuse the loss's count: saves an operation each.
             denominator = new_count if denominator is self.count else denominator + count
             added[name] = Metric(total + _summand(value), denominator)
         return Totals(new_loss, new_count, self.metrics | added, self.samples + samples)
 
     def over(self, ranks: Ranks) -> "Totals":
-        """Loss and count summed over all ranks. One collective, whatever metrics each rank has."""
+        """Loss and count summed over all ranks, in one collective, whatever metrics each rank has."""
         if ranks.world == 1:
             return self
         loss, count = ranks.all_reduce_sum(torch.stack([_on(ranks.device, v) for v in (self.loss, self.count)]))
         return Totals(loss, count, self.metrics, self.samples)
 
     def means(self, ranks: Ranks | None = None) -> dict[str, float]:
-        """`{"loss": ..., metric: ...}`; a metric is averaged over the micro-batches and ranks that have it. NaN where
-        the count is 0. Waits for the device.
+        """`{"loss": ..., metric: ...}`; a metric is averaged over the micro-batches and ranks that have it. NaN if the
+        count is 0. Waits for the device.
 
-        ranks: collective, the metrics of all of them; None: this rank's alone. Raises UserError for a negative count.
+        ranks: adds up the metrics of all ranks (collective); None: only this rank's. Raises UserError for a negative
+        count.
         """
         own = {name: (float(total), float(count)) for name, (total, count) in self.metrics.items()}
         sums: dict[str, tuple[float, float]] = {}
@@ -97,12 +98,10 @@ class Totals:
 class Engine:
     """Gradients summed over micro-batches, then one update. Call `begin` first.
 
-    evaluated_task: the loss; in `tasks`, that of each update by name, where there are several. around: what a forward
-    is computed within, such as offload; called with `strategy.compute`. stateful_metrics: names of metrics that are not
-    numbers.
-    Attributes: is_first, whether nothing has been committed
-    in this process: until then, losses and gradients are checked further; rehearses, whether gradients are computed
-    only to be compared (`train.check_exactness`).
+    evaluated_task: the evaluation loss; `tasks`: each update's loss by name, if there are several. around: wraps
+    `strategy.compute`, for example with offload. stateful_metrics: names of metrics that are not numbers.
+    Attributes: is_first, whether nothing has been committed in this process, in which case losses and gradients are
+    checked more closely; rehearses, whether gradients are computed only for comparison (`train.check_exactness`).
     """
 
     def __init__(
@@ -127,40 +126,40 @@ class Engine:
         self.is_first = True
 
     def begin(self, step: Step) -> None:
-        """Turn to this step, or to this update of it."""
+        """Start an update."""
         self.step, self.rehearses = step, False
-        # The true count is known only at the end (padding); `clip` corrects what was scaled by samples.
+        # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
         self.weight = self.weight_of(step.samples)
 
     @property
     def task(self) -> Task:
-        """The loss of the update at work."""
+        """The current update's loss."""
         return self.tasks.get(self.step.update.name, self.evaluated_task)
 
     @property
     def knows_loss(self) -> bool:
-        """Whether every loss is one of the application's own."""
+        """Whether every loss is built in."""
         return all(map(is_built_in, (self.evaluated_task, *self.tasks.values())))
 
     def alone(self, update: Update) -> contextlib.AbstractContextManager[None]:
-        """Where a step has several updates: inside, only the parameters of this one require gradients."""
+        """Inside the block, only this update's parameters require gradients, if a step has several updates."""
         if len(self.state.updates) == 1:
             return contextlib.nullcontext()
         self.strategy.turn_to(update.number)
         return trained_alone(update.parameters, self.parameters)
 
     def weight_of(self, samples: int) -> Tensor:
-        """1 / samples, a scalar on the device: created once per step size, and filled there, since a copy waits."""
+        """1 / samples, cached per value; created on the device, because copying from the host would synchronize."""
         if samples not in self._weights:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
-        """The micro-batches to run forward and backward on. cut: as fetched and cut."""
+        """The micro-batches to run forward and backward on. cut: the fetched and cut micro-batches."""
         return cut
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """The loss of a micro-batch, and the totals with it.
+        """The loss of a micro-batch, and the totals including it.
 
         A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
         """
@@ -172,7 +171,7 @@ class Engine:
             require_same_gradients(self.parameters, before)
         self.attempt.phase = Phase.METRIC
         finished = evaluate_metrics(metrics, self.stateful_metrics) if self.step.is_logged else {}
-        del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
+        del metrics  # functions among them hold large tensors, such as logits, which must not live through the backward
         return loss, totals.plus(loss, count, finished, real=micro.real)
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
@@ -180,13 +179,13 @@ class Engine:
         return self._compute(self.task, batch)
 
     def evaluate(self, task: Task, micro: MicroBatch) -> tuple[Tensor, Number, Metrics]:
-        """The loss of a micro-batch without training, its count, and metrics."""
+        """The loss of a micro-batch in evaluation, its count, and metrics."""
         with self.state.precision.autocast:
             loss, count, metrics = self.strategy.evaluate(task, micro.data)
         return loss, count, metrics
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
-        """Gradients add up in `p.grad`."""
+        """Accumulate gradients in `p.grad`."""
         self.attempt.phase = Phase.BACKWARD
         with self._around_backward(loss, micro):
             backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
@@ -201,7 +200,7 @@ class Engine:
         return self.step.update.precision.scaler.scale(loss)
 
     def reduce(self, totals: Totals) -> Totals:
-        """Gradients and totals of all ranks. Collective."""
+        """Sum gradients and totals over all ranks. Collective."""
         if not self.attempt.phase.is_partial:
             self.attempt.phase = Phase.GRADIENTS
         self.strategy.finish_accumulation()
@@ -221,22 +220,20 @@ class Engine:
         clipping = clip_factor(norm, self.settings.grad_clip)
         if clipping is not None:
             factor = clipping if factor is None else clipping * factor
-        if factor is not None and gradients:  # both in one pass over the gradients
+        if factor is not None and gradients:  # divide and clip in one pass over the gradients
             scale_gradients(gradients, factor.to(norm.device))
         return norm
 
     def norm_dtype(self, totals: Totals) -> torch.dtype | None:
-        """In which the squares of gradients are added up; None: their own."""
+        """Accumulation dtype of the gradient norm; None: the gradients' dtype."""
         if may_be_extreme(totals.count, self.step.samples):
             return torch.float64
         return self.step.update.precision.norm_dtype
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
-        """`optimizer.step()`. False if the step is left out: for a value that is not finite, or because nothing in it
-        counts.
-        """
+        """`optimizer.step()`. False if the step is skipped: for a non-finite value, or because its count is 0."""
         update, progress = self.step.update, self.state.progress
-        self.ranks.check_peers()  # the last moment at which a step can be aborted
+        self.ranks.check_peers()  # last chance to abort the step
         self.snapshot.note_step()
         applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
         if applied:
@@ -250,20 +247,20 @@ class Engine:
         return applied
 
     def set_rates(self) -> None:
-        """The learning rates of the coming update."""
+        """Set the learning rates of the coming update."""
         update = self.step.update
         update.schedule.set_rates(update.optimizer.param_groups, self.state.progress.step)
 
     def leave_out(self) -> None:
-        """Undo what the forward of a skipped step has written. Collective. Raises TrainingStopped where it has written
-        parameters of which there was no copy.
+        """Restore the state before a skipped step. Collective. Raises TrainingStopped if a parameter was modified that
+        had no copy.
         """
         self.step.update.precision.reset_scaler()
         self.snapshot.restore(but=MOVED_ON)  # BatchNorm's statistics have seen non-finite values
         lost = sorted({name for names in self.ranks.all_gather_object(self.snapshot.lost) for name in names})
         if lost:
             raise TrainingStopped(
-                f"step {self.step.number}: train.nonfinite=skip cannot leave this step out, because its forward is the "
+                f"step {self.step.number}: train.nonfinite=skip cannot skip this step, because its forward is the "
                 f"first to write parameters in place ({', '.join(lost[:5])}), of which there is no copy yet; the last "
                 f"checkpoint is {self.nonfinite.last_checkpoint() or 'none'}. Make them buffers, which are always "
                 "copied"
@@ -274,13 +271,13 @@ class Engine:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def drop_gradients(self) -> None:
-        """As `optimizer.zero_grad(set_to_none=True)`, without the 25 microseconds of its profiler record."""
+        """Like `optimizer.zero_grad(set_to_none=True)`, but 25 microseconds faster, without its profiler record."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
-    """Raises UserError where a task has replaced gradients: the sum over micro-batches would depend on their size."""
+    """Raises UserError if a task has replaced gradients: the sum over micro-batches would depend on their size."""
     if any(parameter.grad is not then for parameter, then in zip(parameters, before, strict=True)):
         raise UserError(
             "the task changes the gradients of the model's parameters, by a backward() or a zero_grad() of its own: "
@@ -289,29 +286,29 @@ def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor
 
 
 def may_be_extreme(count: Number, samples: int) -> bool:
-    """Whether gradients that are divided by `samples` instead of `count` may have squares beyond the range of fp32."""
+    """Whether gradients divided by `samples` instead of `count` may have squares beyond the range of fp32."""
     if isinstance(count, Tensor) and count.device.type != "cpu":  # reading the value would wait for the device
         return count.is_floating_point() and count.device.type != "mps"  # which has no fp64
     return not 1e-6 * samples <= float(count) <= 1e6 * samples
 
 
 def count_factor(count: Number, samples: int, device: torch.device) -> Tensor | None:
-    """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal, and
-    for a count of 0: such a step is left out.
+    """The factor that turns a division by `samples` into one by `count`; None if the two are equal, or for a count of
+    0, whose step is skipped.
     """
     if not isinstance(count, Tensor) and count in (0, samples):
         return None
     ratio = samples / count
     if isinstance(ratio, Tensor) or device.type == "cpu":
         return torch.as_tensor(ratio, device=device)
-    return torch.full((), ratio, device=device)  # `as_tensor` would copy it from the host and wait for the device
+    return torch.full((), ratio, device=device)  # `as_tensor` would copy from the host and synchronize
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
-    """The factor that clips gradients of this norm to `limit`; None where they need no clipping."""
+    """The factor that clips gradients of this norm to `limit`; None if they need no clipping."""
     if limit is None:
         return None
-    # Reading a number is free only on the CPU; there it saves four tiny operations, or a pass over all gradients.
+    # Only on the CPU is reading a value free; there it saves four tiny operations, or a pass over all gradients.
     if norm.device.type == "cpu" and norm.item() <= limit:
         return None
     return (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -321,14 +318,14 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def _on(device: torch.device, value: Number) -> Tensor:
-    """fp64 on `device`. A number becomes a fill: `as_tensor` would copy it from the host and wait for the device."""
+    """The value in fp64 on `device`. Numbers are filled in: `as_tensor` would copy from the host and synchronize."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _summand(value: Number) -> Number:
-    """Without its graph, and in fp32 at least: bf16 counts no further than 256."""
+    """The value detached, and at least in fp32: bf16 cannot count beyond 256."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach() if value.requires_grad else value

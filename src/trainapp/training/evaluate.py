@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def evaluate(session: Session) -> None:
-    """Evaluate all samples of every set, from where an out-of-memory error interrupted it.
+    """Evaluate all samples of every set, resuming after an out-of-memory error.
 
-    Raises UserError for a metric that the task does not have, and whatever a metric raises.
+    Raises UserError for a metric that the task does not have, and errors of metrics.
     """
     progress, attempt, started = session.state.progress, session.attempt, time.monotonic()
     assert session.eval_sets, "evaluation without evaluation data"
@@ -55,20 +55,20 @@ def evaluate(session: Session) -> None:
 
 
 def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of all sets, under the names in the log."""
+    """The metrics of all sets, by their logged names."""
     return {logged_name(name, metric): value for name, own in by_set.items() for metric, value in own.items()}
 
 
 def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated:
-    """One set, all its samples. Collective."""
+    """Evaluate all samples of one set. Collective."""
     state, sizes, present = session.state, session.sizes.evaluation, session.evaluation
     tunes = session.sizes.autotuner.follow(sizes)
-    if present.totals is None:  # not on a retry: a rank that evaluates alone recovers alone
+    if present.totals is None:  # skipped on a retry, which may run on one rank only
         # Each rank validates its size on its own batches, whose number differs: agree once.
         all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1
         session.ranks.enable_votes(not all_validated)
         session.strategy.broadcast_buffers()
-    if present.totals is None or batches.is_stream:  # which can only be read from its beginning
+    if present.totals is None or batches.is_stream:  # a stream can only be read from its start
         present.totals, present.collector = Totals(), collector_for(session.task)
         session.metrics.reset()
     fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
@@ -94,7 +94,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated
 
 @contextlib.contextmanager
 def as_evaluated(engine: Engine, name: str) -> Iterator[None]:
-    """Evaluation mode, with the average's weights; the model's generators and modes are restored. name: of the data."""
+    """Evaluation mode with EMA weights; RNGs and module modes are restored. name: the evaluation set."""
     state, snapshot = engine.state, engine.snapshot
     seed_evaluation(state.device, state.seed, name)
     with contextlib.ExitStack() as stack:
@@ -111,10 +111,10 @@ def each_micro_batch(
     compute: Callable[[MicroBatch], T],
     keep: Callable[[MicroBatch, T], None],
 ) -> None:
-    """The one loop over batches without training, within `as_evaluated`: of evaluations, predictions, generations.
+    """The shared no-training loop for evaluation, prediction and generation, inside `as_evaluated`.
 
-    compute: the work on a micro-batch, which may run out of memory and is then repeated; nothing of it counts yet.
-    keep: takes what it returned when the micro-batch is complete, on all ranks that evaluate together or on none.
+    compute: the work on a micro-batch, repeated if it runs out of memory; its results do not count yet.
+    keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
     """
     sizes = session.sizes.evaluation
     for batch in fetched:
@@ -123,15 +123,15 @@ def each_micro_batch(
                 with watched(session, sizes, session.eval_ranks, micro.data, micro.samples):
                     result = compute(micro)
                 session.snapshot.note_written()
-                session.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+                session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
             keep(micro, result)
             session.snapshot.take()
-            session.eval_ranks.check_peers()  # what follows is collective and has no vote
+            session.eval_ranks.check_peers()  # the following work is collective and has no vote
             sizes.succeeded(session.eval_ranks)
 
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:
-    """The evaluation's totals, with this micro-batch."""
+    """The evaluation's totals, including this micro-batch."""
     present = session.evaluation
     assert present.totals is not None, "outside an evaluation"
     loss, count, metrics = session.engine.evaluate(present.collector.task, micro)
@@ -148,13 +148,15 @@ def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
 
 
 def _of_whole_set(session: Session, interleaved: bool) -> Totals:
-    """This rank's totals of the set, once its batches are evaluated. Collective."""
+    """This rank's totals of the set, after its batches are evaluated. Collective on the first call only, so a retry may
+    run on one rank.
+    """
     totals, collector = session.evaluation.totals, session.evaluation.collector
     assert totals is not None, "outside an evaluation"
     if not isinstance(collector, LossOfEmbeddings):
         return totals
     parts = collector.gathered(session.ranks, interleaved, session.config.batch.global_size)
-    session.metrics.reset()  # of an attempt that ran out of memory
+    session.metrics.reset()  # drops results of an attempt that ran out of memory
     of_all = Totals(samples=totals.samples)
     for start, chosen in parts:
         watching = watched(session, session.sizes.evaluation, session.eval_ranks, chosen, always=True)
@@ -168,10 +170,10 @@ def _of_whole_set(session: Session, interleaved: bool) -> Totals:
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
-    """Record this evaluation's objective, and the best so far: nan and inf are never it."""
+    """Record this evaluation's objective, and the best so far; nan and inf are never the best."""
     progress, direction = session.state.progress, session.objective.direction
     metric = session.objective.metric
-    if metric not in means:  # it may be one that only some batches have
+    if metric not in means:  # only some batches may have it
         if progress.objective is None:
             raise no_such_metric(session.objective, means)
         session.tracker.warn_once(
@@ -201,50 +203,50 @@ def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "o
 
 
 class SumsOfBatches:
-    """The task itself: each batch adds to the totals."""
+    """Runs the task itself: each batch adds to the totals."""
 
     def __init__(self, task: Task):
         self.task = task
 
     def keep(self, real: bool) -> None:
-        """A batch is finished."""
+        """Finish a batch."""
 
 
 class LossOfEmbeddings(SumsOfBatches):
-    """Collects the embeddings of all batches; the loss is of `batch.global_size` of them at a time, in the order of the
-    data, as in training. So it depends neither on the evaluation's micro-batch nor on the ranks.
+    """Collects the embeddings of all batches; the loss is computed for `batch.global_size` of them at a time, in the
+    order of the data, as in training, so it depends neither on the evaluation's micro-batch nor on the ranks.
 
     They are kept on the host: copying them waits for the device once per batch.
     """
 
     def __init__(self, task: Any):
         self._own = task
-        self._embedded: Any = None  # of the batch at work
+        self._embedded: Any = None  # embeddings of the current batch
         self._structure: Any = None
         self._kept: list[list[Tensor]] = []
-        self._whole: list[Tensor] | None = None  # of all ranks; empty on those that do not compute the loss
+        self._whole: list[Tensor] | None = None  # from all ranks; empty on ranks that do not compute the loss
 
     def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
-        """Embeds a batch; there is no loss yet."""
+        """Embed a batch; the loss is computed later."""
         self._embedded = contrastive.embed(self._own, model, batch)
         first = tensors_in(self._embedded)[0]
         return torch.zeros((), device=first.device), 0, {}
 
     def keep(self, real: bool) -> None:
-        """The batch is finished on all ranks that evaluate together."""
+        """Finish a batch, on all ranks that evaluate together."""
         if real:
             self._structure = self._embedded
             self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._embedded)])
         self._embedded = None
 
     def gathered(self, ranks: Ranks, interleaved: bool, size: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """All ranks' embeddings, `size` samples at a time, with the number of the first: on the first rank that has
-        some, none on the others. Collective, but not again where memory runs out after that.
+        """All ranks' embeddings, `size` samples at a time, with the index of the first: on the first rank that has any,
+        none on the others. Collective on the first call only, so a retry may run on one rank.
         """
         if self._whole is None:
             ranks.check_peers()
             parts = ranks.all_gather_object(contrastive.join(self._kept, self._own.setting) if self._kept else [])
-            owners = [rank for rank, part in enumerate(parts) if part]  # none of a stream without samples
+            owners = [rank for rank, part in enumerate(parts) if part]  # empty for a stream without samples
             is_owner = bool(owners) and ranks.rank == owners[0]
             self._whole = (
                 _in_order([parts[rank] for rank in owners], interleaved, self._own.setting) if is_owner else []
@@ -271,5 +273,5 @@ def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> lis
 
 
 def collector_for(task: Task) -> SumsOfBatches:
-    """What collects the task's batches, in one evaluation."""
+    """The collector for the task's batches, in one evaluation."""
     return LossOfEmbeddings(task) if has_embeddings(task) else SumsOfBatches(task)

@@ -1,7 +1,7 @@
-"""What follows a step or an evaluation, where nothing can be rolled back any more: the log, a figure of the step's
-memory, and callbacks.
+"""Events after a step or an evaluation, which can no longer be rolled back: logging, a plot of the step's memory, and
+callbacks.
 
-An error in a callback ends the run, once its step is saved; all ranks agree on that, and on a stop.
+An error in a callback ends the run after its step is saved; all ranks agree on that, and on a stop.
 """
 
 import time
@@ -26,14 +26,14 @@ from trainapp.training.session import Session
 
 @dataclass
 class Verdict:
-    """What a rank's callbacks have left: the message of an error; the reason for a stop."""
+    """The outcome of a rank's callbacks: the message of an error, and the reason for a stop."""
 
     failure: str | None = None
     stop: str | None = None
 
 
 def after_step(session: Session) -> None:
-    """Once per committed step: neither for a retried nor for a skipped one, nor again after a resume."""
+    """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume."""
     callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
     if callbacks.by_name and before not in (None, step):
@@ -41,23 +41,23 @@ def after_step(session: Session) -> None:
 
 
 def after_evaluation(session: Session, metrics: Mapping[str, Any]) -> None:
-    """metrics: numbers by name, and what metrics have computed that is no number."""
+    """Call callbacks. metrics: numbers by name, and results of metrics that are not numbers."""
     _call(session, "after_evaluation", metrics)
 
 
 def end(session: Session) -> None:
-    """After the last step. Raises TrainingStopped for an error that a callback has ended the run with."""
+    """Call callbacks after the last step. Raises TrainingStopped if a callback failed."""
     if session.meter.samples:
         _call(session, "on_end")
     if session.callbacks.failure is None:
         return
     newest = session.checkpointer.newest_name() if session.config.mode == "train" else None
     saved = f"the run is saved in {newest}; " if newest else ""
-    raise TrainingStopped(f"{session.callbacks.failure}\n{saved}correct the callback, or leave it out, and restart")
+    raise TrainingStopped(f"{session.callbacks.failure}\n{saved}fix the callback, or remove it, and restart")
 
 
 def _call(session: Session, method: str, *arguments: Any) -> None:
-    """With the model in evaluation mode and without gradients; generators and modes are restored."""
+    """Call a method of all callbacks, in evaluation mode and without gradients; generators and modes are restored."""
     methods = list(session.callbacks.having(method))
     if not methods or session.callbacks.failure is not None:  # the run is about to end
         return
@@ -81,7 +81,7 @@ def _call(session: Session, method: str, *arguments: Any) -> None:
 
 
 def _act(session: Session, own: Verdict) -> None:
-    """Collective where callbacks exist: one rank's wish is that of all."""
+    """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
     by_rank = [own]
     if session.ranks.world > 1 and session.ranks.all_reduce_min(-int(own != Verdict())):
         by_rank = session.ranks.all_gather_object(own)
@@ -118,7 +118,7 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
 
 
 def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
-    """Note the update's metrics, and write those of the step after its last one. Waits for the device."""
+    """Collect this update's metrics; write them after the step's last update. Waits for the device."""
     session.attempt.phase = Phase.LOG
     progress, batches = session.state.progress, session.batches
     if applied:
@@ -136,14 +136,14 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
 
 
 def draw_timeline(session: Session) -> None:
-    """Queue a plot of this step's memory, by kind; on CUDA, write the allocator's snapshot instead."""
+    """Queue a plot of this step's memory, by category; on CUDA, write the allocator's snapshot instead."""
     session.attempt.phase = Phase.LOG
     step, started = session.state.progress.step, time.monotonic()
     events, kinds = session.memory.events(session.engine.gradients())
     path = session.tracker.run_dir / "memory_timeline.png"
     try:
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
-    except OSError as error:  # the run matters more than its record
+    except OSError as error:  # the run is more important than its record
         session.tracker.unwritable(path.parent, error)
     session.memory.forget_record()
     if events:

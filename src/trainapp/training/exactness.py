@@ -1,7 +1,7 @@
 """`train.check_exactness`: runs each of the first three steps twice from the same `Snapshot`, and compares.
 
-It finds what a retry would change in silence: state that no snapshot holds, such as a counter in an attribute of a
-task, a global variable or a file, and kernels that add in any order.
+It finds causes for which a retry would silently differ: state that no snapshot holds, such as a counter in an attribute
+of a task, a global variable or a file, and kernels that add in no fixed order.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ PROTOCOL = (
 
 
 def require_same(session: Session, step: Step, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Raises TrainingStopped where two outcomes of the step differ on any rank. Collective."""
+    """Raises TrainingStopped if two outcomes of the step differ on any rank. Collective."""
     changed = [name for name in first | second if first.get(name) != second.get(name)]
     by_rank = [names for names in session.ranks.all_gather_object(changed) if names]
     if by_rank:
@@ -34,7 +34,7 @@ def require_same(session: Session, step: Step, first: dict[str, Any], second: di
 
 
 def outcome(session: Session, totals: Totals) -> dict[str, Any]:
-    """What a step's gradients leave, by name, to be compared: totals, gradients, tensors and states."""
+    """The results of a step's forward and backward, by name, for comparison: totals, gradients, tensors and states."""
     state = session.state
     found = {"the loss": _bits(totals.loss), "the count": _bits(totals.count)}
     found |= {f"the metric {name}": tuple(map(_bits, metric)) for name, metric in totals.metrics.items()}
@@ -46,7 +46,7 @@ def outcome(session: Session, totals: Totals) -> dict[str, Any]:
 
 
 def _bits(value: Any) -> Any:
-    """Something comparable: of a tensor shape, dtype and checksum; of a number its text, in which nan equals nan."""
+    """A comparable value: shape, dtype and checksum of a tensor; the text of a number, in which nan equals nan."""
     if not isinstance(value, Tensor):
         return repr(value)
     tensor = local(value.detach())
@@ -56,7 +56,7 @@ def _bits(value: Any) -> Any:
 
 
 def _digest(state: Any) -> str:
-    """Empty for a state that holds more than plain values and tensors."""
+    """A digest; empty for a state that holds more than plain values and tensors."""
     try:
         return digest(encoded(state, ""))
     except UserError:
@@ -68,6 +68,6 @@ def _message(names: list[str], step: Step, is_deterministic: bool, device: torch
     more = [f"and {len(lines) - MOST_FINDINGS} more"] if len(lines) > MOST_FINDINGS else []
     advice = f"What a retry does not restore has changed. {PROTOCOL}"
     if not is_deterministic:
-        advice += f"; or the kernels ({device.type}) add in any order, which train.deterministic=true excludes"
+        advice += f"; or the kernels ({device.type}) add in no fixed order, which train.deterministic=true excludes"
     title = "train.check_exactness=true: a retried step would not be the same"
     return "\n".join([title, *(f"  {line}" for line in [*lines[:MOST_FINDINGS], *more]), advice])

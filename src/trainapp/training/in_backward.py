@@ -1,8 +1,8 @@
 """`optimizer.in_backward`: the last backward of a step updates each parameter once its gradient is complete.
 
-The same update as after the backward, bit for bit, without the memory of all gradients at once. The commit begins
-inside the backward: an error in it leaves some parameters updated, so that only a checkpoint is safe. What needs all
-gradients before the first update is refused (`config.excludes`).
+Bit-identical to a separate step, without holding all gradients. The commit begins inside the backward: an error in it
+leaves some parameters updated, so that only a checkpoint is safe. Settings that need all gradients before the first
+update are refused (`config.excludes`).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class InBackward(Engine):
-    """Commits in the backward that completes the gradients."""
+    """An engine that commits in the backward that completes the gradients."""
 
     _noted = False
 
@@ -31,7 +31,7 @@ class InBackward(Engine):
         """See `Engine`."""
         super().begin(step)
         self._applies = False
-        self._totals = Totals()  # of this rank
+        self._totals = Totals()  # this rank's
         self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter
         self._groups = {id(p): group for group in self.state.optimizer.param_groups for p in group["params"]}
 
@@ -54,14 +54,14 @@ class InBackward(Engine):
             self._noted = True
             log.warning(
                 "optimizer.in_backward=true with several micro-batches: gradients are kept from one to the next, so "
-                "that little is saved"
+                "little is saved"
             )
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
         """Around the backward that completes the gradients. Everything that the update needs is known by now."""
         totals = self._totals
-        self.attempt.phase = Phase.CLIP  # as after other backwards: what is read here is not read by the model
+        self.attempt.phase = Phase.CLIP  # not BACKWARD: reads here do not belong to the model
         self.snapshot.note_step()
         self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
         if not self._applies:
@@ -85,7 +85,7 @@ class InBackward(Engine):
                     ) from error
                 raise
         if self.attempt.phase.is_partial:
-            self.attempt.phase = Phase.UPDATE_IN_BACKWARD  # what follows is not read by the model, either
+            self.attempt.phase = Phase.UPDATE_IN_BACKWARD  # reads from here on do not belong to the model either
 
     def _update(self, parameter: Tensor) -> None:
         if id(parameter) in self._norms:
@@ -101,15 +101,15 @@ class InBackward(Engine):
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)
             step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
-            # Torch's fused kernels leave it as it is (2.13): a graph that has saved the old values would not notice.
+            # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
         if phase is not Phase.UPDATE_IN_BACKWARD:
             self.attempt.phase = Phase.BACKWARD_AFTER_UPDATES
 
     def clip(self, totals: Totals) -> Tensor:
-        """Update what had gradients in earlier micro-batches only. Returns the norm. Raises TrainingStopped for
-        values that are not finite: the parameters have them, too, and reach no checkpoint.
+        """Update parameters that had gradients only in earlier micro-batches. Returns the norm. Raises TrainingStopped
+        for non-finite values: the parameters are affected too, so nothing is saved.
         """
         if not self._applies:
             return gradient_norm(self.gradients())
@@ -125,7 +125,7 @@ class InBackward(Engine):
         return norm
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
-        """Nothing is left to do, unless the step is left out."""
+        """Count the step: the parameters have been updated in the backward."""
         if self._applies:
             self.nonfinite.count(True, self.state.progress.step)
         else:

@@ -1,4 +1,4 @@
-"""How long a run is, and how often it logs, evaluates and saves."""
+"""The length of a run, and the intervals at which it logs, evaluates and saves."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from trainapp.units import RunLength, parse_duration, to_steps
 
 @dataclass
 class Limits:
-    """The run's length, and how often it logs, evaluates and saves, in optimizer steps; 0 is never.
+    """The run's length, and the intervals at which it logs, evaluates and saves, in optimizer steps; 0 is never.
 
-    evaluate_epochs, save_epochs: the same in epochs, at whose ends it is done, where their lengths are not known.
+    evaluate_epochs, save_epochs: interval in epochs, used if an epoch's length is unknown.
     """
 
     length: RunLength
@@ -34,7 +34,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config, batches: TrainBatches, progress: Progress) -> "Limits":
-        """Of a run at this position. Raises UserError for a duration that cannot be measured against its length."""
+        """The limits of a run at this position. Raises UserError for a duration that its length cannot express."""
         every, steps, length = config.every, {}, run_length(config, batches, progress)
         epochs = {"eval": _epochs(every.eval, length), "save": _epochs(every.save, length)}
         for name, value in {"log": every.log, "eval": every.eval, "save": every.save}.items():
@@ -46,7 +46,7 @@ class Limits:
 
 
 def _epochs(value: int | str | None, length: RunLength) -> int:
-    """Whole epochs of unknown length; 0 for any other duration."""
+    """A duration in whole epochs of unknown length; 0 for any other duration."""
     if value is None or length.steps_per_epoch is not None:
         return 0
     amount, unit = parse_duration(value)
@@ -54,9 +54,9 @@ def _epochs(value: int | str | None, length: RunLength) -> int:
 
 
 def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
-    """What durations are measured against: the steps so far, and those from here to the end.
+    """The lengths that durations refer to: the steps so far plus those left.
 
-    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
+    The same at every position unless the data or the global batch has changed: skipped steps also count.
     """
     train, steps_per_epoch = config.train, batches.steps_per_epoch
     rest = batches.steps_left(progress.consumed)

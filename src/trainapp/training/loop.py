@@ -1,7 +1,7 @@
 """The inner loop: what happens in each optimizer step, in order.
 
 A step is a transaction. Its samples are fixed by the sampler's state. Gradients are summed over micro-batches while
-parameters and optimizer stay unchanged, so that aborting is free; then one update changes everything. An
+parameters and optimizer stay unchanged, so aborting is free; then one update changes everything. An
 out-of-memory error leaves `train`; the runner rolls the step back outside `except`, chooses a smaller micro-batch, and
 calls `train` again. With several optimizers, a step is a transaction for each, on the same samples.
 """
@@ -21,7 +21,7 @@ from trainapp.training.transaction import around, micro_batches, transaction
 
 
 def train(session: Session) -> None:
-    """Steps until the end of the run or an agreed stop. An error leaves parameters and optimizer as they were after
+    """Train until the run ends or all ranks agree to stop. An error leaves parameters and optimizer as they were after
     the last finished step, unless `session.attempt.phase.is_partial`.
     """
     while True:
@@ -37,8 +37,8 @@ def train(session: Session) -> None:
 
 
 def train_step(session: Session) -> None:
-    """One optimizer step over the global batch; with several optimizers, each in its turn. Nothing changes before
-    `commit`.
+    """One optimizer step over the global batch; with several optimizers, one update of each in turn. Nothing changes
+    before `commit`.
     """
     engine = session.engine
     for step in session.coming_updates():
@@ -56,7 +56,7 @@ def train_step(session: Session) -> None:
 
 
 def count(session: Session, step: Step, totals: Totals, applied: bool) -> None:
-    """The update is committed, or left out: what follows is the next one's, or the next step's."""
+    """Advance progress after an update was applied or skipped."""
     progress = session.state.progress
     if progress.finish_update(applied, session.state.every):
         session.meter.count(step.samples, totals.count)
@@ -113,7 +113,7 @@ def note_batchnorm(session: Session, step: Step) -> None:
 
 
 def update_weight_average(session: Session) -> None:
-    """Runs between steps, so that a retry resumes the update instead of repeating it."""
+    """Update the weight average. Runs between steps, so a retry resumes the update instead of repeating it."""
     session.attempt.phase = Phase.WEIGHT_AVERAGE
     if session.state.average.averages:
         session.state.average.catch_up(session.state.progress.step)
@@ -132,6 +132,6 @@ def save(session: Session) -> None:
 
 
 def finish_saving(session: Session) -> None:
-    """Commit the checkpoint that was written in the background, if any."""
+    """Commit the checkpoint written in the background, if any."""
     session.attempt.phase = Phase.SAVE
     session.checkpointer.finish()

@@ -1,4 +1,4 @@
-"""Where a step is: its phase, and what recovery needs to know when it fails."""
+"""The phases of a step, and the state of the step in progress, which recovery needs after an error."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,11 +10,11 @@ _BEFORE_COMMIT = (True, True, True)
 
 
 class Phase(str, Enum):
-    """The phases of a run; OOM reports use their values.
+    """The phases of a run. OOM reports use these values.
 
-    can_be_undone: nothing of the step has changed yet: a rollback leaves no trace. is_voted_on: a vote, if votes are
-    held, makes all ranks leave it. depends_on_size: a smaller micro-batch needs less memory. is_partial: parameters and
-    optimizer may be partially updated: only a checkpoint is safe.
+    can_be_undone: nothing of the step has changed yet, so a rollback leaves no trace. is_voted_on: whether an OOM vote
+    can abort this phase on all ranks. depends_on_size: a smaller micro-batch needs less memory. is_partial: parameters
+    and optimizer may be partially updated, so only a checkpoint is safe.
     """
 
     can_be_undone: bool
@@ -28,7 +28,7 @@ class Phase(str, Enum):
         phase.can_be_undone, phase.is_voted_on, phase.depends_on_size, phase.is_partial = undone, voted, sized, partial
         return phase
 
-    READ = "read", False, True  # a stream's samples of the coming step
+    READ = "read", False, True  # reads a stream's samples for the coming step
     START = "start"
     DATA = "data", *_BEFORE_COMMIT
     FORWARD = "forward", *_BEFORE_COMMIT
@@ -36,7 +36,7 @@ class Phase(str, Enum):
     METRIC = "metric", *_BEFORE_COMMIT
     BACKWARD = "backward", *_BEFORE_COMMIT
     GRADIENTS = "gradients", *_BEFORE_COMMIT
-    UNSCALE = "unscale", True, False, True  # of shards: a reduction of torch's own, which no vote can stop
+    UNSCALE = "unscale", True, False, True  # with shards, torch's own reduction, which no vote can stop
     CLIP = "clip", *_BEFORE_COMMIT
     UPDATE_IN_BACKWARD = "update in backward", False, False, True, True
     BACKWARD_AFTER_UPDATES = "backward after updates", False, False, True, True
@@ -53,30 +53,30 @@ class Phase(str, Enum):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether a backward that updates parameters has begun to do so."""
+        """Whether a backward that updates parameters has started to do so."""
         return self.is_partial and self is not Phase.COMMIT
 
 
 class Step(NamedTuple):
-    """The coming optimizer step, and which of its updates: with one optimizer, there is one."""
+    """One update of the next optimizer step."""
 
     update: Update
-    number: int  # from 1; the same again after a skipped step
-    attempt: int  # from 1, skipped steps included: what `batch.micro_schedule` counts
+    number: int  # from 1; unchanged after a skipped step
+    attempt: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
     samples: int  # over all ranks
     is_logged: bool
-    is_drawn: bool  # plot its memory
+    is_drawn: bool  # whether to plot its memory
 
 
 @dataclass
 class Attempt:
-    """The step or evaluation in progress: what recovery needs to know when it fails."""
+    """State of the current attempt at a step or evaluation."""
 
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
-    retried: int = -1  # the last step that was retried at the same size
-    refused: int = 0  # allocations that the device's allocator had refused when it began
-    step: Step | None = None  # the last one that was begun
-    micro_batches: int = 0  # begun in it
-    logged: dict[str, float] = field(default_factory=dict)  # metrics of its finished updates
+    retried: int = -1  # the last step retried at the same size
+    refused: int = 0  # failed allocations before the attempt
+    step: Step | None = None  # the last started one
+    micro_batches: int = 0  # started in this step
+    logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`

@@ -29,17 +29,17 @@ EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is
 
 
 class Objective(NamedTuple):
-    """What "best" means."""
+    """The metric that selects the best checkpoint, and its direction."""
 
     direction: str  # "max" or "min"
     metric: str
 
     @classmethod
     def of(cls, config: Config, task: Task, sets: Sequence[str]) -> "Objective":
-        """From `objective`; auto is the accuracy of classification, and the loss of any other task.
+        """The objective from `objective`; auto is the accuracy for classification, the loss for any other task.
 
-        task: what is evaluated. sets: names of those that are; auto is of the first, which is the data's own validation
-        split (""), if there is one.
+        task: the evaluation task. sets: names of the evaluation sets; auto uses the first, the data's own validation
+        split ("") if it has one.
         """
         if config.objective != "auto":
             direction, metric = config.objective.split()
@@ -49,7 +49,7 @@ class Objective(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation of one data set has found, by metric: numbers, and what metrics with a state have computed."""
+    """The results for one data set, by metric: numbers, and results of stateful metrics."""
 
     means: dict[str, float]
     results: dict[str, Any]
@@ -57,17 +57,17 @@ class Evaluated(NamedTuple):
 
 @dataclass
 class Evaluation:
-    """What evaluations have found: the present one, which continues after it ran out of memory, and the last."""
+    """State of the current evaluation, which continues after it ran out of memory, and results of the last one."""
 
-    totals: Totals | None = None  # so far, of the data set that is being evaluated
-    collector: Any = None  # of its batches, see `training.evaluate`
-    finished: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
-    last: dict[str, float] = field(default_factory=dict)  # as logged; of this process
+    totals: Totals | None = None  # so far, for the current data set
+    collector: Any = None  # collects its batches, see `training.evaluate`
+    finished: dict[str, Evaluated] = field(default_factory=dict)  # results of the sets already evaluated, by name
+    last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
 
 
 @dataclass
 class Session:
-    """Everything that the loop works with: each field is one room's object."""
+    """The objects that the loop works with, one per room."""
 
     config: Config
     engine: Engine  # computes gradients and commits them
@@ -84,7 +84,7 @@ class Session:
     metrics: StatefulMetrics
     callbacks: Callbacks
     evaluation: Evaluation = field(default_factory=Evaluation)
-    sizes: Sizes = field(init=False)  # of micro-batches; chosen once a checkpoint is read
+    sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
     @property
     def state(self) -> TrainState:
@@ -93,29 +93,29 @@ class Session:
 
     @property
     def strategy(self) -> SingleDevice:
-        """How the model is spread over the ranks."""
+        """The strategy that spreads the model over the ranks."""
         return self.engine.strategy
 
     @property
     def snapshot(self) -> Snapshot:
-        """What a forward may change, to return to."""
+        """The snapshot that undoes a forward's changes."""
         return self.engine.snapshot
 
     @property
     def attempt(self) -> Attempt:
-        """Where the step is."""
+        """State of the current attempt."""
         return self.engine.attempt
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether the cadence asks for an evaluation that has not been done at this step."""
+        """Whether an evaluation is due and not yet done at this step."""
         return bool(self.eval_sets) and self._is_due(
             self.limits.evaluate, self.limits.evaluate_epochs, self.state.progress.evaluated_at
         )
 
     @property
     def save_is_due(self) -> bool:
-        """Whether the cadence, the best evaluation so far, or the end of the run asks for a checkpoint of this step."""
+        """Whether a checkpoint of this step is due: by cadence, for the best evaluation so far, or at the run's end."""
         limits, saved_at, progress = self.limits, self.checkpointer.saved_at, self.state.progress
         if saved_at == progress.step:
             return False
@@ -124,7 +124,7 @@ class Session:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run has reached its end or, after a whole step, must stop: a signal or a failed hook."""
+        """Whether the run has reached its end or, after a whole step, must stop: a signal or a failed callback."""
         must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
         return self.is_finished or (must_end and not self.state.progress.update)
 
@@ -136,28 +136,26 @@ class Session:
 
     @property
     def task(self) -> Task:
-        """What is evaluated; with one optimizer, what is trained, too."""
+        """The evaluation task; with one optimizer, also the training task."""
         return self.engine.evaluated_task
 
     def coming_updates(self) -> Iterator[Step]:
-        """The remaining updates of the next step, one at a time: each is begun once the one before it is finished."""
+        """Yield the remaining updates of the next step. Each starts after the previous one has finished."""
         yield self.begin_update()
         while self.state.progress.update:
             yield self.begin_update()
 
     def begin_update(self) -> Step:
-        """Turn to the next update; of a stream, read its samples. Every `every.log`-th step is logged, and the last
-        one.
-        """
+        """Start the next update; for a stream, read its samples. Logged: every `every.log` steps, and the last step."""
         progress, every, self.attempt.phase = self.state.progress, self.limits.log, Phase.READ
         update = self.state.updates[progress.update]
-        if update.name:  # one of several
+        if update.name:  # if there are several
             self.sizes.turn_to(update.name)
         if not progress.update:
             self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)
         is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
-        is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # else the step may not be typical
+        is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # the step must be typical
         return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn)
 
     @property
@@ -172,23 +170,23 @@ class Session:
         return recovers or self.ranks.world == 1
 
     def flags(self) -> Flags:
-        """What this rank sends to the others once per step."""
+        """The flags that this rank sends to the others once per step."""
         is_saving = self.checkpointer.pending is not None and self.checkpointer.busy
         return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news)
 
     def measure_length(self) -> None:
-        """Measure the run again from its present position, with all that depends on its length.
+        """Recompute the run's length from its current position, and everything that depends on it.
 
-        Raises UserError where the schedule's warm-up and decay no longer fit.
+        Raises UserError if the schedule's warm-up and decay no longer fit.
         """
         self.limits = Limits.of(self.config, self.batches, self.state.progress)
         self.schedule_rates()
         self.tracker.progress.set_total(self.limits.length.total_steps)
 
     def schedule_rates(self) -> None:
-        """Give each update the schedule of a run of this length. One that follows evaluations continues.
+        """Rebuild each schedule for the current run length; schedules with state keep it.
 
-        Raises UserError where the schedule does not fit the run.
+        Raises UserError if the schedule does not fit the run.
         """
         config = self.config
         for update in self.state.updates:
@@ -197,7 +195,7 @@ class Session:
             update.schedule = schedules.for_optimizer(
                 config.schedule, self.limits.length, update.optimizer, config.user_packages, self.objective.direction
             )
-            if state:  # torch's; its constructor has set options, such as momentum, to where they begin
+            if state:  # torch's; its constructor has reset options, such as momentum, to their initial values
                 for group, own in zip(groups, kept, strict=True):
                     group.update(own)
                 update.schedule.load_state_dict(state)
@@ -205,7 +203,7 @@ class Session:
                 self._require_evaluations()
 
     def _require_evaluations(self) -> None:
-        """Raises UserError where there are none, which a schedule follows."""
+        """Raises UserError if the schedule needs evaluations and there are none."""
         if self.config.mode == "train" and not (self.eval_sets and self.limits.evaluates):
             why = "every.eval=null" if self.eval_sets else "the data has no validation split"
             raise UserError(

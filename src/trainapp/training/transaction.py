@@ -1,9 +1,10 @@
-"""A step is a transaction: until its commit, `rollback` leaves no trace of it. And what is around each of its
-micro-batches: ranks, and memory that is watched.
+"""A step is a transaction: until its commit, `rollback` leaves no trace of it. Also the context of each micro-batch:
+gradient sync and memory tracking.
 
-Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unvalidated, to
-enforce the limit and to learn what the size needs; when it is logged, at most once in a while; and when it is drawn. In
-others, and in evaluation, only single micro-batches are watched: of an unvalidated size, or longer than any before.
+Tracking costs time on the CPU, where it counts every tensor. A step is tracked while its size is unvalidated, to
+enforce the limit and to measure what the size needs. Logged steps are tracked at most once per second, and steps whose
+memory is plotted always. In other steps, and in evaluation, only single micro-batches are tracked: those of an
+unvalidated size, or longer than any before.
 """
 
 import contextlib
@@ -26,16 +27,16 @@ from trainapp.training.session import Session
 
 
 class SwallowedOutOfMemory(torch.OutOfMemoryError):
-    """An allocation failed in the step, and what asked for it caught the error."""
+    """An allocation failed in the step, and the caller swallowed the error."""
 
 
 @contextlib.contextmanager
 def transaction(session: Session, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unvalidated,
-    enables votes before each collective on whether any rank ran out of memory; also in the one in which cuDNN tunes
-    itself.
+    Seeds the global generators and records everything else a forward may change (`Snapshot`). While the size is
+    unvalidated, enables votes before each collective on whether any rank ran out of memory; also in the step in which
+    cuDNN autotunes.
     """
     attempt, sizes, engine = session.attempt, session.sizes, session.engine
     attempt.phase, attempt.started, attempt.step = Phase.START, time.monotonic(), step  # no restore point yet
@@ -48,7 +49,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
         if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
         attempt.phase = Phase.DATA
-        session.ranks.start_flag_exchange(session.flags)  # in the background: the step hides it
+        session.ranks.start_flag_exchange(session.flags)  # overlaps with the step
         tunes = sizes.autotuner.follow(sizes.train)
         session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
@@ -58,7 +59,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
 
 
 def seed(session: Session, step: Step) -> None:
-    """Seed the global generators, from numbers that are the same in a retry and in a resumed run."""
+    """Seed the global generators, with numbers that are equal in a retry and in a resumed run."""
     seed_from(session.state.device, session.state.seed, step.attempt, step.update.number, session.ranks.rank)
 
 
@@ -77,7 +78,7 @@ def _rehearse(session: Session, step: Step) -> None:
 
 
 def accumulated(session: Session) -> Totals:
-    """The gradients of the step that the engine is at, as `loop.train_step` computes them, and its totals."""
+    """Accumulate the current step's gradients; returns its totals."""
     engine, totals = session.engine, Totals()
     engine.rehearses, session.attempt.micro_batches = True, 0
     for micro in micro_batches(session):
@@ -89,15 +90,15 @@ def accumulated(session: Session) -> Totals:
 
 
 def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
-    """Return to where `phase` can be retried: to the start of the step, or to the end of the one before.
+    """Return to a state from which `phase` can be retried: the start of the step, or the end of the previous one.
 
-    Drops gradients and batches fetched ahead, and releases memory. After a commit the rest stays: evaluation restores
-    itself what it had begun. Call outside `except`, whose traceback keeps tensors alive.
+    Drops gradients and prefetched batches, and releases memory. After a commit nothing else is restored; evaluation
+    resumes by itself. Call outside `except`, whose traceback keeps tensors alive.
     other_ranks_wait: whether the ranks were in the step together; then all of them call this. Raises errors of the
     device that surface only here.
     """
-    # Before anything is freed: emptying the cache unmaps expandable segments, and `record_stream` does not cover what
-    # FSDP2 gathers on one stream and uses on another.
+    # Before anything is freed: emptying the cache unmaps expandable segments, and `record_stream` does not cover
+    # tensors that FSDP2 gathers on one stream and uses on another.
     session.memory.synchronize()
     session.batches.drop_fetched()
     if other_ranks_wait:
@@ -114,7 +115,7 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
 
 
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
-    """The coming step's samples, fetched and cut to the size that fits: the same number of pieces on every rank."""
+    """The coming step's samples, fetched and cut to the size that fits: equally many micro-batches on every rank."""
     batches, sizes = session.batches, session.sizes
     by_update = [own.size for own in sizes.by_update.values()]
     fetched = session.meter.timed(batches.micro_batches(session.state.progress, by_update, session.state.every))
@@ -124,17 +125,17 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
 
 @contextlib.contextmanager
 def around(session: Session, micro: MicroBatch) -> Iterator[None]:
-    """Around the forward and backward of a micro-batch. Only the last one of a step sums gradients over ranks."""
+    """Around the forward and backward of a micro-batch. Only a step's last one sums gradients over ranks."""
     attempt, sizes, step = session.attempt, session.sizes.train, session.engine.step
     sizes.current_bucket = micro.bucket
     is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
     watching = watched(session, sizes, session.ranks, micro.data, None if is_first else micro.samples)
     flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if step.is_logged and micro.real:  # of the samples that were seen since this update was last made
+    if step.is_logged and micro.real:  # counts FLOPs of the samples since this update was last made
         flops = session.meter.counting_flops(step.update.name, micro.samples * step.update.every)
     with session.strategy.micro_batch(micro.last), watching, flops:
         yield
-    if not attempt.phase.is_partial:  # a partially applied step stays so until it is committed
+    if not attempt.phase.is_partial:  # a partially applied step stays so until its commit
         attempt.phase = Phase.DATA
 
 
@@ -143,7 +144,7 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
 
 def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManager[None]:
     """Use around a whole step."""
-    # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
+    # Watching runs a compiled step uncompiled: results would round differently in steps chosen by the clock.
     is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
     is_watched = session.sizes.train.is_unvalidated or step.is_drawn or is_due
     return _watched_step(session, step) if is_watched else contextlib.nullcontext()
@@ -151,7 +152,7 @@ def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _watched_step(session: Session, step: Step) -> Iterator[None]:
-    # Created before measuring, so that they do not count as kept by the first step.
+    # Create the scale and weight tensors now, so they are not attributed to the step.
     session.engine.scaled(session.engine.weight_of(step.samples))
     with session.memory.watch(session.meter.resident()):
         yield
@@ -169,9 +170,9 @@ def watched(
     """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
     batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
-    sizes: those that it was cut by. ranks: those that go forward together. samples: tells the search for larger sizes
-    how many have had this peak; None where it says little of others, as in the first micro-batch of a step, which no
-    gradients precede. always: whatever the sizes say.
+    sizes: the search that chose this size. ranks: ranks running this batch together. samples: reported with the peak;
+    None if the peak is not representative, as in a step's first micro-batch, without gradients in memory. always: watch
+    whatever the sizes say.
     """
     if always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated:
         return _watched(session, sizes, ranks, batch, samples)
@@ -182,7 +183,7 @@ def watched(
 def _watched(session: Session, sizes: MicroBatchSizes, ranks: Ranks, batch: Any, samples: int | None) -> Iterator[None]:
     with session.memory.watch(session.meter.resident()):
         before = session.memory.lap()
-        with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # last, so that an error names it
+        with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # innermost, so that an error names it
             yield
         after = session.memory.lap()
     if samples and before and after:
@@ -191,16 +192,16 @@ def _watched(session: Session, sizes: MicroBatchSizes, ranks: Ranks, batch: Any,
         _require_all_allocated(session, sizes, ranks)
 
 
-# --- allocations that fail without an error, because a library catches it and takes another way
+# --- allocations that fail without an error, because a library catches it and falls back
 
 
 def note_refused(session: Session) -> None:
-    """Note how many allocations have been refused so far. In unvalidated and logged steps alone: reading takes time."""
+    """Record the number of refused allocations so far. Only in unvalidated and logged steps: reading it takes time."""
     session.attempt.refused = session.memory.refused_allocations()
 
 
 def refused_in_attempt(session: Session) -> int:
-    """How many allocations the device's allocator has refused since `note_refused`."""
+    """The number of allocations that the device's allocator has refused since `note_refused`."""
     return session.memory.refused_allocations() - session.attempt.refused
 
 
@@ -208,12 +209,12 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Rank
     """Raises SwallowedOutOfMemory if an allocation has failed in a micro-batch of an unvalidated size, a smaller size
     is left to try, and the other ranks can be informed.
 
-    The search for a convolution's plan catches such errors (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp): it
-    skips a plan whose workspace does not fit, runs the next, and keeps that one for the rest of the process. Its result
-    may differ in the last bits from that of a process with more memory, and it may be slow. So such a size does not
-    fit, error or not. Two exceptions: the smallest size, since a slow step is better than none, and several ranks that
-    hold no votes, since all of them would have to restart. The allocator counts on the host, when an operation is
-    launched, so that reading its count waits for no kernel.
+    cuDNN's plan search catches such errors (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp): it skips a plan whose
+    workspace does not fit, runs the next, and keeps that one for the rest of the process. Its result may differ in the
+    last bits from that of a process with more memory, and it may be slow, so such a size counts as too large. Two
+    exceptions: the smallest size, since a slow step is better than none, and several ranks without votes, since all of
+    them would have to restart. The allocator counts on the host, when an operation is launched, so reading its count
+    does not wait for kernels.
     """
     count = refused_in_attempt(session)
     if count <= 0 or not session.config.oom.enabled:
@@ -222,12 +223,12 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Rank
     if sizes.can_shrink and (ranks.world == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(
             f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
-            "cuDNN, which then takes another algorithm"
+            "cuDNN, which then uses another algorithm"
         )
     why = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
     session.tracker.warn_once(
-        f"step {session.state.progress.step + 1}: allocations fail and something catches the errors, probably cuDNN, "
-        f"which then takes other algorithms; the step is not retried, since {why}. It may be slow, and its result may "
+        f"step {session.state.progress.step + 1}: allocations fail and the errors are caught, probably by cuDNN, "
+        f"which then uses other algorithms; the step is not retried, since {why}. It may be slow, and its result may "
         "differ in the last bits",
         topic="swallowed errors",
     )
