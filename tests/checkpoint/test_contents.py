@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from trainapp.training import loop
 
 DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign]")
-NOT_SAVED = "a checkpoint does not hold what training has changed in "
+NOT_SAVED = "a checkpoint does not hold changes of training in "
 
 
 def overrides(model, optimizer=""):

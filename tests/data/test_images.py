@@ -304,7 +304,7 @@ def test_class_names_are_kept_and_other_ones_refused(tmp_path):
     for part in ("train", "val"):
         (root / part / "blue").rename(root / part / "sky")
     with pytest.raises(
-        UserError, match=r"classes are others than when it was saved: blue \(now green\), green \(now red\)"
+        UserError, match=r"classes differ from when it was saved: blue \(now green\), green \(now red\)"
     ):
         runs.run(tmp_path / "run", *run, "train.max_steps=2")
     with pytest.raises(UserError, match=r"data\.path=null: name the folder"):

@@ -179,7 +179,7 @@ def test_the_average_is_used(tmp_path):
         (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
         (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must be letters"),
         (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must be letters"),
-        (("predict.output=/",), "predict.output=/: is there already, and is no file of rows"),
+        (("predict.output=/",), "predict.output=/: exists, and is not a file of rows"),
         (("parallel=fsdp",), "mode=predict with parallel=fsdp"),
     ],
 )

@@ -65,9 +65,9 @@ def test_rows_of_another_configuration_are_not_continued(tmp_path):
 def test_a_file_of_something_else_is_not_replaced(tmp_path):
     """Such as a result of the run that the command names."""
     (tmp_path / "result.json").write_text('{"steps": 3}')
-    with pytest.raises(UserError, match=r"predict\.output=.*result\.json: is there already, and is no file of rows"):
+    with pytest.raises(UserError, match=r"predict\.output=.*result\.json: exists, and is not a file of rows"):
         opened(tmp_path / "result.json")
-    with pytest.raises(UserError, match="is there already, and is no file of rows"):
+    with pytest.raises(UserError, match="exists, and is not a file of rows"):
         opened(tmp_path)
 
 

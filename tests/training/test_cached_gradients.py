@@ -90,7 +90,7 @@ def test_a_pass_that_is_not_the_same_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshot, "restore_generators", lambda self: None)
     monkeypatch.setattr(cached_gradients, "seed_from", lambda *_: None)
     run = prepared(tmp_path, MIRRORED, "batch.micro_size=8")
-    with pytest.raises(UserError, match="its embed returns something else when it is repeated"):
+    with pytest.raises(UserError, match="is not deterministic: calling it twice"):
         runs.accumulate(run)
     run.close()
 

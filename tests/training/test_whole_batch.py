@@ -61,7 +61,7 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
     limited = (*WHOLE, "batch.global_size=512", "memory.limit=700KiB", "checkpointing=off")
     with pytest.raises(TrainingStopped) as stopped:
         runs.run(tmp_path, *limited)
-    told = "its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller batch.global_size helps"
+    told = "its loss needs the whole batch (whole_batch=True), which is never cut; a smaller batch.global_size helps"
     assert told in str(stopped.value)
     assert runs.run(tmp_path / "smaller", *limited, "batch.global_size=64").steps == 4  # negative control
 

@@ -24,7 +24,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import Stateful
 from trainapp.units import listed
 
-VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
+VALUES = "values.pt"  # everything except the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
 
 
@@ -77,8 +77,8 @@ class Checkpointer:
         names = self.state.not_saved()
         if names and not self._not_saved:
             log.warning(
-                "a checkpoint does not hold what training has changed in %s: plain attributes, and buffers that a "
-                "forward registers or reshapes; a resumed run begins with their initial values. Register them as "
+                "a checkpoint does not hold changes of training in %s: plain attributes, and buffers that a "
+                "forward registers or reshapes; a resumed run starts from their initial values. Register them as "
                 "buffers in __init__, or return them from get_extra_state",
                 listed(names, most=4),
             )
@@ -92,7 +92,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the checkpoint in the background, if any, and commit it. Collective.
 
-        One that failed on any rank is written again, from the copy and in the foreground, whose errors are `save`'s.
+        If writing failed on any rank, it is written again from the copy, in the foreground, with the errors of `save`.
         """
         if self.pending is None or self.directory is None:
             return
@@ -111,7 +111,7 @@ class Checkpointer:
         self.directory.write(saving)
 
     def _write(self, tensors: dict[str, Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Write this rank's files and describe them: its shards, and on rank 0 the files that belong to no rank."""
+        """Write this rank's files and describe them: its shards, and on rank 0 the files common to all ranks."""
         shards.write(tensors, folder, self.ranks.saving_group)
         own = list(folder.glob(f"__{self.ranks.rank}_*"))
         if self.ranks.is_rank_zero:
@@ -131,8 +131,8 @@ def _in_one_line(error: BaseException) -> str:
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its `sizes`. Collective.
 
-    A weight average that was not saved is reset to the weights. Raises UserError when the checkpoint does not
-    fit the model or the optimizer, or holds anything but tensors and plain values.
+    A weight average that was not saved is reset to the weights. Raises UserError if the checkpoint does not fit the
+    model or the optimizer, or holds anything but tensors and plain values.
     """
     values, sizes = _load_values(path), shards.sizes(path)
     with misfits_named(path):
@@ -148,8 +148,8 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
-    """Fill a model that has just been built, whole on this process, from the checkpoint at `path`: parameters by their
-    average if the run kept one. Returns what the checkpoint holds beside tensors. Raises UserError as `restore`.
+    """Fill a newly built model, whole in this process, from the checkpoint at `path`: parameters by their average if
+    the run kept one. Returns the checkpoint's plain values. Raises UserError as `restore`.
     """
     values, sizes = _load_values(path), shards.sizes(path)
     own, saved = ModelState(model), values["model_values"]
@@ -166,10 +166,10 @@ def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
 
 
 def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights in the checkpoint at `path`, whole, in host memory: parameters, by their average if the run kept one,
-    and buffers. Of a run with adapters they are the adapters, and what forwards have written of their base.
+    """The weights in the checkpoint at `path`, whole, in host memory: parameters (their average if the run kept one)
+    and buffers. With adapters: the adapters, and what forwards have written in their base.
 
-    Raises UserError unless it has adapters for the base of `model`, or neither has any.
+    Raises UserError unless the checkpoint has adapters for the base of `model`, or neither has any.
     """
     with misfits_named(path):
         adapters.require_same_base(model, _load_values(path)["base"])
@@ -182,7 +182,7 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def misfits_named(path: Path) -> Iterator[None]:
-    """An error inside the block is a UserError that names the checkpoint."""
+    """Convert errors inside the block into a UserError that names the checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError:

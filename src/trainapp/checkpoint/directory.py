@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: written whole or not at all, verified before use, skipped if damaged.
+"""The checkpoints of a run on disk: written completely or not at all, verified before use, skipped if damaged.
 
     <run directory>/checkpoints/step_00000100/    one checkpoint
         __<rank>_0.distcp, .metadata              tensors, as torch.distributed.checkpoint writes them (`shards`)
@@ -6,8 +6,8 @@
         manifest.json                             configuration, versions, size and SHA-256 of each file
     <run directory>/checkpoints/best              the name of the best
 
-A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed.
-Whatever else lies in the folder is left alone, such as a copy `step_00000100_backup`.
+A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed. Other
+files in the folder are left alone, such as a copy `step_00000100_backup`.
 """
 
 import contextlib
@@ -47,14 +47,14 @@ class Saving(NamedTuple):
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run directory. keep_last: how many of the newest to keep, in addition to the best."""
+    """The checkpoints of one run directory. keep_last: number of newest ones to keep, in addition to the best."""
 
     def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.ranks = keep_last, ranks
 
     def write(self, saving: Saving) -> None:
-        """Write a checkpoint. Collective. Raises TrainingStopped when a disk refuses it."""
+        """Write a checkpoint. Collective. Raises TrainingStopped if a disk refuses it."""
         folder = self.begin(saving.step)
         self.commit(folder, self._on_all_ranks(saving.step, folder, lambda: saving.write(folder)), saving)
 
@@ -64,7 +64,7 @@ class CheckpointDirectory:
 
         def make() -> None:
             if self.ranks.is_rank_zero:
-                for leftover in self.folder.glob(".tmp-*"):  # of a killed process
+                for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
                     _delete(leftover)
                 temporary.mkdir(parents=True)
 
@@ -72,9 +72,9 @@ class CheckpointDirectory:
         return temporary
 
     def commit(self, temporary: Path, files: dict[str, Any], saving: Saving) -> None:
-        """Give the written folder its manifest and its name, then remove checkpoints past `keep_last`. Collective.
+        """Give the written folder its manifest and its name, then remove checkpoints beyond `keep_last`. Collective.
 
-        files: `describe` of the files that this rank wrote.
+        files: result of `describe` for this rank's files.
         """
         by_rank = self.ranks.all_gather_object(files)
 
@@ -82,7 +82,7 @@ class CheckpointDirectory:
             final = self.folder / _name(saving.step)
             everything = {name: entry for part in by_rank for name, entry in part.items()}
             write_manifest(temporary, saving, everything, self.ranks.world)
-            if os.path.lexists(final):  # an earlier attempt at this step
+            if os.path.lexists(final):  # from an earlier attempt at this step
                 _remove(final)
             os.replace(temporary, final)
             fsync(self.folder)
@@ -94,9 +94,9 @@ class CheckpointDirectory:
         self._on_all_ranks(saving.step, temporary, finish if self.ranks.is_rank_zero else lambda: None)
 
     def _on_all_ranks(self, step: int, temporary: Path, work: Callable[[], T]) -> T:
-        """What `work` returns here. Collective.
+        """This rank's result of `work`. Collective.
 
-        Raises TrainingStopped on all ranks, and removes the `temporary` folder, when the disk refuses a write on any.
+        Raises TrainingStopped on all ranks, and removes the `temporary` folder, if the disk refuses a write on any.
         """
         result, refusal = None, None
         try:
@@ -149,21 +149,21 @@ class CheckpointDirectory:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, damaged ones included. Nothing else that lies there is listed."""
+    """The checkpoints in a folder, newest first, including damaged ones. Other files are ignored."""
     return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def names_checkpoint(value: str) -> bool:
-    """Whether it is the path of a run's directory, of a checkpoint, or of a run's `checkpoints/best`."""
+    """Whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
     path = Path(value)
     return (path / "checkpoints").is_dir() or (path / MANIFEST).is_file() or (path.name == "best" and path.is_file())
 
 
 def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
-    """The checkpoint at this path, the best one if it is that of a run's `checkpoints/best`, or the newest good one if
-    it is that of a run directory.
+    """The checkpoint at this path; for a run's `checkpoints/best`, the best one; for a run directory, the newest good
+    one.
 
-    setting: that has this value. Raises UserError when there is none, and when the named checkpoint cannot be used.
+    setting: the setting with this value. Raises UserError if there is none, or if it cannot be used.
     """
     name, path = f"{setting}={value}", Path(value)
     if not path.exists():
@@ -187,7 +187,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
-    Raises UserError for one of another format, OSError or ValueError when it cannot be read.
+    Raises UserError for another format, OSError or ValueError if it cannot be read.
     """
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
     if manifest.get("format") != FORMAT:
@@ -207,8 +207,8 @@ def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 def damage(path: Path) -> str | None:
     """Why the checkpoint at `path` cannot be used, as a predicate ("is damaged ..."); None if it can.
 
-    Every file must be present with the size and digest in the manifest. Reads all of it: about 3 s per GB.
-    Raises UserError for one of another format.
+    Every file must have the size and digest in the manifest. Reads all files: about 3 s per GB.
+    Raises UserError for another format.
     """
     try:
         for name, expected in read_manifest(path)["files"].items():
@@ -225,7 +225,7 @@ def damage(path: Path) -> str | None:
 
 
 def write_manifest(folder: Path, saving: Saving, files: dict[str, Any], world: int) -> None:
-    """Write the manifest of the checkpoint in `folder`. files: `describe` of those of all ranks."""
+    """Write the manifest of the checkpoint in `folder`. files: result of `describe` for all ranks' files."""
     manifest = {
         "format": FORMAT,
         "step": saving.step,
@@ -251,12 +251,12 @@ def _name(step: int) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether it has a checkpoint's name and at least one of its files. A link to such a folder is one, too."""
+    """Whether the path, or its target, has a checkpoint's name and at least one of its files."""
     return bool(_NAME.fullmatch(path.name)) and any((path / n).exists() for n in (MANIFEST, ".metadata", "values.pt"))
 
 
 def _refusal(error: BaseException, ranks: Ranks) -> str:
-    """Why a disk refused a write, and on which rank. Raises `error` when it is another kind of error."""
+    """Why a disk refused a write, and on which rank. Raises `error` if it has another cause."""
     rank = ranks.rank
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
         rank, (error, _) = next(iter(error.failures.items()))
@@ -269,14 +269,14 @@ def _refusal(error: BaseException, ranks: Ranks) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Rename it first, so that it disappears at once."""
+    """Remove a folder; renames it first, so that it disappears at once."""
     hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
     os.replace(path, hidden)
     _delete(hidden)
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it; of a link, or a file, the name alone."""
+    """Delete a folder with its content; for a link or a file, only its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

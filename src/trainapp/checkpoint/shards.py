@@ -1,8 +1,8 @@
 """The tensors of a checkpoint, through torch.distributed.checkpoint: one format for one process and for many.
 
 Each rank writes its shards into one file; any number of ranks may read them. torch's own reader unpickles the metadata,
-and would run code planted there. Here an unpickler that knows a handful of classes reads it, and only tensors are
-ever asked for, which torch loads with `weights_only`.
+which would run code planted there. Here an unpickler that allows a handful of classes reads it, and only tensors are
+requested, which torch loads with `weights_only`.
 """
 
 import pickle
@@ -34,7 +34,7 @@ _ALLOWED = {
     *(("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath")),
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set")),
 }
-# torch says so even where `no_dist` asks for it; the filter is global because saving runs in a thread.
+# torch warns even with `no_dist`; the filter is global because saving runs in a thread.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
@@ -42,23 +42,23 @@ class _Unpickler(pickle.Unpickler):
     """Resolves only the classes of checkpoint metadata, and dtypes: nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # By exact name: a dotted one would reach whatever an allowed module or class has imported.
+        # By exact name: a dotted one would reach anything that an allowed module or class has imported.
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 name a member of an enum
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members this way
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _member(kind: Any, name: str) -> Any:
-    if not isinstance(kind, EnumMeta):  # of the allowed names only that of memory formats is one
+    if not isinstance(kind, EnumMeta):  # among the allowed names, only memory formats are an enum
         raise pickle.UnpicklingError(f"it names {kind}.{name}")
     return kind[name]
 
 
 class SafeReader(FileSystemReader):
-    """Reads what `write` wrote: tensors. Raises UserError for metadata that holds anything else."""
+    """Reads the tensors that `write` wrote. Raises UserError for metadata that holds anything else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata."""
@@ -72,8 +72,8 @@ class SafeReader(FileSystemReader):
             raise UserError(
                 f"checkpoint {self.path}: its metadata is not a checkpoint's; not loaded: {error}"
             ) from None
-        if others:  # torch would unpickle them, whatever was asked for
-            raise UserError(f"checkpoint {self.path}: {others[0]} is no tensor; not loaded")
+        if others:  # torch would unpickle them, whatever was requested
+            raise UserError(f"checkpoint {self.path}: {others[0]} is not a tensor; not loaded")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -88,8 +88,8 @@ def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the tensors in nested dicts into the existing `folder`, each rank its part. Collective over `group`.
 
-    group: one that nothing else uses, since this may run in a thread during training; None for a single process.
-    Raises CheckpointException, a BaseException, on every rank when one could not write.
+    group: a group used for nothing else, since this may run in a thread during training; None for a single process.
+    Raises CheckpointException, a BaseException, on every rank if one could not write.
     """
     save(_filled(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
@@ -104,10 +104,10 @@ def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors in nested dicts, of whatever sharding, in place. Collective over `group`.
+    """Fill the tensors in nested dicts, with any sharding, in place. Collective over `group`.
 
-    Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes, but
-    for `buffers`, where it may hold more; other parts of it are not read. Raises UserError otherwise.
+    For each part of `tensors` (its outermost keys) the checkpoint must hold exactly the same names and shapes, except
+    `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise.
     """
     own = {name: tuple(tensor.shape) for name, tensor in _flat(tensors)}
     saved = {name: tuple(size) for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
@@ -123,7 +123,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
 
 
 def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
-    """The saved tensors of these names, whole, in host memory: by this process alone, whatever wrote them.
+    """The saved tensors of these names, whole, in host memory. Not collective.
 
     Raises UserError for files that cannot be read.
     """
@@ -147,7 +147,7 @@ def _writer(folder: Path) -> FileSystemWriter:
 
 
 def _filled(values: dict[str, Any]) -> dict[str, Any]:
-    """Without empty dicts, which torch would pickle."""
+    """The values without empty dicts, which torch would pickle."""
     inner = {name: _filled(value) if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in inner.items() if not (isinstance(value, dict) and not value)}
 

@@ -1,13 +1,12 @@
-"""The state of a model, of an optimizer and of other objects as a checkpoint holds it, and a fresh one made ready to
-take it.
+"""The state of models, optimizers and other objects as stored in checkpoints, and preparing fresh objects to load it.
 
-Tensors are those of the state dict themselves, whole or in shards: the checkpoint writes them, and fills them in place.
-Everything else is plain values, which `torch.load(weights_only=True)` reads without executing anything: numbers,
-strings, tensors, and dicts, lists, tuples and sets of them. NumPy's arrays and scalars are kept as tensors. Names are
-those of parameters, which survive regrouping and resharding.
+Tensors are the state dict's own, whole or sharded: the checkpoint writes them, and fills them in place. Everything else
+is plain values, which `torch.load(weights_only=True)` reads without executing code: numbers, strings, tensors, and
+dicts, lists, tuples and sets of them. NumPy arrays and scalars are stored as tensors. Names are parameters' names,
+which survive regrouping and resharding.
 
-torch's `set_optimizer_state_dict` is not used: it casts the optimizer's state to the dtype and the device of its
-parameters (2.13, `Optimizer.load_state_dict`), and low-precision and offloaded states have others.
+torch's `set_optimizer_state_dict` is not used: it casts the optimizer's state to the dtype and device of its parameters
+(2.13, `Optimizer.load_state_dict`), but low-precision and offloaded states have others.
 """
 
 import copy
@@ -27,7 +26,7 @@ from trainapp.optim.optimizers import step_without_effect
 from trainapp.stateful import Stateful, has_extra_state, is_expanded
 from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, strided_parts, version_of
 
-Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
+Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # shape and dtype of saved tensors, by name
 _OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in every step
 _ARRAY, _SCALAR = "trainapp.array", "trainapp.scalar"  # the only key of a dict that stands for one
 _LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.Size)
@@ -35,7 +34,7 @@ _SEQUENCES, _DICTS = (list, tuple, set), (dict, OrderedDict, Counter)
 
 
 class ModelState:
-    """The state of one model. Made when the model has just been built: what differs later has changed in training."""
+    """The state of one model. Create it for a newly built model: later differences are training's changes."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -50,7 +49,7 @@ class ModelState:
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
         for name, value in self.model.state_dict(keep_vars=True).items():
-            if name.rpartition(".")[2] != EXTRA_STATE:  # `Stateful` has it, of each rank
+            if name.rpartition(".")[2] != EXTRA_STATE:  # `Stateful` saves it per rank
                 yield name, value
 
     def _has_changed(self, name: str, tensor: Tensor) -> bool:
@@ -58,17 +57,17 @@ class ModelState:
         return built() is not tensor or version != version_of(tensor)
 
     def written(self) -> list[str]:
-        """Of a model with adapters: names in its frozen base, which a checkpoint does not hold, that forwards have
-        written all the same, as those of a momentum teacher do.
+        """For a model with adapters: names in its frozen base, which a checkpoint does not hold, that forwards have
+        written nevertheless, as with a momentum teacher.
         """
         named = self.model.named_parameters()
         return sorted(name for name, own in named if name in self._frozen and self._has_changed(name, own))
 
     def tensors(self, written: Collection[str], left_out: Collection[str] = ()) -> dict[str, Tensor]:
-        """The dense tensors of the state dict. One with several names, such as a tied weight, has the first.
+        """The dense tensors of the state dict. A tensor with several names, such as a tied weight, has the first.
 
-        Not the frozen base of a model with adapters, but for what is `written` of it, and nothing that is `left_out`
-        here, or was when the checkpoint was written.
+        Excludes the frozen base of a model with adapters, except what is `written`, and everything that is `left_out`
+        now or was when the checkpoint was written.
         """
         hidden = self._frozen.difference(written) | {*self.left_out(), *left_out}
         tensors, seen = {}, set()
@@ -90,28 +89,28 @@ class ModelState:
         return {name: buffer for name, buffer in outside.items() if shapes.get(f"buffers.{name}") == buffer.shape}
 
     def values(self) -> dict[str, Any]:
-        """What modules add to the state dict that is no dense tensor, in plain values."""
+        """Entries that modules add to the state dict other than dense tensors, as plain values."""
         others = {name: value for name, value in self._entries() if not _is_dense(value)}
         return {name: encoded(value, f"{name} of the model's state dict") for name, value in others.items()}
 
     def load_values(self, saved: dict[str, Any]) -> None:
-        """Restore `values`, and copies that hooks make of tensors. Call when `tensors` are filled."""
+        """Restore `values`, and copies that hooks make of tensors. Call after filling `tensors`."""
         own = {id(tensor) for _, tensor in self._own()}
         entries = dict(self._entries()) | decoded(saved)
         if any(id(value) not in own for value in entries.values()):
             self.model.load_state_dict(entries, strict=False)  # without extra state, which has its own owner
 
     def left_out(self) -> list[str]:
-        """Tensors that a fresh model does not have, or in another shape: those that a forward registers, fills or
-        lets grow. Names that a fresh model has, and this one has no longer, too.
+        """Tensors that a fresh model lacks or has in another shape (a forward registers, fills or grows them), and
+        names that a fresh model has but this one no longer.
         """
         now, built = {name: t.shape for name, t in self._own()}, {name: of[0] for name, of in self._built.items()}
         moved = {name for name in now.keys() | built.keys() if now.get(name) != built.get(name)}
         return sorted(moved | {name for name, tensor in self._own() if is_expanded(tensor)})
 
     def not_saved(self) -> list[str]:
-        """What training has changed and a checkpoint does not hold: `left_out`, and plain values and tensors in
-        attributes of modules that these put neither into the state dict nor into their extra state.
+        """Changes of training that a checkpoint does not hold: `left_out`, and plain values and tensors in attributes
+        of modules that are neither in the state dict nor in their extra state.
         """
         saved = {name for name, _ in self._entries()}
         now = {name: value for name, value in _attributes(self.model) if name not in saved}
@@ -135,7 +134,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of each group's options. Those that later differ are the optimizer's state, and not configuration."""
+    """A copy of each group's options. Later differences are the optimizer's state, not configuration."""
     kinds = (Tensor, np.ndarray, list, tuple, dict)
     return [
         {n: copy.deepcopy(v) if isinstance(v, kinds) else v for n, v in group.items() if n not in _OF_THE_LOOP}
@@ -144,8 +143,8 @@ def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def require_loadable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for an optimizer with a `state_dict` of its own: a checkpoint holds `state` and `param_groups`,
-    and would lose what else is in it.
+    """Raises UserError for an optimizer with its own `state_dict`: a checkpoint holds only `state` and `param_groups`,
+    and would lose the rest.
     """
     kind = type(optimizer)
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
@@ -162,9 +161,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything but `optimizer_tensors`, in plain values. built: the `options` of the optimizer as it was built.
+    """Everything except `optimizer_tensors`, as plain values. built: the `options` of the newly built optimizer.
 
-    Raises UserError for what a checkpoint cannot hold.
+    Raises UserError for values that a checkpoint cannot hold.
     """
     state = _by_name(model, optimizer)
     plain = {name: {key: v for key, v in own.items() if not isinstance(v, Tensor)} for name, own in state.items()}
@@ -189,8 +188,8 @@ def prepare_optimizer(
 ) -> None:
     """Give a fresh optimizer the structure of the saved one's state: tensors allocated, plain values filled in.
 
-    saved: its `optimizer_values`. sizes: of its tensors, whose names begin with `prefix`. Raises UserError where it was
-    saved by an optimizer of another kind.
+    saved: its `optimizer_values`. sizes: shapes and dtypes of its tensors, whose names start with `prefix`. Raises
+    UserError if it was saved by another kind of optimizer.
     """
     if saved["kind"] != _kind(optimizer):
         raise UserError(
@@ -201,7 +200,7 @@ def prepare_optimizer(
         step_without_effect(optimizer)
     for name, parameter in model.named_parameters():
         own = optimizer.state.pop(parameter, {})
-        if name in saved["state"]:  # else it has had no gradient yet
+        if name in saved["state"]:  # otherwise it had no gradient yet
             tensors = {
                 key: _tensor(own.get(key), *sizes[f"{prefix}.{name}.{key}"], parameter)
                 for key in saved["tensors"][name]
@@ -216,7 +215,7 @@ def prepare_optimizer(
 
 
 def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Raises UserError for the state of a parameter that is not the model's."""
+    """The optimizer's state by parameter name. Raises UserError for a parameter that is not the model's."""
     names = _names(model)
     states = {key: state for key, state in optimizer.state.items() if isinstance(key, Tensor)}
     lost = [parameter for parameter in states if id(parameter) not in names]
@@ -229,7 +228,7 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Of parameters, by id."""
+    """The names of parameters, by id."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
@@ -238,7 +237,7 @@ def _tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, and the form of its state where that is not a tensor of values."""
+    """The optimizer's class, and the form of its state if that is not plain values."""
     form = getattr(optimizer, "state_form", "")
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{f' ({form})' * bool(form)}"
 
@@ -250,7 +249,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _tensor(own: Tensor | None, shape: torch.Size, dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    """The tensor to read into: the existing one, or a new one laid out as its parameter where it has that shape."""
+    """The tensor to read into: the existing one, or a new one, laid out like its parameter if the shapes are equal."""
     if own is not None and own.shape == shape:
         return own
     if shape == parameter.shape:
@@ -258,18 +257,18 @@ def _tensor(own: Tensor | None, shape: torch.Size, dtype: torch.dtype, parameter
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-# --- objects with a state of their own
+# --- objects with their own state
 
 
 def stateful_values(stateful: Stateful) -> dict[str, Any]:
-    """The states of all owners, by name. Raises UserError for one that is not made of plain values and tensors."""
+    """The states of all owners, by name. Raises UserError for a state with anything but plain values and tensors."""
     return {name: encoded(owner.get(), f"the state of {name}") for name, owner in stateful.owners.items()}
 
 
 def load_stateful(stateful: Stateful, saved: dict[str, Any]) -> list[str]:
-    """The inverse of `stateful_values`. Returns the names that only one side has: their owners stay as they are.
+    """The inverse of `stateful_values`. Returns the names that only one side has; their owners are unchanged.
 
-    An error of the owner's own method has a note of its name.
+    An error of the owner's own method gets a note with its name.
     """
     for name in sorted(stateful.owners.keys() & saved.keys()):
         try:
@@ -286,11 +285,11 @@ def load_stateful(stateful: Stateful, saved: dict[str, Any]) -> list[str]:
 def encoded(value: Any, name: str) -> Any:
     """A copy that `torch.load(weights_only=True)` can read, with tensors on the host.
 
-    name: of the value, for the message. Raises UserError for what a checkpoint cannot hold: to be called when saving,
+    name: the value's name, for the message. Raises UserError for values that a checkpoint cannot hold, when saving,
     since when loading it would be too late.
     """
     kind = type(value)
-    if kind in _LEAVES or (kind is bytes and value):  # `torch.load` refuses how empty ones are pickled
+    if kind in _LEAVES or (kind is bytes and value):  # `torch.load` rejects empty ones
         return value
     if kind in (Tensor, torch.nn.Parameter):
         return value.detach().resolve_conj().resolve_neg().cpu().clone()
@@ -310,7 +309,7 @@ def encoded(value: Any, name: str) -> Any:
 
 
 def decoded(saved: Any, device: torch.device | None = None) -> Any:
-    """The inverse of `encoded`. device: for tensors, which are not copied otherwise."""
+    """The inverse of `encoded`. device: device to move tensors to; None: tensors are not copied."""
     if isinstance(saved, Tensor):
         return saved if device is None else saved.to(device)
     if isinstance(saved, dict):
@@ -321,9 +320,7 @@ def decoded(saved: Any, device: torch.device | None = None) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Of an encoded value: equal for equal values, by type and bit for bit. The order of a dict or set counts for
-    nothing.
-    """
+    """A digest of an encoded value: equal for equal types and bits. Ignores the order of dicts and sets."""
     hasher = hashlib.sha256(type(value).__name__.encode())
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype}{value.layout}{tuple(value.shape)}".encode())

@@ -1,4 +1,4 @@
-"""The state of a run between two steps: what a checkpoint holds."""
+"""The state of a run between two steps, as saved in checkpoints."""
 
 import dataclasses
 import logging
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Update:
-    """What one update of a step trains, and with what. A step has one, or several in turn: see `updates`.
+    """The parameters, optimizer and schedule of one update. A step has one, or several in turn: see `updates`.
 
-    name: empty for the only one. parameters: that it trains. precision: with a loss scale of its own. schedule: of its
-    learning rates. number: its place in the step. every: the steps in which it is made, see `due_updates`.
+    name: empty for a step's only update. parameters: the parameters it trains. precision: with its own loss scale.
+    schedule: of its learning rates. number: its index in the step. every: its interval in steps, see `due_updates`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -39,42 +39,42 @@ class Update:
     schedule: Schedule = field(default_factory=Schedule)
     number: int = 0
     every: int = 1
-    # Options of the groups as they were built: what differs from them later is state, and not configuration.
+    # Options of the newly built groups: later differences are state, not configuration.
     built_options: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.built_options = state_dicts.options(self.optimizer)
 
     def named(self, metric: str) -> str:
-        """A metric's name in the log: with the update's, where there are several."""
+        """A metric's name in the log, with the update's name if there are several."""
         return f"{self.name}/{metric}" if self.name else metric
 
 
 @dataclass
 class TrainState:
-    """Exactly what a resume needs. What is between the updates of a step is never saved."""
+    """Exactly the state that a resume needs. State between the updates of a step is never saved."""
 
     model: nn.Module
     updates: list[Update]
     average: WeightAverage
     device: torch.device
     seed: int
-    keeps_gradients: bool = True  # until the update, which `optimizer.in_backward` makes part of the backward
+    keeps_gradients: bool = True  # until the update; False with `optimizer.in_backward`
     progress: Progress = field(default_factory=Progress)
-    data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
-    data_order: str = "permutation"  # the order that they are counted in: `Source.order_name`
-    class_names: list[str] = field(default_factory=list)  # of the training data, where it names its classes
-    vocabulary: str = ""  # digest of the tokenizer of the training data, where it has one
-    stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
+    data_samples: int = 0  # size of the training data in which `progress.epoch` and `consumed` are counted
+    data_order: str = "permutation"  # the order in which they are counted: `Source.order_name`
+    class_names: list[str] = field(default_factory=list)  # the training data's class names, if any
+    vocabulary: str = ""  # digest of the training data's tokenizer, if any
+    stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     _model: ModelState = field(init=False)
 
     def __post_init__(self) -> None:
         self._model = ModelState(self.model)
-        self.every = tuple(update.every for update in self.updates)  # the steps in which they are made
+        self.every = tuple(update.every for update in self.updates)  # interval of each update, in steps
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The model, and what else is a module: a teacher in a task, say."""
+        """The model, and modules found elsewhere, such as a teacher in a task."""
         return [self.model, *self.stateful.modules.values()]
 
     @property
@@ -84,21 +84,21 @@ class TrainState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of that update."""
+        """The current update's optimizer."""
         return self.update.optimizer
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of all updates."""
+        """The optimizers of all updates."""
         return [update.optimizer for update in self.updates]
 
     @property
     def precision(self) -> Precision:
-        """Of that update; all have the same autocast."""
+        """The current update's precision; all have the same autocast."""
         return self.update.precision
 
     def _by_update(self, of: Callable[[Update], Any]) -> Any:
-        """What a checkpoint has for each update, by name; without a name where there is only one."""
+        """A checkpoint's entry for each update, by name; without a name if there is only one."""
         if not self.updates[0].name:
             return of(self.updates[0])
         return {update.name: of(update) for update in self.updates}
@@ -112,15 +112,15 @@ class TrainState:
         return self._model.not_saved()
 
     def written(self, ranks: Ranks) -> list[str]:
-        """`ModelState.written` of all ranks: a checkpoint has the same tensors of each. Collective."""
+        """`ModelState.written` over all ranks, so that all save the same tensors. Collective."""
         by_rank = ranks.all_gather_object(self._model.written())
         return sorted({name for own in by_rank for name in own})
 
     def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
 
-        values: that are saved with them; None: of this rank. sizes: of the tensors in a checkpoint, which is to be read
-        into these once `follow` has made room.
+        values: the values saved with them; None: this rank's. sizes: shapes and dtypes of the tensors in a checkpoint,
+        if it is to be read into these after `follow`.
         """
         of_model = values["model_values"] if values else {"written": self._model.written(), "left_out": ()}
         tensors = {
@@ -135,7 +135,7 @@ class TrainState:
         return tensors
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
-        """Everything but `tensors`: plain values and small tensors. Collective.
+        """Everything except `tensors`: plain values and small tensors. Collective.
 
         Raises UserError for a value that a checkpoint cannot hold.
         """
@@ -168,7 +168,7 @@ class TrainState:
         }
 
     def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
-        """What else owns state, by rank; once where it is the same on all. Raises UserError on all ranks."""
+        """The states of other owners, by rank; only once if equal on all. Raises UserError on all ranks."""
         problem = None
         try:
             own = state_dicts.stateful_values(self.stateful)
@@ -180,11 +180,11 @@ class TrainState:
         return [own] if len(set(digests)) == 1 else ranks.all_gather_object(own)
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
-        """Make room for the saved tensors, before they are read into `tensors`.
+        """Allocate room for the saved tensors, before they are read into `tensors`.
 
-        saved: the `values` stored with them. sizes: of the saved tensors.
-        Raises UserError where the updates, the optimizers, the names of the classes or the tokenizer are others, and
-        for adapters that were trained on another base.
+        saved: the `values` stored with them. sizes: shapes and dtypes of the saved tensors.
+        Raises UserError if the updates, the optimizers, the class names or the tokenizer differ, and for adapters that
+        were trained on another base.
         """
         adapters.require_same_base(self.model, saved["base"])
         names, before = [update.name for update in self.updates], saved["updates"]
@@ -197,8 +197,8 @@ class TrainState:
             state_dicts.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
 
     def load_values(self, saved: dict[str, Any]) -> None:
-        """Continue from `saved`, the `values` of a run on any number of ranks, once the tensors are filled. But for
-        `load_stateful`.
+        """Continue from `saved`, the `values` of a run on any number of ranks, after the tensors are filled. Does not
+        include `load_stateful`.
         """
         self._model.load_values(saved["model_values"]["entries"])
         for update, scaler in self._saved_by_update(saved["scaler"]):
@@ -213,7 +213,7 @@ class TrainState:
         self.average.step = saved["average_step"]
 
     def load_stateful(self, saved: list[dict[str, Any]], ranks: Ranks) -> None:
-        """Continue from the states of what owns some, by rank or one for all. Errors of their methods are their own."""
+        """Restore the states of other owners, by rank or one for all. Errors of their methods are raised unchanged."""
         if len(saved) not in (1, ranks.world):
             log.warning(
                 "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",
@@ -222,7 +222,7 @@ class TrainState:
                 ranks.world,
             )
         unknown = state_dicts.load_stateful(self.stateful, saved[ranks.rank if len(saved) == ranks.world else 0])
-        own = self.stateful.owners  # a callback that is no longer configured is not missed
+        own = self.stateful.owners  # callbacks that are no longer configured are ignored
         unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:
             log.warning(
@@ -232,15 +232,15 @@ class TrainState:
 
 
 def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[str, Any]) -> None:
-    """Raises UserError where inputs or outputs would mean something else than when `saved`, the values of a checkpoint,
-    was. Names of classes, and a digest of the tokenizer, that only one side has say nothing.
+    """Raises UserError if inputs or outputs have another meaning than in `saved`, the values of a checkpoint. Class
+    names, or a tokenizer's digest, that only one side has are ignored.
     """
     before, now = saved["class_names"], [str(name) for name in class_names]
     if before and now and before != now:
         pairs = zip(before, now, strict=False)
         changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(now)}"]
         raise UserError(
-            f"the names of the data's classes are others than when it was saved: {listed(changed)}; restore the "
+            f"the names of the data's classes differ from when it was saved: {listed(changed)}; restore the "
             "folders or the names, or begin a new run with its weights, model.init_from=RUN"
         )
     if vocabulary and saved["vocabulary"] and vocabulary != saved["vocabulary"]:

@@ -1,8 +1,9 @@
-"""`mode=generate`: continues prompts, and writes one JSON line for each, in their order.
+"""`mode=generate`: continues prompts, and writes one JSON line per prompt, in order.
 
-Models of Transformers generate by their own `generate`, with padding on the left. Others are read position by position:
-where a prompt is longer than the shortest of its batch, its own tokens are read instead of drawn ones. So every model
-that predicts next tokens can generate without padding and masks, and a prompt's logits do not depend on its neighbours.
+Transformers models use their own `generate`, with padding on the left. Other models are read position by position:
+while a prompt is longer than the shortest of its batch, its own tokens are read instead of sampled ones. Every model
+that predicts next tokens can therefore generate without padding and masks, and a prompt's logits do not depend on the
+others.
 """
 
 import functools
@@ -27,12 +28,12 @@ from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
 
-SHOWN = 16  # prompts: of more, the terminal shows the first ones
-Decoder = Callable[[Tensor], Tensor]  # logits [B, V] of what comes after tokens [B, T], which follow earlier calls'
+SHOWN = 16  # maximum number of prompts shown on the terminal
+Decoder = Callable[[Tensor], Tensor]  # next-token logits [B, V] after tokens [B, T], which follow earlier calls'
 
 
 def generate(session: Session) -> None:
-    """Continue the prompts, from where an error or an earlier process has left them, and print them.
+    """Continue the prompts, resuming after an error or an earlier process, and print them.
 
     Raises UserError for prompts that cannot be continued, and for models that do not predict next tokens.
     """
@@ -62,7 +63,7 @@ def generate(session: Session) -> None:
 def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int) -> Iterator[MicroBatch]:
     """The prompts after the first `done`, `size` at a time: their numbers, int64 [B], and zeros, int64 [B, T].
 
-    The zeros have the shape of the texts with `new` tokens, by which sizes are searched.
+    The zeros have the shape of the texts with `new` tokens, which determines the size's bucket.
     """
 
     def batch(numbers: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
@@ -81,7 +82,7 @@ def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int)
 def by_transformers(
     model: Any, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
-    """By the model's own `generate`. Drawn tokens depend on the batch, whose seed is that of its first prompt."""
+    """Generate by the model's own `generate`. Sampled tokens depend on the batch, whose seed is its first prompt's."""
     longest, pad = max(map(len, prompts.values())), min(ends, default=0)
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
     starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
@@ -93,7 +94,7 @@ def by_transformers(
         max_new_tokens=settings.max_new_tokens,
         do_sample=settings.temperature > 0,
         **(drawn if settings.temperature > 0 else {}),
-        eos_token_id=sorted(ends) or [-1],  # no token: without one, it would be the model's
+        eos_token_id=sorted(ends) or [-1],  # not a token; None would mean the model's own
         pad_token_id=pad,
         use_cache=True,
     )
@@ -101,7 +102,7 @@ def by_transformers(
 
 
 def _until_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """What follows is padding."""
+    """The tokens up to the end of the text; padding follows it."""
     last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]
 
@@ -109,7 +110,7 @@ def _until_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
 def by_position(
     model: nn.Module, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
-    """Token by token. Each prompt draws from a generator of its own, so that its text does not depend on the batch."""
+    """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch."""
     texts, new = [list(prompt) for prompt in prompts.values()], settings.max_new_tokens
     lengths, finished = torch.tensor([len(text) for text in texts]), [False] * len(texts)
     own = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
@@ -117,11 +118,11 @@ def by_position(
     decoder = decoder_of(model, int(lengths.max()) + new)
     position, begun = int(lengths.min()), 0
     while not all(finished):
-        # Sequences that have ended are read on, for the others' sake: what comes is not kept.
+        # Finished sequences continue for the others' sake; their further tokens are dropped.
         rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
         logits = decoder(torch.tensor(rows, device=device))
         places = (position - lengths).clamp(0, new - 1)[:, None]
-        # Waits for the device once per token: what is drawn decides what is read.
+        # Waits for the device once per token: the sampled token is read next.
         tokens = draw(logits.float().cpu(), numbers.gather(1, places).squeeze(1), settings).tolist()
         for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
             if not finished[row] and len(text) == position:
@@ -132,14 +133,14 @@ def by_position(
 
 
 def _seed(settings: Generate, number: int) -> int:
-    """Of the prompt of this number."""
+    """The seed of the prompt with this number."""
     digest = hashlib.sha256(f"{settings.seed} {number}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def decoder_of(model: Any, length: int) -> Decoder:
-    """For sequences of at most `length` tokens: with the model's cache of keys and values where it has `new_cache` and
-    a forward that takes `cache`; else each token is a forward of all tokens.
+    """A decoder for sequences of at most `length` tokens: uses the model's cache if it has `new_cache` and its forward
+    takes `cache`; otherwise each token is a forward of all tokens.
     """
     if callable(getattr(model, "new_cache", None)) and "cache" in inspect.signature(model.forward).parameters:
         cache = model.new_cache(length)
@@ -156,7 +157,7 @@ def decoder_of(model: Any, length: int) -> Decoder:
 
 
 def _last(logits: Any, tokens: Tensor) -> Tensor:
-    """Those of the last position, [B, V]. Raises UserError for a model of another kind."""
+    """The logits of the last position, [B, V]. Raises UserError for a model that does not predict next tokens."""
     if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != len(tokens):
         shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(
@@ -167,10 +168,11 @@ def _last(logits: Any, tokens: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, numbers: Tensor, settings: Generate) -> Tensor:
-    """A token for each row, int64 [B]: temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
+    """Sample a token for each row, int64 [B]: temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
 
-    logits: float [B, V] on the CPU. numbers: float64 [B], uniform in [0, 1): where in its row's distribution the token
-    lies, by falling probability. A row's token depends on that row alone. Raises TrainingStopped for logits of nan.
+    logits: float [B, V] on the CPU. numbers: float64 [B], uniform in [0, 1): the token's position in its row's
+    cumulative distribution, by falling probability. A row's token depends only on that row. Raises TrainingStopped for
+    nan logits.
     """
     if logits.isnan().any():
         raise TrainingStopped("mode=generate: the model's logits are nan; choose an earlier checkpoint")
@@ -179,19 +181,19 @@ def draw(logits: Tensor, numbers: Tensor, settings: Generate) -> Tensor:
     ordered, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
     probabilities = torch.softmax((ordered / settings.temperature)[:, : settings.top_k], -1)
     if settings.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the first, which stays
+        before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the likeliest, which always stays
         probabilities = probabilities.where(before < settings.top_p, 0.0)
     until = probabilities.cumsum(-1)
     places = (until <= numbers[:, None] * until[:, -1:]).sum(-1, keepdim=True)
     return tokens.gather(-1, places).squeeze(-1)
 
 
-# Text as the tokens of a run's data, and back
+# Converting between text and the tokens of a run's data
 
 
 def encoded(data: Any, prompt: str | Sequence[int], number: int) -> list[int]:
-    """The tokens of a prompt: of a text, by the data's `encode`. number: its place, for messages. Raises UserError for
-    one that has none.
+    """The tokens of a prompt; for a text, by the data's `encode`. number: the prompt's index, for messages. Raises
+    UserError for a prompt without tokens.
     """
     setting, size = f"generate.prompts[{number}]={prompt!r}", getattr(data, "spec", {}).get("vocab_size")
     if isinstance(prompt, str) and not has_text(data):
@@ -210,7 +212,7 @@ def has_text(data: Any) -> bool:
 
 
 def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: as set, else the data's `end_of_text`, else those of a model of Transformers."""
+    """The tokens that end a text: as set, otherwise the data's `end_of_text`, otherwise a Transformers model's."""
     if settings.end_of_text != "auto":
         return frozenset() if settings.end_of_text is None else frozenset({settings.end_of_text})
     found = getattr(data, "end_of_text", None)
@@ -222,7 +224,7 @@ def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[i
 
 
 def context_of(model: Any) -> int | None:
-    """The longest sequence that the model reads, where it says so."""
+    """The longest sequence that the model reads, if it declares one."""
     if is_of_transformers(model):
         return positions_of(model.config)
     length = getattr(model, "context_length", None)
@@ -230,7 +232,7 @@ def context_of(model: Any) -> int | None:
 
 
 def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | None) -> None:
-    """Raises UserError where a text would become longer than the model reads. The last token is not read."""
+    """Raises UserError if a text would become longer than the model reads. The last token is not read."""
     for number, prompt in enumerate(prompts if context is not None else ()):
         room = (context or 0) + 1 - len(prompt)
         if room < new:
@@ -242,7 +244,7 @@ def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | Non
 
 
 def _row(data: Any, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:
-    """A prompt's line. Its text is without the token that ends it."""
+    """A prompt's row. Its text does not include the token that ends it."""
     has_ended = bool(tokens) and tokens[-1] in ends
     text = {"text": str(data.decode(tokens[:-1] if has_ended else tokens))} if has_text(data) else {}
     ended = "end_of_text" if has_ended else "max_new_tokens"
@@ -250,7 +252,7 @@ def _row(data: Any, settings: Generate, number: int, tokens: list[int], ends: fr
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a terminal would follow."""
+    """The text without control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

@@ -1,7 +1,8 @@
-"""Rows of JSON, one per sample or prompt: predictions and generations are evaluations that write rows.
+"""JSON rows, one per sample or prompt: predictions and generations are evaluations that write rows.
 
-Until all of them are written they are in NAME.HASH.RANK_of_WORLD.partial, where HASH is that of what decides them. So
-the same command continues there after an error or a kill, with any batch size, and no row is lost or written twice.
+Until all rows are written, they are in NAME.HASH.RANK_of_WORLD.partial, where HASH is a digest of everything that
+determines them. The same command resumes there after an error or a kill, with any batch size, and no row is lost or
+written twice.
 """
 
 import contextlib
@@ -38,14 +39,14 @@ from trainapp.training.transaction import note_refused
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-_BEGINNING = b'{"index":'  # of every file of rows
+_BEGINNING = b'{"index":'  # start of every file of rows
 
 
 def predict(session: Session) -> None:
-    """`mode=predict`: what the model says of each sample of a data set, in the order of the data. Each rank has a share
-    of them. Collective.
+    """`mode=predict`: the model's predictions for each sample of a data set, in the order of the data, shared between
+    the ranks. Collective.
 
-    Raises UserError for a data set that does not exist, and for outputs that are not of single samples.
+    Raises UserError for a data set that does not exist, and for outputs that cannot be split into samples.
     """
     config, ranks = session.config, session.ranks
     name = "" if config.predict.split == "val" else config.predict.split
@@ -57,7 +58,7 @@ def predict(session: Session) -> None:
         )
     batches = session.eval_sets[name]
     predictor = Predictor(unchecked(session.task), config.task, class_names(batches.dataset))
-    # Of a stream each rank has every world-th sample.
+    # Each rank has every world-th sample of a stream.
     first, stride = (ranks.rank, ranks.world) if batches.is_stream else (batches.start, 1)
     written = write_rows(
         session,
@@ -77,17 +78,17 @@ def write_rows(
     rows_of: Callable[[MicroBatch], Sequence[Row]],
     index: Callable[[int], int] = int,
 ) -> tuple[int, Path] | None:
-    """Write what `rows_of` returns for each batch, one row per sample, in the file that the mode's `output` names, else
-    `name` in the run directory. Continues after the rows of an error or an earlier process. Collective.
+    """Write the rows that `rows_of` returns for each batch to the file named by the mode's `output`, otherwise to
+    `name` in the run directory. Resumes after the rows written before an error or by an earlier process. Collective.
 
-    fetched: the batches after so many rows. index: as for `Rows`. Returns the number of rows and the file; None where a
-    signal has ended it between two batches. Memory that runs out halves the batches, as in an evaluation: the runner
-    calls again, and what is written stays.
+    fetched: the batches after a number of rows. index: as for `Rows`. Returns the number of rows and the file; None if
+    a signal ended it between two batches. Running out of memory halves the batches, as in an evaluation: the runner
+    calls again, and written rows are kept.
     """
     config, mode = session.config, session.config.mode
     session.attempt.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
     note_refused(session)
-    session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are its own
+    session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
     given = getattr(config, mode).output
     path = Path(config.run_dir) / name if given is None else Path(os.path.expanduser(given)).resolve()
     with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
@@ -102,13 +103,13 @@ def write_rows(
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
         with as_evaluated(session.engine, mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
-        session.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
+        session.attempt.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
         (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
         return None if session.stop.agreed else (rows.publish(), path)
 
 
 def what_decides(config: Config) -> dict[str, Any]:
-    """What decides the output of a model, in plain values: checkpoint, data and numerics, as the settings name them."""
+    """Everything that determines a model's output, as plain values: checkpoint, data and numerics settings."""
     checkpoint, settings = resolve(config.checkpointing.resume), config.to_dict()
     names = ("mode", "model", "adapter", "data", "eval", "task", "task_arguments", "precision")
     own = {name: value for name, value in settings[config.mode].items() if name not in ("output", "batch_size")}
@@ -121,16 +122,16 @@ def what_decides(config: Config) -> dict[str, Any]:
 
 
 class Rows:
-    """A rank's file of rows, open for more.
+    """A rank's file of rows, open for appending.
 
-    decides: plain values; rows of others are not continued. index: the place of this rank's row of that number among
-    those of all ranks. setting: names the file, for messages. Attribute: `done`, rows that it has.
-    Raises UserError where no file can be written, or where it would replace one that holds no rows.
+    decides: plain values; only rows with equal values are continued. index: maps the number of this rank's row to its
+    index over all ranks. setting: names the file, for messages. Attribute: `done`, the number of written rows.
+    Raises UserError if the file cannot be written, or would replace a file that does not hold rows.
     """
 
     def __init__(self, path: Path, decides: Mapping[str, Any], ranks: Ranks, index: Callable[[int], int], setting: str):
         if _holds_something_else(path):
-            raise UserError(f"{setting}={path}: is there already, and is no file of rows; name another file")
+            raise UserError(f"{setting}={path}: exists, and is not a file of rows; name another file")
         self.path, self._ranks, self._index, self._setting = path, ranks, index, setting
         text = strict_json([decides, ranks.world], sort_keys=True, default=str)
         name = f"{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -142,24 +143,24 @@ class Rows:
         except OSError as error:
             raise UserError(f"{setting}={path}: cannot be written ({error.strerror}); name another file") from None
         whole = self.partial.read_bytes().rpartition(b"\n")[0]
-        self._file.truncate(len(whole) + bool(whole))  # without the row that a kill has cut
+        self._file.truncate(len(whole) + bool(whole))  # removes a row cut off by a kill
         self.done = whole.count(b"\n") + bool(whole)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append a line for each. Raises TrainingStopped when the disk is full."""
+        """Append a line per row. Raises TrainingStopped if the disk is full."""
         numbered = ({"index": self._index(number)} | row for number, row in enumerate(rows, start=self.done))
         content = memoryview("".join(strict_json(row, default=_plain) + "\n" for row in numbered).encode())
         try:
             while content:
-                content = content[self._file.write(content) :]  # a full disk takes a part
+                content = content[self._file.write(content) :]  # a full disk may write a part
         except OSError as error:
             raise self._stopped(error) from None
         self.done += len(rows)
 
     def publish(self) -> int:
-        """All ranks have written their rows: give the file its name, in place of an older one. Collective.
+        """Publish the file after all ranks have written their rows, replacing an older one. Collective.
 
-        Returns the number of rows. Raises TrainingStopped, on all ranks, where rank 0 cannot write it.
+        Returns the number of rows. Raises TrainingStopped, on all ranks, if rank 0 cannot write it.
         """
         os.fsync(self._file.fileno())
         counts = self._ranks.all_gather_object(self.done)
@@ -184,12 +185,12 @@ class Rows:
         )
 
     def close(self) -> None:
-        """Close the file, which stays for the next process unless it is published."""
+        """Close the file. An unpublished one stays for the next process."""
         self._file.close()
 
 
 def _holds_something_else(path: Path) -> bool:
-    """Whether it is there and no file of rows: a slip must not cost data."""
+    """Whether the file exists and does not hold rows: a typo must not overwrite data."""
     if not path.is_file():
         return path.exists()
     with open(path, "rb") as file:
@@ -197,28 +198,28 @@ def _holds_something_else(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for."""
+    """Convert values for JSON."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} among predictions, which is no string, number, list or dict")
+    raise TypeError(f"a {type(value).__name__} among predictions, which is not a string, number, list or dict")
 
 
 class Predictor:
-    """What a model returns for a batch, as one row of plain values per sample.
+    """Turns a model's output for a batch into one row of plain values per sample.
 
-    task: the run's, unchecked; setting: its name. names: of the classes, if known.
+    task: the run's task, unchecked; setting: its name. names: class names, if known.
     """
 
     def __init__(self, task: Any, setting: str, names: Sequence[str]):
         self.task, self.setting, self.names = task, setting, names
 
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
-        """One per sample. Raises UserError for outputs that are not of single samples."""
+        """One row per sample. Raises UserError for outputs that cannot be split into samples."""
         output, targets = self._output(model, micro.data), _part(micro.data, "targets")
         dim = self._dim_of_classes(output, targets, micro.samples)
         if dim is None:
             return [{"prediction": value} for value in self._by_sample(output, micro.samples)]
-        is_sequence = output.ndim == 3  # an image keeps its shape, whatever counts
+        is_sequence = output.ndim == 3  # images keep their shape, padding or not
         rows = _classified(output.movedim(dim, -1), targets if is_sequence else None)
         return [self._named(row) for row in rows]
 
@@ -234,8 +235,8 @@ class Predictor:
         return getattr(output, "logits", output)
 
     def _by_sample(self, output: Any, samples: int, place: str = "") -> list[Any]:
-        """A value per sample. A dict, or a list or tuple with tensors, holds several outputs; any other list has one
-        value per sample. place: in the whole output, for messages.
+        """One value per sample. A dict, or a list or tuple with tensors, holds several outputs; any other list has one
+        value per sample. place: position in the whole output, for messages.
         """
         if isinstance(output, Mapping) and output:
             values = [self._by_sample(value, samples, f"{place}[{name!r}]") for name, value in output.items()]
@@ -260,7 +261,7 @@ class Predictor:
         )
 
     def _dim_of_classes(self, output: Any, targets: Any, samples: int) -> int | None:
-        """None for an output without logits of classes. Raises UserError where its shape may be read both ways."""
+        """The dimension of the classes; None if the output is not logits. Raises UserError for ambiguous shapes."""
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
             return None
         if len(output) != samples:
@@ -280,12 +281,12 @@ class Predictor:
 
 
 def class_names(data: Any) -> Sequence[str]:
-    """Those of a data set, as `class_names` or in its `spec`; else empty."""
+    """A data set's class names, from `class_names` or its `spec`; empty without."""
     return labels_of(data) or list(getattr(data, "spec", {}).get("classes") or ())
 
 
 def _part(batch: Any, name: str) -> Any:
-    """A batch's "inputs" or "targets", by name, or in this order; None where it has none. A tensor is inputs alone."""
+    """A batch's "inputs" or "targets", by name or position; None if it has none. A tensor holds only inputs."""
     if isinstance(batch, Mapping):
         return batch.get(name)
     if hasattr(batch, name):
@@ -296,12 +297,12 @@ def _part(batch: Any, name: str) -> Any:
 
 
 def _classified(logits: Tensor, targets: Any) -> list[Row]:
-    """The likeliest class and its probability; of sequences, those up to the last position that counts: how far a batch
-    is padded depends on its other samples.
+    """The likeliest class and its probability; for sequences, up to the last counted position, since padding depends on
+    the other samples of the batch.
     """
     probability, prediction = (found.cpu() for found in torch.softmax(logits.float(), -1).max(-1))
     ends: list[int | None] = [None] * len(logits)
-    if isinstance(targets, Tensor) and not targets.is_floating_point():  # shares of classes have no padding
+    if isinstance(targets, Tensor) and not targets.is_floating_point():  # class probabilities have no padding
         counts = targets != IGNORED
         places = torch.arange(1, counts.shape[1] + 1, device=counts.device)
         ends = (counts * places).amax(-1).tolist()

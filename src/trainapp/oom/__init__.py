@@ -1,4 +1,4 @@
-"""Out-of-memory errors: what counts as one, and how to recover. These names are for users' code."""
+"""Out-of-memory errors: detection and recovery. These names are for users' code."""
 
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.oom.decorator import NoExecutableBatchSize, find_executable_batch_size

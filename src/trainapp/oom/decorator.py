@@ -27,12 +27,12 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """A decorator that retries `function(batch_size, ...)` with a smaller batch when memory runs out.
 
-    For a training function of your own, with Accelerate's signature. The wrapped function is called without its first
-    argument and starts from its beginning each time, unlike a step of `python -m trainapp`.
-    reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next, which must be smaller; by
-    default half.
+    For your own training function, with Accelerate's signature. The wrapped function is called without its first
+    argument and restarts from its beginning each time, unlike a step of `python -m trainapp`.
+    reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next one, which must be smaller;
+    by default half.
 
-    When called, raises NoExecutableBatchSize (a RuntimeError) if no size is left. Errors of other kinds pass through.
+    When called, raises NoExecutableBatchSize (a RuntimeError) if no size is left. Other errors pass through.
     """
     if function is None:
         return functools.partial(

@@ -1,6 +1,7 @@
-"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is reported.
+"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size is reduced, the error is
+reported.
 
-While a run is built there is no step to roll back, and no micro-batch to blame: see `out_of_memory_named`.
+While a run is being built there is no step to roll back and no micro-batch to shrink: see `out_of_memory_named`.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 def wait_for_device(session: Session) -> None:
-    """Wait until the device has finished what the failed attempt has asked of it.
+    """Wait until the device has finished the failed attempt's work.
 
-    Call while the error is handled, so that the attempt's tensors still exist: freed memory may be used again although
-    another stream still works on it. An error that surfaces only here ends the run, unless it is out of memory too:
-    then the recovery that has begun covers it.
+    Call while the error is being handled, so that the attempt's tensors still exist: freed memory may be reused while
+    another stream still works on it. An error that surfaces only here ends the run, unless it is also out of memory,
+    which the recovery in progress covers.
     """
     try:
         session.memory.synchronize()
@@ -44,11 +45,11 @@ def wait_for_device(session: Session) -> None:
 
 
 def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
-    """With several ranks: tell the others, and wait until all have left the step.
+    """With several ranks: inform the others, and wait until all have left the step.
 
-    Where the others cannot be informed (no votes are held, or inside the commit), or where this process cannot recover,
-    this worker ends with an exit code of its own; the launcher then restarts all of them from the last checkpoint, with
-    the smaller size that is left for them in a file.
+    If the others cannot be informed (without votes, or inside the commit), or if this process cannot recover, this
+    worker ends with its own exit code; the launcher then restarts all workers from the last checkpoint, with the
+    smaller size left for them in a file.
     """
     ranks = session.ranks
     if failure.broken:
@@ -65,8 +66,8 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
 
 
 def roll_back(session: Session, failure: OomReport) -> None:
-    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: what
-    the rollback could not restore, see `Snapshot`.
+    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: state
+    that the rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()
     rollback(session, failure.phase, other_ranks_wait=not failure.alone)
@@ -74,14 +75,14 @@ def roll_back(session: Session, failure: OomReport) -> None:
     by_rank = ranks.all_gather_object(session.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
     session.snapshot.note(failure.lost)
-    if failure.lost and failure.alone and session.ranks.world > 1:  # in an evaluation of its own
+    if failure.lost and failure.alone and session.ranks.world > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
 
 def change_size(session: Session, failure: OomReport) -> None:
-    """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
+    """Choose the size of the next attempt. Raises TrainingStopped if no smaller one can fit.
 
-    Work that has no size is retried as it is, once per step.
+    Work without a size is retried unchanged, once per step.
     """
     sizes = _sizes_of(session, failure)
     failure.old_size = failure.new_size = sizes.size_at_work
@@ -103,8 +104,8 @@ def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
 
 
 def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
-    """Whether no rank was at work that a smaller size would help, for the first time in this step. Collective: ranks
-    may be in different phases.
+    """Whether no rank's failed work would benefit from a smaller size, for the first time in this step. Collective:
+    ranks may be in different phases.
     """
     attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
     has_no_size = failure.by_peer or not failure.phase.depends_on_size
@@ -115,7 +116,7 @@ def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
 
 
 def report(session: Session, failure: OomReport) -> None:
-    """On the terminal at once, in oom/ of the run directory, and in the trackers."""
+    """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
     failure.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
         ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
@@ -136,14 +137,14 @@ def _write_report(session: Session, failure: OomReport) -> None:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
             session.tracker.picture("out_of_memory", picture, failure.step)
-    except (OSError, MemoryError) as error:  # the run matters more than its report
+    except (OSError, MemoryError) as error:  # the run is more important than its report
         session.tracker.unwritable(folder, error)
 
 
 def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     """End this worker, leaving the sizes for the restarted workers in the run directory.
 
-    Raises TrainingStopped where nothing can help, or nothing would restart this process.
+    Raises TrainingStopped if nothing can help, or if nothing would restart this process.
     """
     sizes, run_dir = _sizes_of(session, failure), session.tracker.run_dir
     changed = sizes.failed(SingleRank())
@@ -160,7 +161,7 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     try:
         session.sizes.leave_for_restart(run_dir, failing=sizes)
         write(failure, run_dir / "oom", session.sizes.oom_restarts, session.ranks.world)
-    except OSError as error:  # the restart matters more than its report
+    except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
@@ -177,7 +178,7 @@ def _why_not_in_place(failure: OomReport) -> str:
 
 
 def _needs_new_process(session: Session, failure: OomReport) -> str:
-    """The final message of a single process that memory has left unusable."""
+    """The final message of a single process that an out-of-memory error has left unusable."""
     failure.action = f"{failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
         write(failure, session.tracker.run_dir / "oom", session.sizes.oom_restarts)
@@ -189,8 +190,8 @@ def _needs_new_process(session: Session, failure: OomReport) -> str:
 
 @contextlib.contextmanager
 def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
-    """Around the building of a run. Raises TrainingStopped for an out-of-memory error, whatever mistake it was taken
-    for on its way: many are a RuntimeError, as is what an unsuitable optimizer or checkpoint raises.
+    """Use around building a run. Raises TrainingStopped for an out-of-memory error, even if it was reported as a
+    mistake: many are RuntimeErrors, as are the errors of an unsuitable optimizer or checkpoint.
 
     With several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but
     the launcher ends them when one fails.
@@ -207,7 +208,7 @@ def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
 
 
 def _while_building(config: Config, reason: BaseException) -> str:
-    """Its first line is the same each time: by that the launcher knows an error that a restart does not cure."""
+    """The message. Its first line is always the same, so the launcher recognises that a restart does not help."""
     limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
     return (
         f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use a "

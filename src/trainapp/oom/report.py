@@ -27,8 +27,8 @@ from trainapp.units import bytes_text, listed
 class OomReport:
     """Plain values only: the error and its frames would keep every tensor of the failed step alive.
 
-    Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` the time of the attempt and of what
-    it took to recover.
+    Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` is the time of the attempt and its
+    recovery.
     """
 
     step: int
@@ -48,10 +48,10 @@ class OomReport:
     alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
-    lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
+    lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
-    swallowed: bool = False  # no error: what asked for the memory caught it
-    update: str = ""  # in which of a step's updates; empty where there is one, and between steps
+    swallowed: bool = False  # the caller caught the error
+    update: str = ""  # name of the step's update; empty if it has only one, and between steps
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, Category] = field(default_factory=dict, repr=False)
@@ -77,7 +77,7 @@ class OomReport:
 
 
 def describe(session: Session, error: BaseException) -> OomReport:
-    """Call while the error is handled: reads state that is gone afterwards. Allocates nothing on the device."""
+    """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory."""
     memory, progress = session.memory, session.state.progress
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(session, error)
@@ -108,7 +108,7 @@ def describe(session: Session, error: BaseException) -> OomReport:
 def _by_category(
     session: Session, used: int, events: list[tuple[int, int]], kinds: dict[int, Category]
 ) -> dict[Category, int]:
-    """What `used` consists of; activations are what is known as nothing else."""
+    """`used` by category; everything without another category counts as activations."""
     memory, meter = session.memory, session.meter
     sizes: dict[Category, int] = {kind: size for kind, size in meter.static.items() if kind is not Category.GRADIENTS}
     buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
@@ -136,7 +136,7 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
     module, entered = "", False
     for frame in _frames(error.__traceback__):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, TaskModule):  # in a hook on it, which gathers parameters, until its forward runs the task
+        if isinstance(owner, TaskModule):  # in its hook, which gathers parameters before the task runs
             entered = frame.f_code.co_name != "forward"
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
@@ -146,7 +146,7 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
     if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE) and not phase.updates_in_backward:
         return phase, module
     path = session.memory.module_path.at_failure
-    while path and path not in names.values():  # begins with what DDP or FSDP2 has put around the model
+    while path and path not in names.values():  # starts with wrappers of DDP or FSDP2
         path = path.partition(".")[2]
     return phase, module or path
 
@@ -158,11 +158,11 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def one_line(report: OomReport) -> str:
-    """For the terminal and the trackers."""
+    """The report in one line, for the terminal and the trackers."""
     where = f"{report.phase}{f' ({report.module})' if report.module else ''}"
     where += f" of update {report.update}" if report.update else ""
     if report.swallowed:
-        where = "a library, which caught the error and may have taken another algorithm,"
+        where = "a library, which caught the error and may have used another algorithm,"
     asked = f" asking for {bytes_text(report.requested)}" if report.requested else ""
     return (
         f"out of memory at step {report.step} in {where}{asked}, {bytes_text(report.used)} of "
@@ -185,7 +185,7 @@ def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
 
 
 def final_message(session: Session, report: OomReport) -> str:
-    """For a run in which no micro-batch fits: where the memory went, and which settings would need less."""
+    """The message if no micro-batch fits: where the memory went, and which settings need less."""
     kind = "evaluation micro-batch" if report.evaluating else "micro-batch"
     lines = [
         f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(session, report)}.",
@@ -206,6 +206,6 @@ def final_message(session: Session, report: OomReport) -> str:
 def _why_no_smaller(session: Session, report: OomReport) -> str:
     setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
     if losses.needs_whole_batch(session.task):
-        return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
+        return f"its loss needs the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
     embeds = losses.has_embeddings(session.task) and not report.evaluating
     return f"nothing is left to halve{f'; its loss keeps a whole batch, a smaller {setting} helps' if embeds else ''}"
