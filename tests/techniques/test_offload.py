@@ -213,7 +213,7 @@ def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
             ("inputs",),
             "memory.offload_activations=inputs with activation_checkpointing=none: it moves the inputs of checkpointed",
         ),
-        (("all", "parallel=fsdp"), "memory.offload_activations=all with parallel=fsdp: what FSDP has gathered"),
+        (("all", "parallel=fsdp"), "memory.offload_activations=all with parallel=fsdp: parameters gathered by FSDP"),
     ],
 )
 def test_refusals(tmp_path, overrides, message):
