@@ -9,8 +9,6 @@ from torch import Tensor
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors
 from trainapp.data.source import Progress, TrainBatches
-from trainapp.memory.live_tensors import LiveTensors
-from trainapp.planning.recorder import Recorder
 from trainapp.torch_private import outside_dispatch_modes
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
@@ -73,15 +71,11 @@ def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
 # --- batches without values
 
 
-def without_values(
-    real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None, recorder: Recorder | None = None
-) -> Iterator[MicroBatch]:
+def without_values(real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None) -> Iterator[MicroBatch]:
     """The micro-batches, fetched outside of all modes, with shapes alone."""
     while True:
-        with outside_dispatch_modes(), LiveTensors() as counter:
+        with outside_dispatch_modes():
             fetched = next(real, None)
-        if recorder is not None:
-            recorder.passes(counter.peak)
         if fetched is None:
             return
         chosen = instead if instead is not None and instead.samples == fetched.samples else fetched

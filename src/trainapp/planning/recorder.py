@@ -10,11 +10,10 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import CpuMemory
-from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
+from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, ModulePath, Resident, stacked
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Attempt, Phase
 
-TEMPORARIES = "temporaries"  # freed in the phase that allocates them
 _NAMES = {
     Phase.START: "data",
     Phase.DATA: "data",
@@ -98,11 +97,6 @@ class Recorder(CpuMemory):
         if self.watching and not is_same:  # each update would end a phase, and make temporaries outlive it
             self.counter.marks.append((len(self.counter.events), phase))
 
-    def passes(self, size: int) -> None:
-        """Count memory of the host that is already free again: what fetching a batch has allocated on the way."""
-        if self.watching and self._devices is None and size:
-            self.counter.passes(size)
-
     def new_counter(self) -> "_Counter":
         counter = _Counter(self.module_path, self._most, self._devices, self.counter)
         counter.marks.append((0, self.phase))
@@ -163,13 +157,6 @@ class _Counter(LiveTensors):
             self.module = self._path.running
         return result
 
-    def passes(self, size: int) -> None:
-        """Count `size` bytes that are allocated and freed at once."""
-        self._number += 1
-        self.events += [(self._number, size), (self._number, -size)]
-        if self.live + size > self.peak:
-            self.peak, self.module = self.live + size, ""
-
 
 def _breakdown(counter: _Counter) -> Breakdown:
     live = np.array([size for _, size in counter.events], dtype=np.int64).cumsum()
@@ -183,34 +170,14 @@ def _breakdown(counter: _Counter) -> Breakdown:
     if not len(live):
         return Breakdown(phases=phases)
     top = int(live.argmax())
+    at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.kinds).items()]
     phase = next((phase for start, end, phase in spans if start <= top < end), Phase.START)
     return Breakdown(
         total=int(live[top]),
         phase=_NAMES[phase],
         module=counter.module,
         phases=phases,
-        categories=_categories_at(counter, top, sorted({end for start, end, _ in spans if end > start})),
+        categories={kind.value: size for kind, size in sorted(at_peak, key=lambda one: -one[1]) if size},
         events=list(counter.events),
         numbered=dict(counter.kinds),
     )
-
-
-def _categories_at(counter: _Counter, top: int, ends: list[int]) -> dict[str, int]:
-    """Bytes by category after event `top`. ends: where phases end, in order.
-
-    A storage without a category is an activation if it outlives the phase that allocated it, else temporary.
-    """
-    born: dict[int, int] = {}
-    freed: dict[int, int] = {}
-    for position, (number, size) in enumerate(counter.events):
-        (born if size >= 0 else freed)[number] = position
-    sizes: dict[str, int] = {}
-    for number, size in counter.events[: top + 1]:
-        category = counter.kinds.get(number)
-        if category is not None:
-            name = category.value
-        else:
-            end = next(end for end in ends if end > born[number])
-            name = Category.ACTIVATIONS.value if freed.get(number, end) >= end else TEMPORARIES
-        sizes[name] = sizes.get(name, 0) + size
-    return {name: size for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size}

@@ -25,7 +25,7 @@ from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.batches import longest, planned_config, without_values
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
-from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow, document_borders
+from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Work
 from trainapp.torch_private import (
     buffers_of,
@@ -106,7 +106,7 @@ def _on_fakes(
     if gpu is not None:
         parts.device = gpu.device
     parts.memory = recorder = Recorder(parts.device, traced.limit(config))
-    values = MadeUpValues(lambda: recorder.phase if recorder.watching else None, config.train.grad_clip, traced.refuses)
+    values = MadeUpValues(lambda: recorder.phase if recorder.watching else None, traced.refuses)
     with contextlib.ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(gpu.pretended())
@@ -118,8 +118,6 @@ def _on_fakes(
             parts.numerics = precision.build(planned.precision, parts.device)  # autocast and scaler as there
         model = _model_without_data(parts.components, fake, parts.batches.example, host, parts)
         parts.components = dataclasses.replace(parts.components, model=model)
-        numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
-        parts.numerics = NoOverflow(**numerics, values=values)
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
         parts.initial_device = str(parts.device)
@@ -128,7 +126,7 @@ def _on_fakes(
         engine.is_first = False  # what it looks at more closely in the first step are values
 
         def faked(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            return without_values(fetched, fake, longest_batch, recorder)
+            return without_values(fetched, fake, longest_batch)
 
         work = Work(planned, engine, parts, size, faked)
         if gpu is not None:

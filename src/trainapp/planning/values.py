@@ -2,15 +2,12 @@
 
 import contextlib
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainapp.optim.precision import Precision
 from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode, is_fake
 from trainapp.training.phase import Phase
 
@@ -29,20 +26,16 @@ class NeedsValues(Exception):
 class MadeUpValues(DispatchMode):
     """Answers the reads of optimizers and of the step: False, 1 or 1.0 (zero would divide by zero in Adam).
 
-    phase: where a recorded step is; None outside of it. clip_at: `train.grad_clip`; the norm of the
-    gradients is taken to be above it. refuses: raise NeedsValues where the model or the task reads; else it gets the
-    same answers, up to MOST_READS times: a loop until convergence would never end.
+    phase: where a recorded step is; None outside of it. refuses: raise NeedsValues where the model or the task reads;
+    else it gets the same answers, up to MOST_READS times: a loop until convergence would never end.
     """
 
     MOST_READS = 1000
 
-    def __init__(
-        self, phase: Callable[[], Phase | None] = lambda: None, clip_at: float | None = None, refuses: bool = True
-    ):
+    def __init__(self, phase: Callable[[], Phase | None] = lambda: None, refuses: bool = True):
         super().__init__()
-        self.phase, self.clip_at, self.refuses = phase, clip_at, refuses
+        self.phase, self.refuses = phase, refuses
         self.reads = 0  # of the model and the task
-        self._zeros: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -61,8 +54,6 @@ class MadeUpValues(DispatchMode):
         return result
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
-        if any(zero() is tensor for zero in self._zeros):
-            return 0.0
         phase = self.phase()
         if phase in _OF_THE_MODEL:
             self.reads += 1
@@ -70,29 +61,7 @@ class MadeUpValues(DispatchMode):
                 raise NeedsValues(f"the model or its task reads the value of a tensor ({phase.value})")
         if tensor.dtype == torch.bool:
             return False
-        if not tensor.dtype.is_floating_point:
-            return 1
-        return max(2.0, 2 * self.clip_at) if phase is Phase.CLIP and self.clip_at is not None else 1.0
-
-    def are_zero(self, tensors: Iterable[Tensor]) -> None:
-        """Answer 0.0 for these tensors, for as long as they exist."""
-        self._zeros = [zero for zero in self._zeros if zero() is not None] + [weakref.ref(t) for t in tensors]
-
-
-@dataclass
-class NoOverflow(Precision):
-    """In a trace, no gradient overflows: the loss scaler would skip the step whose memory is asked for."""
-
-    values: MadeUpValues
-
-    def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
-        """As usual, except that the flags are answered with 0.0 when they are read."""
-
-        def noted(flags: list[Tensor]) -> None:
-            self.values.are_zero(flags)
-            all_reduce_found_inf(flags)
-
-        super().unscale(optimizer, noted)
+        return 1.0 if tensor.dtype.is_floating_point else 1
 
 
 @contextlib.contextmanager
