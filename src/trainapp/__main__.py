@@ -44,6 +44,7 @@ def job(composed: DictConfig) -> float | None:
             given = command_line.overrides(hydra_config)
             command = command_line.resume_command(hydra_config, run_dir)
             config = compose.from_hydra(composed, run_dir, command, given)
+            launch.describe(composed, config, hydra_config.overrides.task)
             return launch.launch(config, is_sweep)
     except Exception as error:
         if is_sweep:

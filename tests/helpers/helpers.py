@@ -13,8 +13,7 @@ from forked_cli import PROGRAM, Forked, can_fork, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
-OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
-LR_FIND_FILES = {".lr_find/config.yaml", ".lr_find/hydra.yaml", ".lr_find/overrides.yaml", "lr_find.log"}
+OWN_FILES = {".hydra/config.yaml", ".hydra/overrides.yaml", "trainapp.log"}
 
 
 def changed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import runs
-from helpers import LR_FIND_FILES, files, run_cli
+from helpers import files, run_cli
 
 from trainapp.config import compose
 from trainapp.launch import launch
@@ -33,7 +33,7 @@ def find(monkeypatch):
 def test_from_the_command_line(tmp_path):
     done = run_cli(*MLP, "mode=lr_find", "lr_find.steps=60", "hydra.run.dir=found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "found") == FOUND | LR_FIND_FILES
+    assert files(tmp_path / "found") == FOUND | {"lr_find.log"}
     last = done.stdout.splitlines()[-1]
     name, _, rate = last.partition("=")
     assert name == "optimizer.lr"
@@ -83,7 +83,7 @@ def test_the_command_line_writes_nothing_over_a_run(tmp_path):
     assert {".hydra/config.yaml", "trainapp.log"} <= before.keys()
     done = run_cli(*run, "mode=lr_find", "lr_find.steps=20", "lr_find.min=1e-3", "lr_find.max=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "run") == before.keys() | FOUND | LR_FIND_FILES
+    assert files(tmp_path / "run") == before.keys() | FOUND | {"lr_find.log"}
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
 
 
@@ -93,7 +93,7 @@ def test_it_recovers_from_an_out_of_memory_error(tmp_path):
     limited = run_cli(*few, "memory.limit=48MiB", "hydra.run.dir=a", cwd=tmp_path)
     assert limited.returncode == 0, limited.stderr
     assert "out of memory" in limited.stderr
-    assert files(tmp_path / "a") == FOUND | LR_FIND_FILES
+    assert files(tmp_path / "a") == FOUND | {"lr_find.log"}
 
 
 def test_groups_keep_their_ratio(tmp_path):

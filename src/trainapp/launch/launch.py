@@ -3,16 +3,14 @@ no torch before the process is prepared for it.
 """
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
@@ -33,21 +31,16 @@ environment.register()  # here, because jobs of a launcher such as submitit impo
 
 
 class RefuseSecondRun(Callback):
-    """Takes the lock before Hydra writes .hydra and the log, to protect the files of a run in progress or of another
-    experiment. Hydra swallows exceptions raised in callbacks, hence `Reported`.
-    """
+    """Takes the lock before Hydra opens the log. Hydra swallows exceptions raised in callbacks, hence `Reported`."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra. In a sweep each job takes its own lock."""
         name = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
         if name is None:  # reported later, with other mistakes
             return
-        run_dir = Path(str(name))
         try:
-            _claim(run_dir)
-            _require_same_experiment(run_dir, config)
+            _claim(Path(str(name)))
         except UserError as error:
-            directory.release(run_dir)
             raise Reported(error) from None
 
 
@@ -67,18 +60,16 @@ def _claim(run_dir: Path) -> None:
         directory.acquire(run_dir, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
 
 
-def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
-    """Raises UserError if the directory holds another experiment; ranks check this together in `run_worker`."""
-    if environment.is_one_of_many_ranks() or not (run_dir / "checkpoints").exists():
+def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None:
+    """Write .hydra/ with the composed configuration and the overrides; Hydra would before the run may be refused."""
+    if config.mode in ("plan", "lr_find") or not environment.is_rank_zero():
         return
-    own = copy.deepcopy(composed)
-    with open_dict(own):
-        own.pop("hydra", None)
-    try:
-        config = compose.from_hydra(own, str(run_dir.resolve()), "")
-    except UserError:  # reported by the job
-        return
-    directory.require_same_experiment(config)
+    if not environment.is_one_of_many_ranks():  # those ask rank 0, in `run_worker`
+        directory.require_same_experiment(config)
+    folder = Path(config.run_dir) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, node in (("config", composed), ("overrides", overrides)):
+        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(node)))
 
 
 # The run
