@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 __version__ = "0.1.0"
-# By name, where they are.
+# Public names and their modules.
 _OFFERED = {
     "train": "api",
     "load": "api",
@@ -24,7 +24,7 @@ _OFFERED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when they are first used, so that `import trainapp` stays fast."""
+    """Import public names on first use, so that `import trainapp` stays fast."""
     if name not in _OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

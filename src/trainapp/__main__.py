@@ -1,6 +1,6 @@
 """The entry point: Hydra composes the configuration, `compose` checks it, `launch` runs it.
 
-Torch is not imported here, so that --help, --cfg and TAB stay fast.
+Torch is not imported here, so that --help, --cfg and shell completion stay fast.
 """
 
 import logging
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 def job(composed: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers.
 
-    Sweepers need a float, so nan and inf are returned as they are. Optuna's counts nan as a failed trial; its older
-    versions end the sweep there (Hydra's issue 2237).
+    Sweepers need a float, so nan and inf are returned unchanged. Optuna treats nan as a failed trial; older versions
+    end the sweep there (Hydra's issue 2237).
     """
     hydra_config = HydraConfig.get()
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
@@ -57,7 +57,7 @@ def job(composed: DictConfig) -> float | None:
 
 
 def _log_failure(error: Exception) -> None:
-    """Hydra shows only the first failed job's error and leaves the log of each of them empty."""
+    """Log a failed job's error: Hydra shows only the first one's and leaves all their logs empty."""
     if isinstance(error, UserError):
         log.error("%s", error)
     else:
@@ -65,8 +65,8 @@ def _log_failure(error: Exception) -> None:
 
 
 def _drop_tracebacks(error: BaseException) -> None:
-    """Let go of what the frames of a failed job hold, such as its model: Hydra keeps the error until the sweep ends,
-    and the next job needs the memory. Clearing the frames would not free the variables of closures.
+    """Release objects held by a failed job's frames, such as its model: Hydra keeps the error until the sweep ends, and
+    the next job needs the memory. Clearing the frames would not free variables of closures.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -83,11 +83,11 @@ def main() -> None:
     if sys.argv[1:2] == ["new"]:
         return _new(sys.argv[2:])
     if sys.argv[1:] == ["--version"]:
-        return print(f"trainapp {trainapp.__version__}")  # with Hydra, its own
+        return print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
     command_line.add_import_paths(sys.argv[1:])
     sys.argv[1:] = command_line.for_hydra(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # make Hydra raise its errors instead of printing them
     try:
         job()
     except (Exception, Reported) as caught:
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _fail(text: str) -> None:
-    """Print a message about something that the user can correct, without a traceback."""
+    """Print the message of a mistake that the user can correct, without a traceback."""
     first, *rest = text.splitlines() or [""]
     print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
 

@@ -1,6 +1,6 @@
-"""What `import trainapp` offers a Python program: `train`, `load`, `predict`, `plan`. Torch is imported late.
+"""The Python API, `import trainapp`: `train`, `load`, `predict`, `plan`. Torch is imported late.
 
-A run takes place in this process or, with several ranks, as a process of the command line, whose messages appear here.
+A run takes place in this process or, with several ranks, in a command-line process, whose messages appear here.
 """
 
 import gc
@@ -35,18 +35,18 @@ _running = threading.Lock()  # held by the one run in this process
 def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
     """The run of `python -m trainapp OVERRIDES hydra.run.dir=RUN_DIR`, from start to end. Returns how it ended.
 
-    overrides: such as `["model=mlp", "train.max_steps=20"]`. run_dir: where the run writes all its files; calling
-    again with the same directory continues the run there, or returns its result if it has finished. config_dir: as
-    `--config-dir`, a folder with options of your own; modules are found there and in the working directory.
+    overrides: such as `["model=mlp", "train.max_steps=20"]`. run_dir: the directory for all files of the run; calling
+    again with the same directory continues the run, or returns its result if it has finished. config_dir: as
+    `--config-dir`, a folder with your own options; modules are found there and in the working directory.
 
-    Trains in this process, with several ranks (`parallel=ddp`) as a process of the command line, and leaves the
-    working directory, environment, signal handlers, log handlers and the random generators of this process as they
-    were. It expects torch as a fresh process has it: no autocast or default type around the call, no switches of its
-    own. One run at a time; while it trains, the global generators are the run's.
+    Trains in this process, or with several ranks (`parallel=ddp`) in a command-line process, and restores the working
+    directory, environment, signal handlers, log handlers and random generators of this process. Expects torch's
+    defaults of a fresh process: no autocast or default dtype around the call, no changed switches. One run at a time;
+    while it trains, it uses the global generators.
 
-    Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, where training
+    Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, if training
     cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
-    Python receives signals); SystemExit after SIGTERM, likewise.
+    Python receives signals); likewise SystemExit after SIGTERM.
     """
     with _one_run("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _absolute(run_dir), config_dir)
@@ -64,8 +64,8 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
 def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
     """The plan of `python -m trainapp OVERRIDES mode=plan`: the content of plan.json. Writes nothing.
 
-    config_dir: as `--config-dir`, a folder with options of your own; modules are found there, too. Raises UserError for
-    mistakes in the configuration, with the message of the command line.
+    config_dir: as `--config-dir`, a folder with your own options and modules. Raises UserError for mistakes in the
+    configuration, with the message of the command line.
     """
     from trainapp.planning.process import ask
 
@@ -81,14 +81,14 @@ def load(
 ) -> "nn.Module":
     """The model of a run, on the CPU and in evaluation mode, with the weights of one of its checkpoints.
 
-    which: "best", by the objective; "last"; or the path of a checkpoint. A run that evaluates with an average of its
-    weights (`train.ema`) gives that. The model is built from the settings in the checkpoint, and the run's data set is
-    opened for the sizes that the model takes from it.
+    which: "best", by the objective; "last"; or the path of a checkpoint. A run with a weight average (`train.ema`)
+    gives the averaged weights. The model is built from the settings in the checkpoint, and the run's data set is opened
+    for the sizes that the model takes from it.
 
-    user_packages: your packages that the model, the data and the loss may come from, and config_dir: where they are
-    found beside the working directory, both as for `train`. They are not taken from the checkpoint: it may be another
-    person's, and would name the code that runs here. Raises UserError where there is no such checkpoint, and for one
-    that is damaged, names other packages, or does not fit.
+    user_packages: your packages with the model, data and loss, and config_dir: their folder in addition to the working
+    directory, both as for `train`. They are not read from the checkpoint, which may come from someone else and must not
+    choose the code that runs here. Raises UserError if there is no such checkpoint, or if it is damaged, names other
+    packages, or does not fit.
     """
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
     with _imports(config_dir), _as_before():
@@ -103,9 +103,9 @@ def predict(
     """`python -m trainapp mode=predict checkpointing.resume=RUN OVERRIDES`. Returns the file: a JSON line per sample.
 
     run: the directory of a run, or one of its checkpoints. overrides: such as `["predict.split=train"]` or
-    `["user_packages=[my_parts]"]`; model, data and task are the run's own where they choose no others. run_dir: for
-    the log and, unless `predict.output` names another file, for predictions.jsonl. config_dir, what is left as it was
-    and what is raised: as for `train`. After Ctrl-C the same call continues the file.
+    `["user_packages=[my_parts]"]`; model, data and task are the run's own unless overridden. run_dir: for the log and,
+    unless `predict.output` names another file, predictions.jsonl. config_dir, restored state and errors: as for
+    `train`. After Ctrl-C the same call continues the file.
     """
     given = [*_settings("predict", overrides), "mode=predict"]
     given.append(command_line.override("checkpointing.resume", _absolute(run)))
@@ -116,7 +116,7 @@ def predict(
     return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
 
 
-# What a call checks
+# Checks of a call
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _one_run(function: str) -> Iterator[None]:
 
 @contextmanager
 def _imports(config_dir: str | Path | None) -> Iterator[None]:
-    """Users' modules are found as on the command line."""
+    """Make users' modules importable, as on the command line."""
     before = list(sys.path)
     command_line.add_import_paths([] if config_dir is None else ["--config-dir", str(config_dir)])
     try:
@@ -150,14 +150,14 @@ def _absolute(path: str | Path) -> str:
 
 
 def _settings(function: str, overrides: Iterable[str]) -> list[str]:
-    """The overrides. Raises UserError for what only the command line takes."""
+    """The overrides. Raises UserError for options that only the command line accepts."""
     given = compose.as_overrides(overrides)
     for text in given:
         name = text.lstrip("+~").partition("=")[0]
         if text.startswith("-") or (name.partition(".")[0] == "hydra" and name != "hydra.searchpath"):
             raise UserError(
                 f"trainapp.{function}: {text} is for the command line; give overrides such as 'model=gpt', a folder "
-                "with options of your own as config_dir=FOLDER, and the run's directory as run_dir=DIR"
+                "with your own options as config_dir=FOLDER, and the run's directory as run_dir=DIR"
             )
     return given
 
@@ -166,7 +166,7 @@ def _settings(function: str, overrides: Iterable[str]) -> list[str]:
 
 
 def _run(config: Config) -> None:
-    """Train or predict as `config` says, which has an absolute `run_dir`. Raises KeyboardInterrupt after Ctrl-C."""
+    """Train or predict by `config`, whose `run_dir` is absolute. Raises KeyboardInterrupt after Ctrl-C."""
     try:
         if config.parallel.strategy == "single":
             _run_here(config)
@@ -190,8 +190,8 @@ def _run_here(config: Config) -> None:
 
 @contextmanager
 def _as_before(expandable_segments: bool = False) -> Iterator[None]:
-    """Restores the environment and the random generators of the caller's process; what else a run sets in torch is the
-    next run's to set.
+    """Restore the environment and random generators of the caller's process; other torch settings of a run are reset by
+    the next run.
     """
     variables = dict(os.environ)
     # before torch is imported; other runs may follow in this process
@@ -207,15 +207,15 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(variables)
-        gc.unfreeze()  # else the caller's objects would never be collected
+        gc.unfreeze()  # otherwise the caller's objects would never be collected
         if torch.cuda.is_initialized():
-            gc.collect()  # the run's model, which may be in a cycle
+            gc.collect()  # the run's model may be in a cycle
             torch.cuda.empty_cache()
 
 
 @contextmanager
 def _logged(run_dir: Path) -> Iterator[None]:
-    """The run's log in its directory, and on the terminal unless the program has handlers of its own."""
+    """Log to the run's directory, and to the terminal unless the program has its own handlers."""
     logger = logging.getLogger("trainapp")
     file = logging.FileHandler(run_dir / "trainapp.log")
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
@@ -234,8 +234,8 @@ def _logged(run_dir: Path) -> Iterator[None]:
 
 
 def _run_as_command(config: Config) -> None:
-    """The run as a process of its own. Signals are passed on to it; its error is raised here."""
-    message: list[str] = []  # the last that it prints for the user
+    """Run in a command-line process. Signals are passed on to it; its error is raised here."""
+    message: list[str] = []  # its last message for the user
     with subprocess.Popen(
         [sys.executable, *shlex.split(config.command)[1:]],
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Errors meant for the person at the keyboard: printed as one message, without a stack trace."""
+"""Errors for the user: printed as one message, without a stack trace."""
 
 
 class UserError(Exception):
@@ -7,7 +7,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, *message: object):
-        # From a loader's worker torch raises it again, with that process's traceback before the message.
+        # torch re-raises it from a loader worker, with that process's traceback before the message.
         super().__init__(*(str(text).rpartition("trainapp.errors.UserError: ")[2].strip() for text in message))
 
 
@@ -18,11 +18,11 @@ class TrainingStopped(UserError):
 
 
 class NotFinite(TrainingStopped):
-    """A loss or gradient that is inf or nan has ended the training."""
+    """An inf or nan in a loss or gradient has ended the training."""
 
 
 class Reported(SystemExit):
-    """Carries a user's mistake past Hydra, which prints a line of its own before every Exception, or hides it."""
+    """Carries a UserError past Hydra, which prints its own line before every Exception, or hides it."""
 
     def __init__(self, error: UserError):
         super().__init__(error.exit_code)
@@ -30,5 +30,5 @@ class Reported(SystemExit):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to what a traceback of the error shows, from Python 3.11 on."""
+    """Add a line to the error's traceback (shown from Python 3.11 on)."""
     setattr(error, "__notes__", [*getattr(error, "__notes__", []), note])  # noqa: B010  # `BaseException.add_note` is newer

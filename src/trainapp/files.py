@@ -1,6 +1,4 @@
-"""Files: directories of the program and its user, writing so that readers see the old content or the new one and never
-a part of it, and JSON as the standard has it.
-"""
+"""Files: directories of the program and its user, atomic writes, and standard JSON."""
 
 import contextlib
 import json
@@ -17,7 +15,7 @@ CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf")
 
 
 def user_cache_dir() -> Path:
-    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. It need not exist yet."""
+    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
     if chosen := os.environ.get("TRAINAPP_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -26,13 +24,13 @@ def user_cache_dir() -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, mode: str = "w", sync: bool = False) -> Iterator[IO[Any]]:
-    """Yields a new file that replaces `path` when the block ends; after an error in the block `path` is as before.
+    """Yields a new file that replaces `path` when the block ends; after an error in the block, `path` is unchanged.
 
     Several processes may write the same path at once: each has its own temporary file, and the last rename wins.
     A process that is killed inside the block leaves a file named `.tmp-*` next to `path`.
 
-    mode: "w" or "wb". sync: survive a power cut: waits for the disk, typically a few milliseconds. Raises OSError when
-    the file cannot be written.
+    mode: "w" or "wb". sync: survive a power failure; waits for the disk, typically a few milliseconds. Raises OSError
+    if the file cannot be written.
     """
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
@@ -58,7 +56,7 @@ def fsync(path: Path) -> None:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file that has one per line; without those that an error or a kill has left half written."""
+    """The objects of a file with one per line, without incomplete lines left by an error or a kill."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -67,10 +65,10 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def strict_json(value: Any, **options: Any) -> str:
-    """`json.dumps`, with null for each number that is not finite.
+    """`json.dumps`, with null for each non-finite number.
 
-    In an object the reason stands next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless the
-    object has a note of its own. options: of `json.dumps`.
+    An object gets a note next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless it already
+    has one. options: options of `json.dumps`.
     """
     return json.dumps(_finite(value), allow_nan=False, **options)
 

@@ -1,8 +1,8 @@
-"""Random generators: their seeds, and the states of those that someone owns.
+"""Random generators: seeding the global ones, and the states of generator objects.
 
-Nothing saves the global generators of a run. They are seeded when a step begins, from (`train.seed`, step, rank), and
-when an evaluation begins, from the seed and the name of its data. So a retry, a resume, a plan and what a callback
-draws in between change nothing.
+The global generators of a run are never saved. They are seeded at the start of a step, from (`train.seed`, step, rank),
+and at the start of an evaluation, from the seed and the name of its data. A retry, a resume, a plan and draws in
+callbacks therefore change nothing.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def seed_from(device: torch.device, *numbers: int) -> None:
 
 
 def seed_evaluation(device: torch.device, seed: int, name: str) -> None:
-    """For an evaluation of the data set of this name: all evaluations of a run draw the same numbers."""
-    seed_from(device, seed, zlib.crc32(name.encode()))  # strings have another hash in every process
+    """Seed for an evaluation of the data set of this name: all evaluations of a run draw the same numbers."""
+    seed_from(device, seed, zlib.crc32(name.encode()))  # Python's hash of a string differs between processes
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The global generators of Python, NumPy, torch's CPU and the device. Takes some 50 microseconds."""
+    """The states of the global generators of Python, NumPy, torch's CPU and the device. Takes about 50 microseconds."""
     with outside_dispatch_modes():  # a fake tensor would not hold the state
         state: dict[str, Any] = {
             "python": random.getstate(),
@@ -73,7 +73,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restore the global generators after the block, such as one that fetches samples within a step."""
+    """Restore the global generators after the block, for example one that fetches samples within a step."""
     state = rng_state(device)
     try:
         yield
@@ -82,14 +82,12 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator object of torch, NumPy or Python. Not SystemRandom: what the system draws has no state
-    to return to.
-    """
+    """Whether the value is a generator object of torch, NumPy or Python, except SystemRandom, which has no state."""
     return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator of torch, NumPy or Python; not how many children a NumPy one has spawned."""
+    """The state of a generator of torch, NumPy or Python, without the number of children spawned by a NumPy one."""
     if isinstance(generator, torch.Generator):
         with outside_dispatch_modes():  # a fake tensor would not hold the state
             return generator.get_state()

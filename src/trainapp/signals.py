@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first asks the run to stop after its step, the
-second leaves.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first signal asks the run to stop after its step,
+the second ends it at once.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ class StopRequest:
 
     NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
     SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
-    ECHO = 1.0  # seconds: a terminal and the launcher both send the same Ctrl-C to a worker
+    ECHO = 1.0  # seconds; a terminal and the launcher both send the same Ctrl-C to a worker
 
     def __init__(self) -> None:
         self._at = 0.0
-        self._process = os.getpid()  # the loader's workers inherit the handler
+        self._process = os.getpid()  # loader workers inherit the handler
         self.signal: int | None = None
-        self.agreed = 0  # the signal that all ranks have agreed to stop for
+        self.agreed = 0  # the signal for which all ranks have agreed to stop
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, Any] = {}
 
@@ -39,7 +39,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def pass_on(self, number: int) -> None:
-        """After the run has saved and ended for a signal: see `pass_on`."""
+        """Call after the run has saved and ended for a signal: see `pass_on`."""
         pass_on(number, self._previous.get(number))
 
     def _handle(self, number: int, frame: object) -> None:

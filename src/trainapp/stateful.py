@@ -1,12 +1,12 @@
-"""What objects of a user hold: who owns a state of its own, and which tensors and attributes are where.
+"""Inspecting users' objects: owners of state, and the tensors and attributes that objects hold.
 
-| what | protocol of its state |
+| owner | protocol of its state |
 |---|---|
 | a module | `get_extra_state` and `set_extra_state`, as in torch |
-| the task, a data set, a metric, and what these hold | `state_dict` and `load_state_dict` |
+| the task, a data set, a metric, and objects they hold | `state_dict` and `load_state_dict` |
 | a generator of torch, NumPy or Python | none: it is found in attributes, lists and dicts |
 
-Both the transaction of a step (`Snapshot`) and the checkpoint honour them.
+Both the transaction of a step (`Snapshot`) and checkpoints use them.
 """
 
 import copy
@@ -27,28 +27,28 @@ from trainapp.torch_private import (
     tree_map,
 )
 
-DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
-MOST_ITEMS = 1000  # of a list or dict; longer ones are tables, unless their first or last item is looked for
+DEPTH = 5  # levels of attributes; a data set's transform may own a generator
+MOST_ITEMS = 1000  # of a list or dict; longer ones are treated as tables, unless the first or last item matters
 MOST_OBJECTS = 20_000
-FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
-OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
+FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # packages whose objects are not searched
+OPEN = ("torch.utils.data",)  # exceptions that are searched: Subset and similar classes hold data sets
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 
 class Owner(NamedTuple):
-    """Something with a state of its own. `get` may return references; `set` may keep what it is given."""
+    """An object with its own state. `get` may return references; `set` may keep its argument."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     kind: str  # "model", "task", "data" or "callbacks"; "generator"
-    is_held: bool = False  # a transaction holds it in another way: a module's tensors, a stream's samples
+    is_held: bool = False  # a transaction restores it differently: a module's tensors, a stream's samples
 
     def copy(self) -> Any:
-        """The state, for `restore`. A generator's is a copy already; in a trace, another would be without numbers."""
+        """The state, for `restore`. A generator's is already a copy; another, in a trace, would have no values."""
         return self.get() if self.kind == "generator" else _copied(self.get())
 
     def restore(self, state: Any) -> None:
-        """Return to what `copy` has returned; any number of times."""
+        """Restore a state returned by `copy`, any number of times."""
         self.set(state if self.kind == "generator" else _copied(state))
 
 
@@ -175,7 +175,7 @@ def has_protocol(held: Any) -> bool:
 
 
 def moves_at_commit(held: Any) -> bool:
-    """Whether the object says that its state, which covers all that it holds, moves only when a step is committed."""
+    """Whether the object declares that its state, including everything it holds, changes only at a step's commit."""
     return getattr(type(held), "moves_at_commit", False) is True
 
 
@@ -186,13 +186,13 @@ def has_extra_state(module: nn.Module) -> bool:
 
 
 def can_be_held(tensor: Tensor) -> bool:
-    """Whether it can be restored: not where there is nothing yet (lazy modules), nor where in-place writes are
-    impossible: an inference tensor, or an expanded one.
+    """Whether the tensor can be restored: not if it is uninitialised (lazy modules) or does not allow in-place writes
+    (an inference tensor, or an expanded one).
     """
     return not (is_lazy(tensor) or tensor.is_inference() or is_expanded(tensor))
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that it cannot be filled."""
+    """Whether elements share memory, so that the tensor cannot be filled."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     return any(stride == 0 and size > 1 for size, stride in pairs)

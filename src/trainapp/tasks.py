@@ -1,4 +1,4 @@
-"""The losses that come with trainapp, for users' own code."""
+"""The built-in losses, for users' code."""
 
 from trainapp.losses.contrastive import Contrastive, EmbeddingTask
 from trainapp.losses.losses import IGNORED, Metrics, Task, classification, inputs_and_targets, next_token

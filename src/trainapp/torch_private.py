@@ -1,8 +1,7 @@
 """The private, underscored or undocumented parts of torch that the program uses, each with its reason.
 
 Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
-Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there. What takes time to
-import is imported on use.
+Functions on the hot path are bound rather than wrapped, so a name here costs nothing there. Slow imports happen on use.
 """
 
 import contextlib
@@ -34,11 +33,11 @@ foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 
-# storage -> int. The address of a storage's C++ object: equal for tensors that share memory. `data_ptr()` does not
-# serve, being 0 for every empty storage and an error for tensors without data.
+# storage -> int. The address of a storage's C++ object: equal for tensors that share memory. `data_ptr()` is
+# unsuitable: 0 for every empty storage and an error for tensors without data.
 storage_id = operator.attrgetter("_cdata")
 
-# view -> the tensor that it is a view of; None for others.
+# view -> its base tensor; None for others.
 base_of = operator.attrgetter("_base")
 
 # tensor -> int. Counts the in-place writes to a tensor, except those of some kernels (BatchNorm's running statistics).
@@ -47,7 +46,7 @@ version_of = operator.attrgetter("_version")
 
 # --- modules
 
-# What torch itself keeps in the attributes of every module.
+# The attributes that torch itself sets on every module.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # The base class of every BatchNorm: 1d, 2d, 3d, synchronised and lazy.
@@ -56,11 +55,11 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 # `torch.compile(model)` puts this before every name in the state dict.
 COMPILED_PREFIX = "_orig_mod."
 
-# What `get_extra_state` returns is in the state dict under this name.
+# The result of `get_extra_state` is in the state dict under this name.
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
-# module -> dict. The module's own parameters, buffers or submodules by name: the dictionaries that hold them, where
-# assigning replaces one. `named_buffers()` and the like only list them, and leave out names whose value is None.
+# module -> dict. The module's own parameters, buffers or submodules by name: the dictionaries that hold them, in which
+# assignment replaces one. `named_buffers()` etc. only list them, and omit names whose value is None.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 registries_of: Callable[[nn.Module], tuple[dict[str, Any], ...]]
@@ -68,19 +67,19 @@ registries_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the module's own buffers that are not in its state dict. torch has no public way to ask."""
+    """The names of the module's own buffers that are not in its state dict. torch has no public API for this."""
     return module._non_persistent_buffers_set
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether anything is called around the module's forward, such as weight normalisation or pruning."""
+    """Whether hooks run around the module's forward, such as weight normalisation or pruning."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 class KeepsBufferDtypes(nn.Module):
     """A module whose own buffers follow `model.to(...)` to another device, but never to another dtype.
 
-    `_apply` is what `to`, `half`, `cuda` and the like call on every submodule; none of them has a public hook.
+    `to`, `half`, `cuda` etc. call `_apply` on every submodule; none of them has a public hook.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> "KeepsBufferDtypes":
@@ -94,13 +93,13 @@ class KeepsBufferDtypes(nn.Module):
 
 
 class ForwardModuleTracker(ModuleTracker):
-    """torch's ModuleTracker, except that it ignores forwards that run inside a backward, and keeps nothing in memory.
+    """torch's ModuleTracker, except that it ignores forwards inside a backward, and keeps nothing in memory.
 
     Activation checkpointing recomputes blocks there, and the tracker's hooks on the recomputed tensors would keep all
-    of them in memory. So would hooks that wait for all gradients of a module, with what a model computes and discards,
-    as an early exit does: they hold on to the graph that holds them (torch 2.13, autograd/graph.py). It gets no leaves
-    to hook: such a hook fails in a forward that calls `torch.autograd.grad` itself, as a gradient penalty does.
-    `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module.
+    of them in memory. So would hooks that wait for all gradients of a module, for results that a model computes and
+    discards, as with an early exit: hooks and graph keep each other alive (torch 2.13, autograd/graph.py). Leaves are
+    not hooked: such a hook fails in a forward that calls `torch.autograd.grad` itself, as for a gradient penalty.
+    `_fw_pre_hook` and `_fw_post_hook` are registered for every module.
     """
 
     def _fw_pre_hook(self, module: nn.Module, inputs: Any) -> None:
@@ -114,7 +113,7 @@ class ForwardModuleTracker(ModuleTracker):
             self._hook(output, self._get_append_fn(self._get_mod_name(module), True))
 
     def _hook(self, values: Any, function: Callable[..., None]) -> None:
-        """Call it when the first of the gradients is there."""
+        """Call the function when the first of the gradients is computed."""
         tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
         if tensors := [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]:
             self._hooks.append(register_multi_grad_hook(tensors, function, mode="any"))
@@ -124,8 +123,8 @@ class ForwardModuleTracker(ModuleTracker):
 
 
 def set_activation_memory_budget(fraction: float | None) -> None:
-    """The part of the activations, by bytes, that what is compiled from now on keeps for backward; None: torch's own
-    choice. Documented, but its module is private; importing it takes as long as the compiler.
+    """Set the fraction of activations, by bytes, that functions compiled from now on keep for backward; None: torch's
+    own choice. Documented, but its module is private; importing it takes as long as the compiler.
     """
     name = "torch._functorch.config"
     if fraction is not None or name in sys.modules:
@@ -139,9 +138,9 @@ def set_activation_memory_budget(fraction: float | None) -> None:
 def pytree_functions(
     kind: type,
 ) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[list[Any], Any], Any]] | None:
-    """`(flatten, unflatten)` of a type that was registered with torch's pytrees, such as TensorDict; else None.
+    """`(flatten, unflatten)` of a type registered with torch's pytrees, such as TensorDict; otherwise None.
 
-    The table is the only one that says what a registered type holds: torch has no public one.
+    torch has no public API for a registered type's contents.
     """
     node = SUPPORTED_NODES.get(kind)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
@@ -151,17 +150,17 @@ def pytree_functions(
 tree_map, tree_leaves = _pytree.tree_map, _pytree.tree_leaves
 
 
-# --- backward and the optimizer's step, without the Python around them
+# --- backward and the optimizer's step, without torch's Python code around them
 
-# In a step of 1.6 ms on a CPU that Python takes 0.15 ms, nearly a tenth (docs/benchmarks.md): 14 calls around each
-# backward, and a record for the profiler around the optimizer's step. Anything unusual takes the documented path.
+# In a step of 1.6 ms on a CPU that code takes 0.15 ms, nearly a tenth (docs/benchmarks.md): 14 calls around each
+# backward, and a profiler record around the optimizer's step. Any unusual case uses the documented path.
 
-# The code object that every wrapped `step` shares. A `step` that is wrapped again or replaced has another.
+# The code object shared by every wrapped `step`. A `step` that is wrapped again or replaced has another.
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
-with torch.inference_mode(False), torch.enable_grad():  # whatever is in force at the import
+with torch.inference_mode(False), torch.enable_grad():  # independent of the modes at import
     _LEAF = torch.zeros((), device="cpu", requires_grad=True)
-    _FIRST = _LEAF.clone()  # before all other nodes of a run: the engine takes it last
+    _FIRST = _LEAF.clone()  # created before all other nodes, so the engine processes it last
 
 
 def backward(loss: Tensor, gradient: Tensor) -> None:
@@ -175,15 +174,15 @@ def backward(loss: Tensor, gradient: Tensor) -> None:
 def release_failed_backward() -> None:
     """Free what a failed backward in this thread had saved.
 
-    Its nodes stay in the thread's queue with all that they have saved, until the next backward finds them there (torch
-    2.13, autograd/engine.cpp, `thread_main` and `local_ready_queue`): memory that a retried forward lacks.
+    Its nodes stay in the thread's queue, with their saved tensors, until the next backward (torch 2.13,
+    autograd/engine.cpp, `thread_main` and `local_ready_queue`): a retried forward would lack that memory.
     """
     with outside_dispatch_modes():
         torch.autograd.grad(_FIRST, _LEAF, retain_graph=True)
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """`optimizer.step()`. Without a record for the profiler where none is active, and no hooks are registered."""
+    """`optimizer.step()`, without a profiler record if no profiler is active and no hooks are registered."""
     method: Any = getattr(type(optimizer), "step", None)
     is_usual = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(optimizer)
     if is_usual and not _is_observed(optimizer):
@@ -223,9 +222,9 @@ outside_dispatch_modes = _disable_current_modes
 def fake_tensor_mode() -> Any:
     """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
 
-    Real tensors may take part: generators' states and constants that a model holds on to. A deep copy of a tensor
-    stays in the mode: torch's own mode is copied with it (2.13, `Tensor.__deepcopy__`), and every operation on such a
-    parameter converts it again, to a second storage of its size. nn.TransformerEncoder copies its layer.
+    Real tensors are allowed: generators' states and constants of a model. A deep copy of a tensor stays in the same
+    mode: torch would copy the mode too (2.13, `Tensor.__deepcopy__`), and every operation on such a parameter would
+    convert it again, to a second storage of its size. nn.TransformerEncoder copies its layer.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -234,7 +233,7 @@ def fake_tensor_mode() -> Any:
             return self
 
         def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """Without the cache for `set_`: its keys keep the storages that a call was given."""
+            """Without the cache for `set_`: its keys keep the storages of a call alive."""
             has_storage = any(type(arg) is torch.UntypedStorage for arg in args)
             dispatch = self._dispatch_impl if has_storage else super()._cached_dispatch_impl
             return dispatch(func, types, args, kwargs)
@@ -243,19 +242,19 @@ def fake_tensor_mode() -> Any:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a `fake_tensor_mode` has made the tensor."""
+    """Whether the tensor was made by a `fake_tensor_mode`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor can be read: those on the meta device and those of a `fake_tensor_mode` cannot."""
+    """Whether a tensor can be read: not on the meta device or from a `fake_tensor_mode`."""
     return not (tensor.is_meta or is_fake(tensor))
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself or, of a sparse one, its indices and values. The public accessors of COO refuse one that is not
-    coalesced.
+    """The tensor itself or, if it is sparse, its indices and values. The public accessors of COO tensors require a
+    coalesced one.
     """
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
@@ -271,28 +270,28 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 # What `tensor.item()` and `bool(tensor)` dispatch to.
 READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
-# tensor -> device. What C++ asks tensors without data for their device with (2.13, TensorImpl::device_custom): several
+# tensor -> device. C++ calls this to get the device of tensors without data (2.13, TensorImpl::device_custom): several
 # times per operation, and through every mode. `tensor.device` gives the same answer at once.
 ASKS_DEVICE = torch.ops.prim.device.default
 
-# operator -> bool. Whether what it returns is a view of its first argument or, in inference mode, may be: there, modes
-# see `reshape` and `contiguous` themselves. An attribute of OpOverload, undocumented.
+# operator -> bool. Whether its result is a view of its first argument or, in inference mode, may be one: there, modes
+# see `reshape` and `contiguous` themselves. An undocumented attribute of OpOverload.
 may_view = operator.attrgetter("is_view")
 
-# What `torch.tensor(data)` dispatches to, with the tensor that it has just made.
+# `torch.tensor(data)` dispatches to this, with the tensor that it has just made.
 LIFT = torch.ops.aten.lift_fresh.default
 
-# Operators that take random numbers only where they drop something, and are tagged in any case.
+# Operators that draw random numbers only if they drop elements, but always have the tag.
 _MAY_DROP = ("attention", "sdp", "rnn", "lstm", "gru")
 
 
 def draws_numbers(func: Any) -> bool:
-    """Whether an operator takes numbers from a generator of torch. (OpOverload's `tags` are not documented.)"""
+    """Whether an operator draws from a torch generator. (OpOverload's `tags` are undocumented.)"""
     tags = getattr(func, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and not any(word in func.name() for word in _MAY_DROP)
 
 
-# Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
+# Attention kernels whose results selective activation checkpointing keeps. Every backend has its own operator.
 ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -300,11 +299,11 @@ ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 
-# (int8 [M, K], int8 [K, N]) -> int32 [M, N]. The only product of 8-bit integers that torch has on the CPU.
+# (int8 [M, K], int8 [K, N]) -> int32 [M, N]. torch's only int8 matmul on the CPU.
 int8_product = torch._int_mm
 
-# (tensor, shape) -> the same memory in another shape, which autograd takes for a tensor of its own: nn.Linear returns
-# such a one. A view that a user's own function returns must not be changed in place.
+# (tensor, shape) -> the same memory in another shape, which autograd treats as a separate tensor: nn.Linear returns
+# one. A view returned by a custom autograd function must not be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
 # Fused optimizers that write in place and return nothing. Torch has no meta kernel for them (2.13): fake tensors run
@@ -319,9 +318,9 @@ schema_of = operator.attrgetter("_schema")
 
 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Per device, the flag that `scaler.unscale_(optimizer)` has just set: 1.0 where a gradient is not finite.
+    """Per device, the flag that `scaler.unscale_(optimizer)` has just set: 1.0 if a gradient is not finite.
 
-    Shards of a gradient overflow on one rank alone, and GradScaler has no public way to share its verdict.
+    Shards of a gradient may overflow on only one rank, and GradScaler has no public way to share its flag.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
@@ -335,34 +334,34 @@ def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
 
 
 def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Rearrange the buckets in the order of the first backward; whether it did. Collective.
+    """Rearrange the buckets in the order of the first backward; returns whether it did. Collective.
 
-    DDP calls this at the start of the next forward, once. Nothing else tells when it has allocated other buckets.
+    DDP calls this once, at the start of the next forward. Nothing else reveals when it has allocated new buckets.
     """
     return wrapper.reducer._rebuild_buckets()
 
 
 # --- FSDP2
 
-# DTensor -> this rank's part, itself. `to_local()` makes a view of each parameter's in every call, also where no
-# gradient is recorded (2.13, distributed/tensor/_api.py), which took a fifth of a trace of many shards.
+# DTensor -> this rank's part, not a view. `to_local()` makes a view in every call, even if no gradient is recorded
+# (2.13, distributed/tensor/_api.py), which took a fifth of a trace of many shards.
 local_part = operator.attrgetter("_local_tensor")
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether the tensor is this rank's shard of one, a DTensor."""
+    """Whether the tensor is a shard of this rank, a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of the tensor in this rank's memory, itself: no gradient goes through it to a shard."""
+    """The part of the tensor in this rank's memory, not a view: gradients do not flow through it to a shard."""
     return local_part(tensor) if is_shard(tensor) else tensor
 
 
 def prepare_fsdp(root: Any) -> None:
-    """Do now what FSDP2 otherwise does in the first forward of its root module, an FSDPModule.
+    """Initialise FSDP2 now, as the first forward of its root module, an FSDPModule, would otherwise do.
 
-    It then decides in which dtype the gradients of each block are reduced, by its parameters that require gradients at
+    This decides in which dtype the gradients of each block are reduced, by its parameters that require gradients at
     that moment (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py, `_init_mp_dtypes`).
     """
     root._get_fsdp_state()._lazy_init()
@@ -371,7 +370,7 @@ def prepare_fsdp(root: Any) -> None:
 def fsdp_collectives() -> tuple[type, type]:
     """The classes of FSDP2's own all-gather and reduce-scatter.
 
-    `set_custom_all_gather` and `set_custom_reduce_scatter` are public, but what they replace can only be extended.
+    `set_custom_all_gather` and `set_custom_reduce_scatter` are public, but the originals must be subclassed.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -382,7 +381,7 @@ def fsdp_collectives() -> tuple[type, type]:
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Record every allocation with its Python stack, the last `max_entries` of them; None stops recording."""
+    """Record allocations with their Python stacks, the last `max_entries` of them; None stops recording."""
     started: dict[str, Any] = {"max_entries": max_entries, "context": "alloc", "stacks": "python"}
     torch.cuda.memory._record_memory_history(**{"enabled": None} if max_entries is None else started)
 
@@ -396,10 +395,10 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
 
 
 def become_main_process() -> None:
-    """Let `get_worker_info` return None from now on, as in the main process.
+    """Make `get_worker_info` return None from now on, as in the main process.
 
-    A stream that asks for its worker reads a part of what it is given; Hugging Face's also shuffles otherwise in one
-    worker than in none. The program has divided the stream already, and its order must not depend on processes.
+    A stream that sees a worker reads only a part of its data; Hugging Face's also shuffles differently in one worker
+    than without. The program has already divided the stream, and its order must not depend on processes.
     """
     worker._worker_info = None
 
@@ -412,14 +411,14 @@ class Restart(Enum):
 
     REFUSED = "refused"
     COUNTED = "counted"  # if fewer than `max_restarts` were counted so far
-    FREE = "free"  # whatever `max_restarts` says
+    FREE = "free"  # regardless of `max_restarts`
 
 
 @contextlib.contextmanager
 def asked_before_restarts(decide: Callable[[], Restart]) -> Iterator[None]:
     """Inside the block, the launcher asks `decide` before it restarts failed workers; on its own it only counts them.
 
-    decide: called once for each time that a worker failed.
+    decide: called once per failure of a worker.
     """
     api: Any = importlib.import_module("torch.distributed.launcher.api")  # late: one process does not need it
     standard = api.LocalElasticAgent

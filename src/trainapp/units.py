@@ -99,6 +99,6 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'depth'?`, or nothing when no choice is close."""
+    """`; did you mean 'depth'?`, or "" if no choice is close."""
     close = difflib.get_close_matches(word, list(choices), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,7 +1,7 @@
-"""Annotated types with which constructors of models and data sets, yours too, state their rules.
+"""Annotated types for the arguments of models and data sets, including yours.
 
-`def __init__(self, depth: PositiveInt, dropout: Fraction = 0.0)` is both the signature and what a value in the YAML
-files or on the command line is checked against.
+With `def __init__(self, depth: PositiveInt, dropout: Fraction = 0.0)`, values in the YAML files and on the command line
+are checked against the signature.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`trainapp new my_project`: a small project of one's own, to change from there. Imports no torch."""
+"""`trainapp new my_project`: generates a starter project. Imports no torch."""
 
 import importlib.util
 import keyword
@@ -31,7 +31,7 @@ def command(arguments: Sequence[str]) -> None:
 def write(folder: Path) -> list[Path]:
     """Write the project. Returns its files.
 
-    Raises UserError for a name that no module may have, and for a folder that is not empty or cannot be written.
+    Raises UserError for a name that a module cannot have, and for a folder that is not empty or cannot be written.
     """
     name, setting = folder.name, f"trainapp new {folder}"
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
@@ -47,7 +47,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def _write(folder: Path, source: Path, name: str) -> Path:
-    """`$name` in the text, and `NAME` in the path, are the project's name."""
+    """Write one file, replacing `$name` in the text and `NAME` in the path by the project's name."""
     path = folder / str(source.relative_to(_TEMPLATE)).removesuffix(_SUFFIX).replace("NAME", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(string.Template(source.read_text()).substitute(name=name))

@@ -1,4 +1,4 @@
-"""A CUDA device that this machine does not have: what it is, and what a run on it does otherwise than on the CPU."""
+"""A CUDA device that this machine does not have: its properties, and how a run on it differs from one on the CPU."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20
 # name: MiB that torch reports as `total_memory`, and compute capability. Reports differ by up to some hundred MiB
-# between drivers and boards: the lowest one in public, or an assumption below it.
+# between drivers and boards: the lowest published one, or an assumption below it.
 DEVICES = {
     "t4-16gb": (15_079, (7, 5)),
     "v100-16gb": (16_130, (7, 0)),
@@ -46,19 +46,19 @@ DEVICES = {
     "h100-80gb": (81_008, (9, 0)),
     "h200-141gb": (143_156, (9, 0)),
 }
-CONTEXT = 512 * MIB  # of the driver and of the libraries' code, which no allocator counts
+CONTEXT = 512 * MIB  # the driver's and libraries' code, which no allocator counts
 HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leaves
-# Of NCCL, on A100s with NVLink (NVIDIA/nccl#964), per group of ranks: of all, of the shards, of the replicas.
+# NCCL's memory on A100s with NVLink (NVIDIA/nccl#964), per group of ranks: all, shards, replicas.
 COMMUNICATOR = 688 * MIB
-THREADS = 2  # that multiply matrices, each with a workspace of cuBLAS: the program's and the autograd engine's
+THREADS = 2  # with a cuBLAS workspace each: the program's and the autograd engine's
 _CONVOLUTIONS = (
-    "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top; plan with a smaller "
-    "memory.limit to leave room for it"
+    "convolutions: cuDNN chooses its algorithms on the device, and their workspaces are not included; plan with a "
+    "smaller memory.limit to leave room for them"
 )
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = F.scaled_dot_product_attention
-# Of the functions that CUDA's autocast computes in fp32, those that keep activations and are not in the CPU's list.
+# Functions that CUDA's autocast computes in fp32, that keep activations and are not in the CPU's list.
 _IN_FP32 = (
     *((F, name) for name in ("layer_norm", "softmax", "log_softmax", "group_norm", "cross_entropy")),
     *((torch, name) for name in ("softmax", "log_softmax")),
@@ -67,10 +67,10 @@ _IN_FP32 = (
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """memory: bytes. on_cpu: traced on tensors of the CPU, with CUDA's rules, where CUDA's cannot be.
+    """memory: bytes. on_cpu: traced on CPU tensors with CUDA's rules, if CUDA tensors cannot be faked.
 
-    What is planned are allocated bytes; `margin` of them leaves room for the allocator's cache, which was 1.04 to 1.29
-    times what was live in public records.
+    The plan is in allocated bytes; `margin` of them leaves room for the allocator's cache, which was 1.04 to 1.29 times
+    the live memory in public records.
     """
 
     name: str
@@ -80,16 +80,16 @@ class AbsentGpu:
 
     @property
     def device(self) -> torch.device:
-        """Of the trace's tensors."""
+        """The device of the trace's tensors."""
         return torch.device("cpu") if self.on_cpu else torch.device("cuda", 0)
 
     @property
     def margin(self) -> float:
-        """How far off a peak may be, as a share of it."""
+        """The relative error of a peak."""
         return 0.3 if self.on_cpu else 0.1
 
     def limit(self, config: Config) -> int:
-        """The bytes that a run on the device may reserve: without `memory.limit`, what an otherwise unused one has."""
+        """The bytes that a run on the device may reserve; without `memory.limit`, those of an unused device."""
         if config.memory.limit is not None:
             return parse_memory_size(config.memory.limit, self.memory)
         parallel = config.parallel
@@ -99,7 +99,7 @@ class AbsentGpu:
 
     @contextlib.contextmanager
     def pretended(self) -> Iterator[None]:
-        """Entered before the fake tensor mode."""
+        """Enter before the fake tensor mode."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))
@@ -111,30 +111,30 @@ class AbsentGpu:
             else:
                 stack.enter_context(pretend.pretended(self.name, self.capability, self.memory))
                 stack.enter_context(mock.patch.object(torch, "Generator", _HostGenerator))
-                # Optimizers and clipping take loops instead of the foreach kernels for subclasses of Tensor. The lists
-                # stay the same objects: DTensor adds itself to them when it is first imported (2.13).
+                # Optimizers and clipping use loops instead of foreach kernels for subclasses of Tensor. The lists must
+                # stay the same objects: DTensor adds itself to them on its first import (2.13).
                 for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
                     kinds.append(FakeTensor)
                     stack.callback(kinds.remove, FakeTensor)
             yield
 
     def engine(self) -> AbstractContextManager[Any]:
-        """Entered after the fake tensor mode and after what answers reads."""
+        """Enter after the fake tensor mode and the mode that answers reads."""
         return contextlib.nullcontext() if self.on_cpu else _EngineOnCuda()
 
     def fake(self, from_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """On the device."""
+        """`from_tensor`, with results on the device."""
         return lambda tensor: from_tensor(tensor).to(self.device)
 
     def prepare(self, engine: Engine) -> None:
-        """Raises NotImplementedError for a model whose kernels are known only on a GPU."""
+        """Prepare an engine. Raises NotImplementedError for a model whose kernels are known only on a GPU."""
         if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
             raise NotImplementedError("what cuDNN keeps of a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
     def completed(self, found: Breakdown, engine: Engine, config: Config) -> Breakdown:
-        """With cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and with the whole model that each rank of
-        FSDP has in fp32 before it is sharded.
+        """Add cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and the whole fp32 model that each FSDP rank
+        has before sharding.
         """
         model, parallel, notes = engine.state.model, config.parallel, list(found.notes)
         of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or config.train.deterministic else 8320 * 2**10
@@ -145,11 +145,11 @@ class AbsentGpu:
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
         if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and engine.ranks.world > 1:
-            whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor's are all ranks'
+            whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor counts all ranks
             if whole > found.total:
                 notes.append(
                     f"each rank has the whole model on its device, {bytes_text(whole)}, before it is sharded; "
-                    "parallel.fsdp.meta_init=true builds the shards alone"
+                    "parallel.fsdp.meta_init=true builds only the shards"
                 )
             building = {Category.PARAMETERS.value: whole}
             found = Breakdown(whole, "building", phases={"building": whole}, categories=building).joined(found)
@@ -160,9 +160,9 @@ class AbsentGpu:
 
 
 def find(config: Config) -> AbsentGpu:
-    """What `plan.device` names: one of DEVICES, or a memory and compute capability, such as `24GiB@8.9`.
+    """The GPU named by `plan.device`: one of DEVICES, or a memory and compute capability, such as `24GiB@8.9`.
 
-    Raises UserError for any other name, for what no GPU has, and for settings that contradict it.
+    Raises UserError for any other name, for impossible values, and for settings that contradict it.
     """
     name = str(config.plan.device)
     if config.train.device not in ("auto", "cuda"):
@@ -194,13 +194,13 @@ def _unnamed(name: str) -> AbsentGpu:
 
 
 def spelled(device: torch.device | None) -> str:
-    """What `plan.device` calls this machine's device; None for the current one."""
+    """The name of this machine's device in `plan.device`; None for the current device."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.total_memory}@{properties.major}.{properties.minor}"
 
 
 def named(config: Config, own: torch.device | None) -> Config:
-    """The configuration to plan in a process that sees no GPU. own: this machine's, where it is the one planned for."""
+    """The configuration to plan in a process that sees no GPU. own: this machine's device, if it is planned for."""
     device = config.plan.device or spelled(own)
     plan = dataclasses.replace(config.plan, device=device, world=world_of(config))
     return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="auto"))
@@ -211,18 +211,18 @@ def on_cpu(config: Config) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
 
 
-# --- what its kernels keep
+# --- activations that its kernels keep
 
 
 def chosen_kernel(gpu: AbsentGpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> str:
-    """ "flash", "efficient" or "math", a simplification of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. What
-    cuDNN's keeps on H100 is what flash keeps: the output and one number per query in fp32.
+    """ "flash", "efficient" or "math", a simplification of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    cuDNN's kernel on H100 keeps the same as flash: the output and one fp32 value per query.
     """
     enabled = torch.backends.cuda
     if q.dim() != 4 or 0 in q.shape or 0 in k.shape or q.dtype != k.dtype or q.dtype != v.dtype:
         return "math"
     same = q.size(-1) == k.size(-1) == v.size(-1)
-    is_ampere = gpu.capability >= (8, 0)  # which also computes in bf16 rather than emulate it
+    is_ampere = gpu.capability >= (8, 0)  # also computes in bf16 instead of emulating it
     flash = enabled.flash_sdp_enabled() and is_ampere and q.dtype in _HALF
     if flash and mask is None and same and q.size(-1) <= 256:
         return "flash"
@@ -247,8 +247,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of fake tensors as the device computes it, autocast included. Without CUDA,
-    torch takes the plain product, which keeps all attention weights for the backward.
+    """`F.scaled_dot_product_attention` of fake tensors as the device computes it, including autocast. Without CUDA,
+    torch uses the plain product, which keeps all attention weights for the backward.
     """
     q, k, v, kind = query, key, value, query.device.type
     if kind != gpu.device.type:
@@ -284,7 +284,7 @@ def attention(
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As under CUDA's autocast."""
+    """The function computed in fp32, as under CUDA's autocast."""
 
     def widened(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
@@ -299,12 +299,12 @@ def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """With a mask of a byte per element."""
+    """Dropout with a mask of one byte per element."""
     return torch.native_dropout(input, p, True)[0] if training else input
 
 
 class _HostGenerator(torch.Generator):
-    """One of the host for any device: no number is drawn from it."""
+    """A host generator that stands for any device's: no numbers are drawn from it."""
 
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
@@ -323,7 +323,7 @@ _OWNERS = 3  # of a gradient's storage that only the engine holds: the tensor, a
 
 
 class _EngineOnCuda(DispatchMode):
-    """What C++ does on a GPU and leaves out for fake tensors. Enter it inside the fake tensor mode."""
+    """Emulates what C++ does on a GPU but omits for fake tensors. Enter it inside the fake tensor mode."""
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -352,8 +352,8 @@ def _called_by_engine() -> bool:
 
 
 def _workspace_of_backward(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that a fused attention's backward needs on top of its results: the gradient of q in fp32 and one number per
-    query (mha_bwd in flash_attn/flash_api.cpp, attention_backward.cu). 0 for other operations.
+    """Bytes that a fused attention's backward needs in addition to its results: the gradient of q in fp32 and one value
+    per query (mha_bwd in flash_attn/flash_api.cpp, attention_backward.cu). 0 for other operations.
     """
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, queries, width = args[1].shape

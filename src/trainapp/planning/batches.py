@@ -1,4 +1,4 @@
-"""What a plan takes from the data: the sizes of a step, and batches without values, the longest standing for all."""
+"""The data of a plan: the sizes of a step, and batches without values, the longest of which represents all."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -11,16 +11,16 @@ from trainapp.data.batch import MicroBatch, elements_in, map_tensors
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.torch_private import outside_dispatch_modes
 
-SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
+SURVEYED = 256  # number of samples whose shapes are compared, or two micro-batches if that is more
 Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with data
 
 
 def planned_config(config: Config, size: int, world: int, all_at_once: bool = False) -> Config:
-    """The configuration of a planned step: what costs no memory on the device, or only in a few first steps, is off.
+    """The configuration of a planned step, without features that cost no device memory, or only in the first few steps.
 
-    size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
-    in all later ones: two are taken. (Of less than three, the second one need not be full.) all_at_once: all are, since
-    each leaves something for the next.
+    size: micro-batch size, on one of `world` ranks. A step of many micro-batches peaks in its second one and again in
+    all later ones, so two are planned. (Of fewer than three, the second need not be full.) all_at_once: all are
+    planned, since each leaves memory for the next.
     """
     whole = config.batch.global_size
     global_size = whole if all_at_once or -(-whole // world) < 3 * size else 2 * size * world
@@ -36,17 +36,17 @@ def planned_config(config: Config, size: int, world: int, all_at_once: bool = Fa
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
-        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # each is in some step
+        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # some step has them all
     }
     return dataclasses.replace(config, mode="train", **changes)
 
 
-# --- the batch that stands for all
+# --- the representative batch
 
 
 def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
-    """Of the first SURVEYED samples, the micro-batch of `size` with the most elements; None where all are alike. Those
-    with fewer samples than the first do not count.
+    """The micro-batch of `size` with the most elements among the first SURVEYED samples; None if all are alike. Ignores
+    those with fewer samples than the first.
     """
 
     def steps() -> Iterator[MicroBatch]:
@@ -72,7 +72,7 @@ def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
 
 
 def without_values(real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None) -> Iterator[MicroBatch]:
-    """The micro-batches, fetched outside of all modes, with shapes alone."""
+    """The micro-batches with shapes only, fetched outside of all modes."""
     while True:
         with outside_dispatch_modes():
             fetched = next(real, None)

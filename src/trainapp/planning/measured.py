@@ -1,4 +1,4 @@
-"""Real steps at small sizes, and the line through their peaks: for models that no trace can follow, and for times."""
+"""Real steps at small sizes, and the line through their peaks: for models that cannot be traced, and for times."""
 
 import contextlib
 import dataclasses
@@ -23,19 +23,19 @@ from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.work import Work
 
-SIZES = (2, 8)  # two give a line
-STEPS = 2  # at each of them
-MEMORY_SHARE = 0.25  # of the host's memory that is available: more is never used
-LONGEST = 5.0  # seconds that a step may take that is run for a size itself, instead of continuing the line
-TIMED = 3  # steps
-MOST_MICRO_BATCHES = 8  # of a timed step
+SIZES = (2, 8)  # two points determine the line
+STEPS = 2  # at each size
+MEMORY_SHARE = 0.25  # largest fraction of the host's available memory to use
+LONGEST = 5.0  # seconds; a size whose step takes longer is extrapolated instead of run
+TIMED = 3  # number of timed steps
+MOST_MICRO_BATCHES = 8  # in a timed step
 
 
 class Measured:
-    """The estimator that runs small steps for real, of one rank whose peers exchange nothing.
+    """The estimator that runs small real steps, on one rank whose peers exchange nothing.
 
-    instead_of: a GPU that is not here, for which steps on the CPU stand.
-    Raises what the model raises; MemoryLimitExceeded where two sizes do not fit into MEMORY_SHARE.
+    instead_of: an absent GPU that steps on the CPU stand in for.
+    Raises the model's errors; MemoryLimitExceeded if two sizes do not fit into MEMORY_SHARE.
     """
 
     method = "measured"
@@ -54,7 +54,7 @@ class Measured:
         return memory.enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
-        """As `Traced.peak`. Measured where that is cheap, else on the line through two sizes."""
+        """As `Traced.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
         accumulates = size < -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         known = self._known.setdefault((repr(config), accumulates), {})
         for small in (small for small in SIZES if small < size):
@@ -75,7 +75,7 @@ class Measured:
         return known[size]
 
     def _run(self, config: Config, size: int, accumulates: bool) -> Breakdown:
-        """accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
+        """accumulates: measure a step of two micro-batches, the second with gradients already in memory."""
         most = int(MEMORY_SHARE * available_bytes())
         left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
         with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as work:
@@ -87,7 +87,8 @@ class Measured:
             return dataclasses.replace(found, seconds=(time.monotonic() - started) / STEPS)
 
     def seconds(self, config: Config, size: int) -> float:
-        """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
+        """Seconds of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first
+        one.
 
         Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
@@ -107,8 +108,8 @@ class Measured:
     def _running(
         self, config: Config, size: int, micro_batches: int, most: int | None = None, all_of_them: bool = False
     ) -> Iterator[Work]:
-        """The engine of the configuration, built for real, with so many samples per micro-batch and micro-batches per
-        step. most: bytes; with it, storages on the CPU are counted.
+        """The engine of the configuration, really built, with these samples per micro-batch and micro-batches per step.
+        most: limit in bytes; if given, CPU storages are counted.
         """
         samples = micro_batches * size * self.world
         batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
@@ -124,7 +125,7 @@ class Measured:
 
 
 def _by_counters(work: Work) -> Breakdown:
-    """By the device's own counters, which have no phases: what is reserved, where that is known."""
+    """The breakdown by the device's own counters, without phases: reserved bytes, if known."""
     work.memory.window()
     for _ in range(STEPS):
         work.train_step()
@@ -137,7 +138,7 @@ def _by_counters(work: Work) -> Breakdown:
 
 
 def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
-    """Phase by phase on the line through the two sizes beside it, or next to it."""
+    """The breakdown at a size, by phase, on the line through the two neighbouring or nearest known sizes."""
     points = sorted(known.items())
     if len(points) < 2:
         return points[0][1] if points else Breakdown()

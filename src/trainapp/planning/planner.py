@@ -1,4 +1,4 @@
-"""The plan of a configuration: its peak, what it consists of, the largest sizes that fit, and what techniques save."""
+"""The plan of a configuration: its peak by category, the largest sizes that fit, and the savings of techniques."""
 
 import functools
 import logging
@@ -27,18 +27,18 @@ from trainapp.planning.traced import Traced
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
-Estimator = Traced | Measured  # what says how much memory a configuration needs
-# Sizes that a search tries: the fewer are enough once the one that fits is NEAR one that does not.
+Estimator = Traced | Measured  # estimates the memory that a configuration needs
+# Numbers of sizes that a search tries: the smaller is enough once the largest that fits is NEAR one that does not.
 MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 5, 0.95
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Asks an estimator for one configuration at the sizes that its plan needs, for each at most once.
+    """Estimates one configuration at the sizes that its plan needs, each at most once.
 
-    share: samples of a step, on the rank with the most. whole: whether a batch is never cut, and so has one size: it
-    fits, or nothing does. room: the bytes that a peak may have, which leave what it has to spare.
+    share: samples of a step on the rank with the most. whole: whether a batch is never cut, so that only its own size
+    is possible. room: largest allowed peak in bytes, after the estimator's margin.
     """
 
     def __init__(self, config: Config, estimator: Estimator):
@@ -50,17 +50,17 @@ class Planner:
         self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
 
     def fits(self, size: int) -> bool:
-        """Whether micro-batches of this size are sure to stay within the limit."""
+        """Whether micro-batches of this size stay within the limit, including the margin."""
         return self.peak(size).total <= self.room
 
     @functools.cached_property
     def smallest(self) -> int:
-        """The fewest samples at once on which the model can train, at most the share of a rank."""
+        """The fewest samples on which the model can train, at most a rank's share."""
         return self.share if self.whole else min(self.peak(self.share).smallest, self.share)
 
     @property
     def given(self) -> int | None:
-        """The micro-batch that the configuration fixes, if it does."""
+        """The configured micro-batch size, if any."""
         batch, steps = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
             plans = [plan for own in batch.schedules.values() for plan in own.values()]
@@ -75,7 +75,7 @@ class Planner:
         return largest_size(lambda size: self.peak(size).total, self.room, self.share, self.smallest)
 
     def plan(self) -> tuple[Plan, Breakdown]:
-        """At the size that the configuration gives, else at the largest that fits, else at the smallest."""
+        """The plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
         config, world = self.config, self.estimator.world
         if self.whole:
             require_uncut(config, world, at_most(config.batch.global_size, self.estimator.components.train_data))
@@ -100,14 +100,14 @@ class Planner:
         return plan, found
 
     def empty_plan(self) -> Plan:
-        """What is known before anything is estimated."""
+        """The plan before any estimate."""
         modes = self.config.activation_checkpointing.modes
         return Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit, modes=modes)
 
 
 def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
-    """The largest size from `smallest` to `top` whose peak is at most `room` bytes, 0 if none is. The peak is a line in
-    the size, in few pieces, so that secants find it in few calls; bisection in turn, where it is rough.
+    """The largest size from `smallest` to `top` whose peak is at most `room` bytes, 0 if none is. The peak is piecewise
+    linear in the size with few pieces, so secants find it in few calls, alternating with bisection.
     """
     known = dict[int, int]()
 
@@ -126,7 +126,7 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
     except Exception:
         if smallest > 1 or top < 3:
             raise
-        low = 2 if fits(2) else 0  # some models take no single sample
+        low = 2 if fits(2) else 0  # some models do not accept single samples
     high = top
     while low and high - low > 1 and len(known) < (ENOUGH_SIZES if low >= NEAR * high else MOST_SIZES):
         guess = (low + high) // 2
@@ -138,13 +138,13 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
 
 
 def with_modes(config: Config, estimator: Estimator) -> Config:
-    """`activation_checkpointing=auto`: with the cheapest mode for each block with which a micro-batch fits the limit;
-    one of `batch.micro_size`, or else of the smallest size.
+    """`activation_checkpointing=auto`: the configuration with each block's cheapest mode with which a micro-batch of
+    `batch.micro_size`, or otherwise of the smallest size, fits the limit.
     """
     settings = config.activation_checkpointing
     if settings.mode != "auto" or settings.modes is not None:
         return config
-    planner = Planner(config, estimator)  # until modes are chosen, none is in force
+    planner = Planner(config, estimator)  # without checkpointing until modes are chosen
     size = planner.given or planner.smallest
     peaks: dict[Mode, int] = {"none": planner.peak(size).total}
     for mode in MODES[1:]:
@@ -155,10 +155,10 @@ def with_modes(config: Config, estimator: Estimator) -> Config:
 
 
 def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tuple[Facts, Breakdown]:
-    """The content of plan.json, and the highest peak with its events. In this process, whose switches it sets.
+    """The content of plan.json, and the highest peak with its events. Sets global switches of this process.
 
-    method: see `process.METHODS`. only_modes: the modes of blocks, and nothing else. Raises UserError for mistakes in
-    the configuration; whatever the model raises on tensors without data.
+    method: see `process.METHODS`. only_modes: only choose the blocks' modes. Raises UserError for mistakes in the
+    configuration, and errors of the model on tensors without data.
     """
     from trainapp.planning.ranking import ranked
 
@@ -176,8 +176,8 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
 
 
 def answer(config: Config, picture: Path | None, only_modes: bool, method: str) -> Facts:
-    """What `process.ask` asks for: the facts of `plan`; AGAIN with the configuration to plan in a process that sees no
-    GPU; FAILED with the reason.
+    """The answer for `process.ask`: the facts of `plan`; AGAIN with the configuration to plan in a process that sees no
+    GPU; or FAILED with the reason.
 
     picture: also draw the step to this PNG.
     """
@@ -201,7 +201,7 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
 
 
 def estimator_of(config: Config, method: str) -> Estimator:
-    """Raises UserError for settings that contradict each other."""
+    """The estimator for a method. Raises UserError for settings that contradict each other."""
     world = world_of(config)
     if config.plan.device is not None:
         gpu, components = absent_gpu.find(config), load_components(absent_gpu.on_cpu(config))

@@ -1,8 +1,9 @@
-"""Fake CUDA tensors without a GPU: the one file that writes into torch's tables and replaces its functions.
+"""Fake CUDA tensors without a GPU: the only file that writes into torch's tables and replaces its functions.
 
-Why at all: torch's autograd engine has no device guard for CUDA where no driver is, and aborts in the first backward of
-a fake CUDA tensor; autocast, the loss scaler and the foreach kernels switch themselves off in silence. A trace on the
-CPU instead was 55% too low to 165% too high. For a process of its own: what is written stays. Found on torch 2.13.
+Reason: without a driver, torch's autograd engine has no device guard for CUDA, and aborts in the first backward of a
+fake CUDA tensor; autocast, the loss scaler and the foreach kernels silently switch themselves off. Traces on the CPU
+instead were 55% too low to 165% too high. Use only in a separate process: the changes are permanent. Found on torch
+2.13.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
     "x86_64": ("31c0c3", "b801000000c3", "b80100000031d2c3"),
     "aarch64": ("000080d2c0035fd6", "200080d2c0035fd6", "200080d2010080d2c0035fd6"),
 }
-_kept: list[Any] = []  # what torch points to until the process ends
+_kept: list[Any] = []  # objects that torch points to until the process ends
 
 
 class Idle:
-    """In place of `torch.cuda.Stream` and `torch.cuda.Event`: whatever it waits for has happened."""
+    """Replaces `torch.cuda.Stream` and `torch.cuda.Event`: everything it waits for has already happened."""
 
     def __init__(self, *args: Any, **options: Any):
-        """Takes what torch's take."""
+        """Accepts torch's arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -39,14 +40,14 @@ class Idle:
 
 
 def can_pretend() -> bool:
-    """Whether `give_autograd_a_device` knows this platform."""
+    """Whether `give_autograd_a_device` supports this platform."""
     return sys.platform == "linux" and platform.machine() in _CODE
 
 
 @contextlib.contextmanager
 def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[None]:
-    """Inside, `cuda:0` is this device to what builds and steps a run. Enter it outside of a fake tensor mode, after
-    `give_autograd_a_device`.
+    """Inside the block, `cuda:0` appears as this device to code that builds and steps a run. Enter it outside of a fake
+    tensor mode, after `give_autograd_a_device`.
     """
     properties = types.SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=memory)
     state = torch.zeros(16, dtype=torch.uint8)
@@ -67,11 +68,11 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
             stream=lambda stream: contextlib.nullcontext(),
         ),
         mock.patch.object(torch.accelerator, "current_stream", Idle),
-        # Autocast and GradScaler switch themselves off where CUDA is not available, with a warning alone.
+        # Autocast and GradScaler switch themselves off without CUDA, with only a warning.
         mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
-        # DDP's logger insists on timers, which only a build for the device has (2.13, c10d/logger.cpp).
+        # DDP's logger requires timers, which only a CUDA build has (2.13, c10d/logger.cpp).
         mock.patch.object(torch._C._distributed_c10d.Logger, "set_runtime_stats_and_log"),
-        # Shards that FSDP keeps on the host are pinned, which takes a driver.
+        # Shards that FSDP keeps on the host are pinned, which needs a driver.
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, device=None: tensor.device.type == "cpu"),
         mock.patch.object(torch.Tensor, "record_stream"),
@@ -84,8 +85,8 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
 
 def give_autograd_a_device() -> None:
     """Call before any backward, in which torch's engine counts the devices. The engine gets a copy of the CPU's device
-    guard, which does nothing, with the answers of a single idle device; and CUDA's hooks say that it is built, and has
-    no context. Raises RuntimeError where it cannot.
+    guard, which does nothing, with the answers of a single idle device; CUDA's hooks report a CUDA build without a
+    context. Raises RuntimeError if that is impossible.
     """
     if torch.cuda.is_available() or _kept:
         return
@@ -98,7 +99,7 @@ def give_autograd_a_device() -> None:
     guard_methods = _methods("c10/core/impl/DeviceGuardImplInterface.h")
     hooks, hooks_methods = get_hooks(), _methods("ATen/detail/AcceleratorHooksInterface.h")
     torch._C._ensureCUDADeviceGuardSet()
-    if not registry[1]:  # a build for the CPU alone
+    if not registry[1]:  # a CPU-only build
         guard = (ctypes.c_void_p * 1).from_buffer_copy(ctypes.string_at(registry[0] or 0, 8))
         _kept.append(guard)
         registry[1] = ctypes.addressof(guard)
@@ -109,14 +110,14 @@ def give_autograd_a_device() -> None:
 
 
 def _methods(header: str) -> list[str]:
-    """The virtual methods of a class of C++ in the order of its table, in which a destructor has two entries."""
+    """The virtual methods of a C++ class in vtable order; a destructor has two entries."""
     text = (Path(torch.__file__).parent / "include" / header).read_text()
     methods = re.findall(r"^\s*virtual [^;{(]*?([~\w]+)\(", text, re.M)
     return [methods[0], *methods] if methods[0].startswith("~") else methods
 
 
 def _replace(instance: int | None, methods: list[str], codes: dict[str, str]) -> None:
-    """Replace virtual methods of one C++ object: it gets a copy of its table of them."""
+    """Replace virtual methods of one C++ object, through a copy of its vtable."""
     table, before, length = ctypes.c_void_p.from_address(instance or 0), 2, 160  # entries before the first, and at most
     copied = ctypes.string_at((table.value or 0) - 8 * before, 8 * (before + length))
     copy = (ctypes.c_void_p * (before + length)).from_buffer_copy(copied)

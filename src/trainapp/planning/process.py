@@ -1,5 +1,5 @@
-"""Plans in a process of its own: some paths of torch abort there, its global switches are not the caller's, and a model
-may keep what it makes in a traced step.
+"""Plans in a separate process: some paths of torch abort, a plan sets global switches, and a model may keep tensors of
+a traced step.
 
 `python -m trainapp.planning.process FOLDER` is the process that `answer_of` starts. Imports no torch in the caller.
 """
@@ -26,13 +26,13 @@ from trainapp.errors import UserError
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
 
-# In this order, each where those before it have failed: a trace; of a GPU that is not here, one on the CPU with CUDA's
-# rules; real steps; a trace that gives made-up answers where the model reads values.
+# Tried in this order: a trace; for an absent GPU, a trace on the CPU with CUDA's rules; real steps; a trace with
+# made-up answers when the model reads values.
 METHODS = ("traced", "traced as on the CPU", "measured", "made up")
-AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to ask again with, seeing no GPU; the reason
+AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to retry without seeing a GPU; the reason
 _PLANNER = "trainapp.planning.planner.answer"
 _REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
-# What tells a process its rank: the planner's would wait for the others.
+# Variables that tell a process its rank: the planner would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 120.0  # seconds that a run waits for its modes
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """The content of plan.json. Sizes are samples per rank; bytes are per rank, too. docs/memory.md has the meanings.
+    """The content of plan.json. Sizes are samples per rank, bytes are per rank. docs/memory.md explains the fields.
 
-    method: None where no estimator could say anything; `notes` then have the reasons. modes: of each block, with
-    `activation_checkpointing=auto`. measured_bytes, step_seconds: of training, with `plan.measure`.
+    method: None if no estimator succeeded; `notes` then have the reasons. modes: each block's mode, with
+    `activation_checkpointing=auto`. measured_bytes, step_seconds: for training, with `plan.measure`.
     """
 
     method: str | None
@@ -67,7 +67,7 @@ class Plan:
 
 
 class NoAnswer(Exception):
-    """The planner's process died or took too long. The message says which."""
+    """The planner's process died or took too long, as the message says."""
 
 
 def ask(
@@ -75,8 +75,8 @@ def ask(
 ) -> dict[str, Any]:
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
-    picture: also draw the step to this PNG. patience: seconds for all of it; None waits. Raises UserError for mistakes
-    in the configuration. Where no method says anything, `method` is None and `notes` have the reasons.
+    picture: also draw the step to this PNG. patience: seconds in total; None waits. Raises UserError for mistakes in
+    the configuration. If no method succeeds, `method` is None and `notes` have the reasons.
     """
     deadline = None if patience is None else time.monotonic() + patience
 
@@ -86,7 +86,7 @@ def ask(
         answer = answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
         return dict(answer)
 
-    named, reasons = config, list[str]()  # named: with the name of the GPU, where the plan is for one
+    named, reasons = config, list[str]()  # named: with the GPU's name, if the plan is for one
     for method in METHODS:
         if method == "traced as on the CPU" and named.plan.device is None:
             continue
@@ -113,8 +113,8 @@ def ask(
 
 
 def with_modes(config: Config, ranks: "Ranks") -> Config:
-    """The run's configuration with a mode for each block, where `activation_checkpointing=auto` leaves them to be
-    chosen: all are recomputed where memory cannot be estimated. Takes some seconds. Collective.
+    """The run's configuration with a mode for each block, if `activation_checkpointing=auto` leaves them open: all
+    blocks are recomputed if memory cannot be estimated. Takes some seconds. Collective.
 
     Raises UserError for a model without blocks, and for mistakes in the configuration, on all ranks.
     """
@@ -129,7 +129,7 @@ def with_modes(config: Config, ranks: "Ranks") -> Config:
 
 
 def _modes(config: Config, world: int) -> list[str] | None:
-    """On the device of this process, which the planner's does not need to see."""
+    """Choose modes for this process's device, which the planner's process need not see."""
     from trainapp.assembly.components import choose_device
     from trainapp.planning.absent_gpu import spelled
 
@@ -148,16 +148,16 @@ def _modes(config: Config, world: int) -> list[str] | None:
 
 
 def modes_text(modes: Sequence[str]) -> str:
-    """How many blocks have which mode: `2 full, 4 none`."""
+    """The number of blocks per mode: `2 full, 4 none`."""
     return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
 
 
 def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
-    """What the function of this dotted name returns in a process of its own. Importing torch there takes seconds.
+    """The result of the function with this dotted name, called in a separate process. Importing torch there takes
+    seconds.
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. sees_devices: False hides CUDA from it, whose
-    context would take some hundred MiB of a device that may be full. Raises NoAnswer, and UserError as the function
-    does.
+    arguments: pickled, as is the answer. patience: seconds; None waits. sees_devices: False hides CUDA, whose context
+    would take some hundred MiB of a device that may be full. Raises NoAnswer, and the function's UserError.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
@@ -177,8 +177,8 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
 
 
 def _run(command: list[str], environment: dict[str, str], errors: Path, patience: float | None) -> str:
-    """Wait for the process, or kill it; return how it ended. errors: the file of its stderr."""
-    nowhere = subprocess.DEVNULL  # what a data set prints
+    """Wait for the process, or kill it; returns how it ended. errors: the file for its stderr."""
+    nowhere = subprocess.DEVNULL  # for output of data sets
     try:
         with open(errors, "wb") as file:
             done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The techniques of a configuration in its plan: what each and their combinations save, and the best plan."""
+"""The techniques in a plan: the savings of each and of combinations, and the best plan."""
 
 import dataclasses
 import logging
@@ -17,17 +17,17 @@ from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, result_of, with_techniques
 
-MOST_STACKS = 5  # combinations that are tried
-MOST_SEARCHES = 3  # of the list, whose largest micro-batch is searched
-MOST_MEASURED = 4  # with plan.measure
-LEAST_SAVING = 0.01  # of the peak, for one more technique of a combination
-PATIENCE = 60.0  # seconds, after which no further technique is run for real
+MOST_STACKS = 5  # number of combinations tried
+MOST_SEARCHES = 3  # number of variants whose largest micro-batch is searched
+MOST_MEASURED = 4  # number of variants run with plan.measure
+LEAST_SAVING = 0.01  # smallest relative saving for adding a technique to a combination
+PATIENCE = 60.0  # seconds after which no further technique is run for real
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
 class Variant:
-    """The configuration with some techniques, and what it needs with the planned size: savings do not add up."""
+    """The configuration with some techniques, and its memory at the planned size: savings do not add up."""
 
     techniques: tuple[Technique, ...]
     planner: Planner
@@ -35,21 +35,21 @@ class Variant:
 
     @property
     def result(self) -> str:
-        """What becomes of the training's result."""
+        """How the training's result changes."""
         return result_of(self.techniques)
 
     @property
     def harm(self) -> int:
-        """A rank, the lower the better."""
+        """The order of harm to the result; lower is better."""
         return RESULTS.index(self.result)
 
     @property
     def overrides(self) -> list[str]:
-        """To paste into a shell."""
+        """Overrides to paste into a shell."""
         return overrides_of(self.techniques)
 
     def entry(self, is_searched: bool) -> Facts:
-        """The variant in plan.json."""
+        """The variant's entry in plan.json."""
         return {
             "names": [technique.setting for technique in self.techniques],
             "overrides": " ".join(self.overrides),
@@ -66,7 +66,7 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
     end = time.monotonic() + (PATIENCE if planner.estimator.method == "measured" else math.inf)
 
     def tried(techniques: Sequence[Technique]) -> Variant | None:
-        """None where the configuration is refused, or its memory is not known."""
+        """The variant; None if the configuration is refused, or its memory unknown."""
         if time.monotonic() > end:
             return None
         try:
@@ -94,7 +94,7 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
 def _with(config: Config, techniques: Sequence[Technique]) -> Config:
     changed = with_techniques(config, techniques)
     settings = changed.activation_checkpointing
-    if settings.mode != config.activation_checkpointing.mode:  # else the modes that `auto` has chosen would hold
+    if settings.mode != config.activation_checkpointing.mode:  # otherwise the modes chosen by `auto` would apply
         changed = dataclasses.replace(changed, activation_checkpointing=dataclasses.replace(settings, modes=None))
     return changed
 
@@ -102,8 +102,8 @@ def _with(config: Config, techniques: Sequence[Technique]) -> Config:
 def _stacked(
     own: Variant, alone: Sequence[Variant], tried: Callable[[Sequence[Technique]], Variant | None]
 ) -> list[Variant]:
-    """One technique after the other, in the order of `alone`, as long as each lowers the peak; in place of those that
-    set the same.
+    """Combinations: one technique after the other, in the order of `alone`, while each lowers the peak; a technique
+    replaces those that set the same settings.
     """
     stack, made, count = own, list[Variant](), 0
     for variant in alone:
@@ -120,7 +120,7 @@ def _stacked(
 
 
 def _best(variants: Sequence[Variant]) -> Facts:
-    """`best` of plan.json: the first that fits or, where none does, the one with the lowest peak."""
+    """`best` of plan.json: the first variant that fits, otherwise the one with the lowest peak."""
     for variant in variants:
         planner = variant.planner
         if planner.fits(planner.smallest):
@@ -141,8 +141,8 @@ def _best(variants: Sequence[Variant]) -> Facts:
 
 
 def measured(config: Config, facts: Facts) -> Facts:
-    """With `plan.measure`: the facts with `measured_bytes` and `step_seconds`, of the plan and of its first techniques,
-    whose steps are run for real in this process.
+    """With `plan.measure`: adds `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps
+    run for real in this process.
     """
     estimator = Measured(load_components(config), world_of(config), choose_device(config.train.device))
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])

@@ -1,4 +1,4 @@
-"""Measures a step: its peak by phase, what the peak consists of, in which module it lies. Sizes are bytes."""
+"""Measures a step: its peak by phase and category, and the module where it occurs. Sizes are bytes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -35,11 +35,10 @@ _NAMES = {
 class Breakdown:
     """The highest point of some work, in bytes.
 
-    phases: the peak of each phase. categories: what the highest consists of; the sum is `total`, unless they are not
-    known. module: where it lies, "" outside of all modules. events, numbered: for a picture. seconds: of a step, where
-    it was measured. notes: what to know of the figures.
-    Of the model: smallest, the samples that it needs at once; blocks, their number; techniques, those that apply and
-    are not in force.
+    phases: the peak of each phase. categories: bytes by category at the highest peak; they sum to `total`, unless
+    unknown. module: the module of the peak, "" outside of all. events, numbered: for a plot. seconds: duration of a
+    step, if measured. notes: remarks on the figures. About the model: smallest, the fewest samples it accepts; blocks,
+    their number; techniques, those that apply and are not in use.
     """
 
     total: int = 0
@@ -56,7 +55,7 @@ class Breakdown:
     techniques: tuple[Technique, ...] = ()
 
     def joined(self, other: "Breakdown") -> "Breakdown":
-        """The higher one, with the phases of both."""
+        """The higher of both, with the phases of both."""
         names = dict.fromkeys([*self.phases, *other.phases])
         return replace(
             self if self.total >= other.total else other,
@@ -70,8 +69,8 @@ class Breakdown:
 
 
 class Recorder(CpuMemory):
-    """Stands for the device's memory. Counts storages, fake or real: all where the device is the CPU, else those that
-    claim to be on it. `highest` is of all watched blocks since `reset`.
+    """Stands in for the device's memory. Counts storages, fake or real: all on the CPU, otherwise those that claim to
+    be on the device. `highest` covers all watched blocks since `reset`.
 
     most: bytes above which a real step ends with MemoryLimitExceeded.
     """
@@ -81,20 +80,20 @@ class Recorder(CpuMemory):
     def __init__(self, device: torch.device, total: int, most: int | None = None):
         super().__init__(device, Memory(limit=None))
         self.total, self._most = total, most
-        self.resident: Callable[[], Resident] = dict  # what exists after a block, for the categories of what it made
+        self.resident: Callable[[], Resident] = dict  # tensors that exist after a block, to categorise those it made
         self.phase = Phase.START
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was measured so far."""
+        """Forget all measurements."""
         self.peak, self.highest = 0, Breakdown()
 
     def enters(self, phase: Phase) -> None:
-        """Note that the run is now in this phase."""
+        """Record that the run is now in this phase."""
         is_same = phase.updates_in_backward and _NAMES.get(self.phase) == _NAMES[phase]
         self.phase = phase
-        if self.watching and not is_same:  # each update would end a phase, and make temporaries outlive it
+        if self.watching and not is_same:  # otherwise each update would end a phase, and temporaries outlive it
             self.counter.marks.append((len(self.counter.events), phase))
 
     def new_counter(self) -> "_Counter":
@@ -115,17 +114,17 @@ class Recorder(CpuMemory):
             self.highest = self.highest.joined(_breakdown(self.counter))
 
     def lap(self) -> None:
-        """No one asks for a peak in between."""
+        """None: no peaks in between are needed."""
 
     def kept_bytes(self) -> int:
-        """What exists now and is not resident."""
+        """Bytes that exist now and are not resident."""
         counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
         return counter.register_kept()
 
 
 class PhaseLog(Attempt):
-    """An attempt that tells the recorder of every change of phase."""
+    """An attempt that reports every change of phase to the recorder."""
 
     _recorder: Recorder
 
@@ -140,7 +139,7 @@ class PhaseLog(Attempt):
 
 
 class _Counter(LiveTensors):
-    """Also notes in which module the peak lies, and at which event each phase begins."""
+    """Also records the module of the peak, and the event at which each phase starts."""
 
     def __init__(
         self, path: ModulePath, limit: int | None, devices: tuple[str, ...] | None, before: LiveTensors | None
@@ -164,7 +163,7 @@ def _breakdown(counter: _Counter) -> Breakdown:
     spans = [(start, end, phase) for (start, phase), end in zip(counter.marks, ends, strict=True)]
     phases: dict[str, int] = {}
     for start, end, phase in spans:
-        # What the phase before it has left counts, too: a phase may allocate nothing.
+        # Includes memory left by the previous phase: a phase may allocate nothing.
         highest = int(live[max(0, start - 1) : end].max(initial=0))
         phases[_NAMES[phase]] = max(phases.get(_NAMES[phase], 0), highest)
     if not len(live):

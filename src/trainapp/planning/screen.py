@@ -15,7 +15,7 @@ WIDTH = 100
 
 
 def run(config: Config) -> float | None:
-    """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if it is not known."""
+    """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
     run_dir = Path(config.run_dir)
     facts = ask(config, picture=run_dir / PICTURE)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def run(config: Config) -> float | None:
 
 
 def text(facts: dict[str, Any], config: Config) -> str:
-    """The plan of this configuration as text; where something fits, the last line is the overrides to paste."""
+    """The plan as text; if something fits, the last line has the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
     lines = [*_peak(facts), _largest(facts)]
@@ -39,7 +39,7 @@ def text(facts: dict[str, Any], config: Config) -> str:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """The peak, how it is known, and how far off it may be: `47.9 MiB (traced, +-1%)`."""
+    """The peak, its method and its margin: `47.9 MiB (traced, +-1%)`."""
     return f"{bytes_text(facts['peak_bytes'])} ({facts['method']}, +-{100 * facts['margin']:.0f}%)"
 
 
@@ -65,7 +65,7 @@ def _largest(facts: dict[str, Any]) -> str:
 
 
 def _techniques(facts: dict[str, Any]) -> list[str]:
-    """A table of WIDTH columns."""
+    """A table at most WIDTH characters wide."""
     is_measured = any("measured_bytes" in entry for entry in facts["techniques"])
     more = f"  {'measured':>10}  {'time':>7}" if is_measured else ""
     lines = [f"{'peak':>10}{more}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
@@ -97,7 +97,7 @@ def _measured(entry: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def _best(facts: dict[str, Any]) -> list[str]:
-    """What the best plan is, and its overrides to paste."""
+    """The best plan, and its overrides to paste."""
     best, limit = facts["best"], bytes_text(facts["limit_bytes"])
     peak = bytes_text(best["peak_bytes"])
     if best["missing_bytes"]:

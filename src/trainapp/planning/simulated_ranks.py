@@ -14,9 +14,9 @@ from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
 def world_of(config: Config) -> int:
-    """The number of ranks to plan for: `plan.world`, else as many as the run would have on this machine.
+    """The number of ranks to plan for: `plan.world`, otherwise as many as the run would have on this machine.
 
-    Raises UserError for settings that conflict or do not say.
+    Raises UserError for settings that conflict or leave it open.
     """
     parallel, world = config.parallel, config.plan.world
     if parallel.strategy == "single":
@@ -36,7 +36,7 @@ def world_of(config: Config) -> int:
 
 
 class SimulatedRanks(Ranks):
-    """Rank `rank` of `world`, whose peers all have what it has. Needs `simulated` to be in force."""
+    """Rank `rank` of `world`, whose peers all have the same values. Use inside `simulated`."""
 
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
@@ -46,7 +46,7 @@ class SimulatedRanks(Ranks):
         return SimulatedRanks(self.rank, self.world, device)
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        with outside_dispatch_modes():  # as in a run, where it is not counted either
+        with outside_dispatch_modes():  # not counted, as in a run
             return value.clone()
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -57,8 +57,8 @@ class SimulatedRanks(Ranks):
 
 
 class _RealIntegers(DispatchMode):
-    """Gives integers their values, on the host: DDP's reducer writes and reads the order of its buckets in C++ (torch
-    2.13, csrc/distributed/c10d/reducer.cpp, sync_bucket_indices). The buckets themselves stay as they are.
+    """Gives integer tensors their values, on the host: DDP's reducer writes and reads the order of its buckets in C++
+    (torch 2.13, csrc/distributed/c10d/reducer.cpp, sync_bucket_indices). The buckets themselves are unchanged.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,7 @@ class _RealIntegers(DispatchMode):
 
 @contextlib.contextmanager
 def simulated(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
-    """The rank, in a process group that exists inside the block. A single process where `world` is 1."""
+    """The rank, in a process group that exists inside the block. A single process if `world` is 1."""
     if world == 1:
         yield SingleRank()
         return

@@ -1,6 +1,6 @@
-"""A step of a configuration: built as for training, and taken on tensors without data.
+"""Traces a step of a configuration: built as for training, but run on tensors without data.
 
-`measured` takes the same steps for real.
+`measured` runs the same steps for real.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ from trainapp.units import parse_memory_size
 if TYPE_CHECKING:
     from trainapp.planning.absent_gpu import AbsentGpu
 
-_VARIES = "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
+_VARIES = "the batches differ in shape: the plan is for the longest of the first ones, and a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with others it may need more"
 
 
 class Traced:
-    """The estimator that steps on fake tensors. Exact on the CPU, where its kernels' sizes are known.
+    """The estimator that steps on fake tensors. Exact on the CPU, where the kernels' sizes are known.
 
-    gpu: one that is not here; None for the CPU. Traces set torch's global switches and seed the generators: use it in
-    a process of its own. Raises whatever the model raises on tensors without data; NeedsValues where it reads them.
+    gpu: an absent GPU; None for the CPU. Traces set torch's global switches and seed the generators: use it in a
+    separate process. Raises the model's errors on tensors without data; NeedsValues if it reads values.
     """
 
     method = "traced"
@@ -58,7 +58,7 @@ class Traced:
 
     @property
     def margin(self) -> float:
-        """How far off a peak may be, as a share of it."""
+        """The relative error of a peak."""
         if not self.refuses:
             return 0.3
         if self.gpu is not None:
@@ -68,7 +68,7 @@ class Traced:
 
     @property
     def spare(self) -> float:
-        """The share of a peak that has to stay free for it to fit."""
+        """The fraction of a peak that must stay free for it to fit."""
         return 0.0 if self.gpu is None and self.refuses else self.margin
 
     def limit(self, config: Config) -> int:
@@ -79,7 +79,7 @@ class Traced:
         return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
 
     def peak(self, config: Config, size: int) -> Breakdown:
-        """The peak with micro-batches of this size, of the first rank: no other has more samples, or larger shards."""
+        """The peak with micro-batches of this size on the first rank, which has the most samples and largest shards."""
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
         with (
@@ -97,7 +97,7 @@ class Traced:
 def _on_fakes(
     traced: Traced, config: Config, size: int, ranks: Ranks
 ) -> Iterator[tuple[Work, Recorder, MadeUpValues, bool]]:
-    """An engine on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
+    """An engine on tensors without data; the block runs in its modes. ranks: on the host, where the data is opened."""
     components, gpu = traced.components, traced.gpu
     planned = planned_config(config, size, ranks.world, components.has_embeddings)
     longest_batch = longest(load_parts(planned, ranks, components).batches, size)
@@ -115,7 +115,7 @@ def _on_fakes(
         stack.enter_context(values)
         if gpu is not None:
             stack.enter_context(gpu.engine())
-            parts.numerics = precision.build(planned.precision, parts.device)  # autocast and scaler as there
+            parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
         model = _model_without_data(parts.components, fake, parts.batches.example, host, parts)
         parts.components = dataclasses.replace(parts.components, model=model)
         if isinstance(ranks, SimulatedRanks):
@@ -123,7 +123,7 @@ def _on_fakes(
         parts.initial_device = str(parts.device)
         engine = assemble(planned, parts, ranks)
         stack.enter_context(document_borders(bool(components.spec.get("packed"))))
-        engine.is_first = False  # what it looks at more closely in the first step are values
+        engine.is_first = False  # the first step's additional checks read values
 
         def faked(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             return without_values(fetched, fake, longest_batch)
@@ -136,20 +136,20 @@ def _on_fakes(
 
 
 def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A sample that is a view of a data set's table stays one, which never counts."""
+    """Fake a view of a data set's table as a view, which is not counted."""
 
     def made(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
             return fake(tensor)
-        with outside_dispatch_modes():  # making it would be counted
+        with outside_dispatch_modes():  # creating it would be counted
             return fake(tensor)
 
     return made
 
 
 def _settle_shards(work: Work, fake: Callable[[Tensor], Tensor]) -> None:
-    """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
-    fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
+    """Replace fake shards once: in its first forward FSDP2 pads them again, while it recognises real ones as padded
+    (torch 2.13, fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Nothing may keep the old ones alive.
     """
     engine = work.engine
     shards = [local(p) for p in engine.state.model.parameters() if is_shard(p)]
@@ -173,9 +173,9 @@ def _model_without_data(
     device: torch.device,
     parts: Parts,
 ) -> Callable[..., nn.Module]:
-    """The model's class as `assemble` calls it under a fake mode: without data if possible; else on the meta device, as
-    models that convert themselves need (`self.half()`, peft's adapters: Module._apply swaps tensors, torch 2.13); else
-    for real, as lazy modules and those that read values need, whose tensors then lose their data.
+    """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise on the
+    meta device, for models that convert themselves (`self.half()`, peft's adapters: Module._apply swaps tensors, torch
+    2.13); otherwise for real, for lazy modules and models that read values, and then drops the data.
     """
 
     @functools.wraps(components.model, updated=())
@@ -202,11 +202,11 @@ def _model_without_data(
 
 
 def _built_on_meta(construct: Callable[[], nn.Module]) -> nn.Module | None:
-    """What is built without memory; None where that fails, or leaves tensors that no trace would replace."""
+    """The model built without memory; None if that fails, or leaves tensors that a trace would not replace."""
     try:
         with outside_dispatch_modes(), torch.device("meta"):
             model = construct()
-    except Exception:  # it is built for real, or raises there
+    except Exception:  # build it for real instead, or raise there
         return None
     replaced = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     held = tree_leaves([vars(module) for module in model.modules()])
@@ -222,7 +222,7 @@ def _from_meta(device: torch.device, fake: Callable[[Tensor], Tensor], tensor: T
 
 
 def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by one without data. Those that share memory share it afterwards."""
+    """Replace every parameter and buffer by one without data. Shared memory stays shared."""
     replaced: dict[int, Any] = {}
     for module in model.modules():
         for own in (parameters_of(module), buffers_of(module)):
@@ -234,9 +234,9 @@ def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
                         if type(tensor) is nn.Parameter:
-                            vars(new).update(vars(tensor))  # what the model has put on it
+                            vars(new).update(vars(tensor))  # attributes set by the model
                     replaced[id(tensor)] = new
                 own[name] = replaced[id(tensor)]
-        if isinstance(module, nn.RNNBase):  # holds its weights in a list, too, which assigning them fills
+        if isinstance(module, nn.RNNBase):  # also holds its weights in a list, which assignment fills
             for name, parameter in list(parameters_of(module).items()):
                 setattr(module, name, parameter)

@@ -1,4 +1,4 @@
-"""What a trace puts in place of values: tensors have shapes but no data, so that reads get made-up answers."""
+"""Made-up values for a trace: tensors have shapes but no data, so reads get fixed answers."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainapp.torch_private import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS, DispatchMode, is_fake
 from trainapp.training.phase import Phase
 
-_EQUAL = torch.ops.aten.equal.default  # torch.equal reads, too
+_EQUAL = torch.ops.aten.equal.default  # torch.equal also reads
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # oneDNN keeps a workspace for the backward whose size its fake kernel does not know (0: 61% of one model's peak).
 _UNKNOWN_SIZES = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
@@ -20,7 +20,7 @@ _OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACK
 
 
 class NeedsValues(Exception):
-    """What the model needs depends on values, which a trace does not have. The message says where."""
+    """The model's memory depends on values, which a trace does not have. The message says where."""
 
 
 class MadeUpValues(DispatchMode):
@@ -35,7 +35,7 @@ class MadeUpValues(DispatchMode):
     def __init__(self, phase: Callable[[], Phase | None] = lambda: None, refuses: bool = True):
         super().__init__()
         self.phase, self.refuses = phase, refuses
-        self.reads = 0  # of the model and the task
+        self.reads = 0  # by the model and the task
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -66,14 +66,14 @@ class MadeUpValues(DispatchMode):
 
 @contextlib.contextmanager
 def document_borders(packed: bool) -> Iterator[None]:
-    """Inside the block, whether a sequence holds several documents is known to models of Transformers.
+    """Inside the block, tell Transformers models whether a sequence holds several documents.
 
-    They read it from the positions that they make for themselves, and would build an attention mask as if those
-    restarted, which no run has.
+    They infer it from position ids that they generate, and without values would assume restarts and build an attention
+    mask that no run has.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     own = getattr(masking, "find_packed_sequence_indices", None)
-    if own is None:  # another version of Transformers: then such a plan is an estimate, and says so
+    if own is None:  # another version of Transformers: such a plan is then marked as an estimate
         yield
         return
 

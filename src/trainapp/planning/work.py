@@ -1,4 +1,4 @@
-"""What a plan measures: a step of an engine, as `training.loop` takes it.
+"""The work measured by a plan: a step of an engine, as in `training.loop`.
 
 Nothing is searched, logged, saved or called back: there is no session.
 """
@@ -27,8 +27,8 @@ Fetched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 @dataclass
 class Work:
-    """An engine and its batches. size: of micro-batches. fetched: what becomes of batches: a trace takes their values
-    away.
+    """An engine and its batches. size: micro-batch size. fetched: transforms fetched batches: a trace removes their
+    values.
     """
 
     config: Config
@@ -45,7 +45,7 @@ class Work:
             self.memory.resident = self.meter.resident
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
-        """What training needs. At least so many steps; one more follows if the last has left something, such as
+        """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as
         optimizer state or a tensor in a list.
         """
         for number in range(1, steps + 2):
@@ -58,7 +58,7 @@ class Work:
         return self.described(recorder.highest)
 
     def described(self, found: Breakdown) -> Breakdown:
-        """With what a plan must know of the model."""
+        """Adds the plan's facts about the model."""
         model, blocks = self.engine.state.model, 0
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
@@ -69,13 +69,13 @@ class Work:
         """One optimizer step, with all its updates; see `training.loop.train_step`."""
         engine, state, batches = self.engine, self.engine.state, self.parts.batches
         samples = batches.share(state.progress).total
-        logs = self.config.every.log is not None  # sooner or later every run logs a step, which computes metrics, too
+        logs = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
             engine.attempt.phase = Phase.START
             with engine.alone(update):
                 engine.begin(Step(update, state.progress.step + 1, 1, samples, logs, is_drawn=False))
                 engine.snapshot.take("written")
-                engine.scaled(engine.weight_of(samples))  # both live on
+                engine.scaled(engine.weight_of(samples))  # both are retained
                 engine.attempt.phase = Phase.DATA
                 with self.memory.watch(self.meter.resident()):
                     totals = Totals()

@@ -1,7 +1,7 @@
-"""The one list of techniques: every setting that trades something for memory.
+"""The catalogue of techniques: every setting that trades time, precision or results for memory.
 
-The advice of a run that cannot continue, the plan, the refusals when a run is assembled, and the table of
-docs/memory.md read it. Pairs of settings that exclude each other are in `config.excludes`.
+Read by the advice of a run that cannot continue, by plans, by checks when a run is assembled, and by the table in
+docs/memory.md. Pairs of settings that exclude each other are in `config.excludes`.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchno
 from trainapp.techniques import chunked_loss
 
 SGD, IN_FEWER_BITS = "torch.optim.SGD", "trainapp.optim.low_precision.AdamW"
-RESULTS = ("same", "rounded", "other")  # of the training, from the least change on: see `Technique`
-_OF_SETTING: Mapping[str, Any] = {}  # changes that the setting itself tells
+RESULTS = ("same", "rounded", "other")  # effect on the training, least change first: see `Technique`
+_OF_SETTING: Mapping[str, Any] = {}  # changes to be read from the setting itself
 _VALUES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides whether a technique applies: the configuration, the model that is built from it, and whether its
-    loss is one of the application's own.
+    """The facts that decide whether a technique applies: the configuration, the model built from it, and whether its
+    loss is built in.
     """
 
     config: Config
@@ -41,17 +41,15 @@ class Situation:
 
 @dataclass(frozen=True)
 class Technique:
-    """A setting that trades something for memory.
+    """A setting that saves memory at a price.
 
-    setting: as on the command line.
-    saves, costs, applies: for people.
-    changes: what the setting means, as dotted names of `Config` and their values. By default read from it; to be given
-    for groups of several values; empty where only the user sets it.
-    needs: raises UserError for a model that it cannot be applied to. For settings: `config.excludes`.
-    helps: whether it would do anything for a configuration that lacks it: only then is it offered.
-    in_force: whether a configuration has the technique; by default, if it has the first of the changes.
-    result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
-    in fewer bits), "other": another optimizer, model or task, which no plan proposes unless nothing else fits.
+    setting: as on the command line. saves, costs, applies: texts for users. changes: the setting's effect, as dotted
+    names of `Config` and values. By default read from the setting; required for groups of several values; empty if only
+    the user sets it. needs: raises UserError for a model to which it cannot be applied. For settings:
+    `config.excludes`. helps: whether it has an effect for a configuration without it; only then is it offered.
+    in_force: whether a configuration uses the technique; by default, if it has the first of the changes. result: effect
+    on the training's result: "same" (except for the order of additions), "rounded" (the same algorithm at lower
+    precision), "other": another optimizer, model or task, proposed only if nothing else fits.
     """
 
     setting: str
@@ -84,14 +82,14 @@ class Technique:
 
     @property
     def is_of_several_ranks(self) -> bool:
-        """Whether it changes how the model is spread over them."""
+        """Whether it changes how the model is spread over ranks."""
         return any(name.startswith("parallel.") for name in self.changes)
 
     def suits(self, situation: Situation) -> bool:
         """Whether to offer the technique for a configuration that lacks it."""
         own = situation.config
         if own.updates and any(name.startswith("optimizer.") for name in self.changes):
-            return False  # of several optimizers, it would change none that has settings of its own
+            return False  # with several optimizers, it would not change those with their own settings
         with_it = with_techniques(own, [self])
         if not self.helps(situation) or set(excludes.conflicts(with_it)) - set(excludes.conflicts(own)):
             return False
@@ -110,18 +108,18 @@ def with_techniques(config: Config, techniques: Iterable[Technique]) -> Config:
 
 
 def overrides_of(techniques: Iterable[Technique]) -> list[str]:
-    """The overrides that set these techniques. Of two that set the same, the later one's."""
+    """The overrides that set these techniques. If two set the same setting, the later one's."""
     parts = (part for technique in techniques for part in technique.setting.split())
     return list({part.partition("=")[0]: part for part in parts}.values())
 
 
 def result_of(techniques: Iterable[Technique]) -> str:
-    """What becomes of the training's result with all of them."""
+    """The effect of all techniques together on the training's result."""
     return max((technique.result for technique in techniques), key=RESULTS.index, default="same")
 
 
 def _changes_of(setting: str) -> dict[str, Any]:
-    """What overrides of single settings, and of the groups with a main one, mean."""
+    """The changes made by overrides of single settings, and of groups with a main setting."""
     changes: dict[str, Any] = {}
     for name, value in (part.split("=") for part in setting.split()):
         name = excludes.OF_GROUP.get(name, name)
@@ -130,7 +128,7 @@ def _changes_of(setting: str) -> dict[str, Any]:
 
 
 def _optimizer(option: str, **arguments: Any) -> dict[str, Any]:
-    """What `optimizer=option` means for memory, with these arguments in place of the option's own."""
+    """The changes of `optimizer=option` that affect memory, with these arguments replacing the option's own."""
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
     for name in ("lr", "weight_decay", "fused"):
         del values[name]
@@ -149,7 +147,7 @@ def _replaced(node: Any, path: list[str], value: Any) -> Any:
 
 
 def require_suited(situation: Situation) -> None:
-    """Raises UserError for techniques that the configuration sets and the model does not allow, with all messages."""
+    """Raises UserError, with all messages, for techniques that are set but not supported by the model."""
     errors = []
     for technique in (one for one in TECHNIQUES if one.is_set(situation.config)):
         try:
@@ -161,11 +159,11 @@ def require_suited(situation: Situation) -> None:
 
 
 def available(situation: Situation) -> list[Technique]:
-    """The techniques that apply and are not in force."""
+    """The techniques that apply and are not in use."""
     own = situation.config
     found = [one for one in TECHNIQUES if one.changes and not one.is_set(own) and one.suits(situation)]
     if own.optimizer.target in ("torch.optim.AdamW", IN_FEWER_BITS) and not own.optimizer.arguments.get("amsgrad"):
-        return found  # AdamW in fewer bits is the same algorithm for AdamW alone
+        return found  # low-precision AdamW is the same algorithm only for AdamW
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
 
 
@@ -175,7 +173,7 @@ def table() -> list[str]:
     return rows + [f"| `{one.setting}` | {one.saves} | {one.costs} | {one.applies} |" for one in TECHNIQUES]
 
 
-# What techniques need of a model: UserError where it lacks that
+# Requirements of techniques on the model: UserError if it does not meet them
 
 
 def _blocks(situation: Situation) -> None:
@@ -217,16 +215,16 @@ def _init_weights(situation: Situation) -> None:
         )
 
 
-# Where techniques would do anything
+# Whether techniques have an effect
 
 
 def _is_on_a_gpu(situation: Situation) -> bool:
-    """For what is moved to the host: on the CPU it may be set, and moves nothing."""
+    """For offloading: on the CPU it may be set, and moves nothing."""
     return any(p.device.type == "cuda" for p in situation.model.parameters())
 
 
 def _computes_in_bf16(situation: Situation) -> bool:
-    """Not GPUs before Ampere, which emulate it."""
+    """Whether the device computes in bf16; GPUs before Ampere only emulate it."""
     is_here = _is_on_a_gpu(situation) and torch.cuda.is_available()
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
 

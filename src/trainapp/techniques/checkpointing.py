@@ -19,7 +19,7 @@ from trainapp.techniques.recomputation import Recomputed
 from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget
 
 Mode = Literal["none", "selective", "full"]
-# What a mode costs, relative to recomputing a block in full: to choose by, not to predict time.
+# Cost of a mode relative to recomputing a block in full: for choosing, not for predicting time.
 _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -27,10 +27,11 @@ _KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
 
 
 def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mode]:
-    """A mode for each of so many blocks: the cheapest whose peak stays within the limit, or else the smallest peak.
+    """A mode for each of `blocks` blocks: the cheapest modes whose peak stays within the limit, otherwise the lowest
+    peak.
 
-    peaks: bytes of a step with all blocks in one mode; every block is taken to have an equal share of the difference.
-    Blocks are kept whole from the last one back: backward frees what they keep before it recomputes earlier ones.
+    peaks: bytes of a step with all blocks in one mode; every block is assumed to have an equal share of the difference.
+    The last blocks are kept first: backward frees their activations before it recomputes earlier blocks.
     """
     less = {mode: peaks["none"] - peaks[mode] for mode in _COST}
     mixes = [(full, selective) for full in range(blocks + 1) for selective in range(blocks + 1 - full)]
@@ -50,7 +51,7 @@ def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mod
 
 
 def modes_of(settings: ActivationCheckpointing, blocks: int) -> list[Mode]:
-    """The mode of each block by the settings. `auto` is to be decided before, see `choose_modes`; here it is none."""
+    """The configured mode of each block. `auto` must be resolved before, see `choose_modes`; here it means none."""
     if settings.modes is not None:
         return list(settings.modes)
     mode: Mode = "none" if settings.mode == "auto" else settings.mode
@@ -58,9 +59,9 @@ def modes_of(settings: ActivationCheckpointing, blocks: int) -> list[Mode]:
 
 
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
-    """Checkpoint the model's blocks as the settings say. Parameter names are unchanged.
+    """Checkpoint the model's blocks by the settings. Parameter names are unchanged.
 
-    Raises UserError for a model without blocks, and for `modes` of another number of blocks.
+    Raises UserError for a model without blocks, and for `modes` for another number of blocks.
     """
     _set_compiled_budget(model, settings.compiled_budget)
     if settings.mode == "none" and settings.modes is None:
@@ -78,7 +79,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
 
 
 def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
-    """For what `train.compile` compiles from now on, in this process."""
+    """Set the budget for everything that `train.compile` compiles from now on, in this process."""
     if budget is not None and budget < 1:
         dropping = [name for name, m in model.named_modules() if isinstance(m, _DROPOUT) and m.p]
         if dropping:  # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758)
@@ -97,12 +98,12 @@ def _checkpointed(
     *inputs: Any,
     **options: Any,
 ) -> Any:
-    """`forward(*inputs, **options)`, to be recomputed in backward but for what the mode keeps."""
+    """`forward(*inputs, **options)`, recomputed in backward except for results that the mode keeps."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
+    called = functools.partial(forward, **options) if options else forward  # `checkpoint` has its own options
     select = functools.partial(create_selective_checkpoint_contexts, policy) if mode == "selective" else None
-    if torch.compiler.is_compiling():  # a compiled graph writes what it writes once, however often it computes it
+    if torch.compiler.is_compiling():  # a compiled graph performs its writes once, even if it recomputes
         if select is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
             return checkpoint(called, *inputs, use_reentrant=False)
         return checkpoint(called, *inputs, use_reentrant=False, context_fn=select)
@@ -114,13 +115,13 @@ def _checkpointed(
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether `selective` keeps an operation's result."""
-    # Attention with dropout is recomputed: what follows it would draw other numbers if it did not draw its own again.
+    # Attention with dropout is recomputed: later operations draw the same numbers only if it draws its own again.
     kept = operation.overloadpacket.__name__ in _KEPT and not draws(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call takes numbers from a generator."""
+    """Whether this call draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     arguments = schema_of(operation).arguments

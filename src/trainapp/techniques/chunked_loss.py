@@ -1,13 +1,13 @@
-"""Cross-entropy without logits: those of some rows at a time exist, in the forward and again in the backward.
+"""Cross-entropy without all logits: only those of some rows exist at a time, in the forward and again in the backward.
 
-The logits of a language model are often its largest activation: [tokens, vocabulary], in fp32 for the loss, and their
-gradient once more. Here the last layer and the loss are one operation, which computes the logits of a chunk of rows,
-adds up the loss, and forgets them; the backward recomputes them. That costs one more product with the last layer's
-weight. The method is that of Liger Kernel (arXiv:2410.10989) and of Cut Cross-Entropy (arXiv:2411.09009).
+The logits of a language model are often its largest activation: [tokens, vocabulary], in fp32 for the loss, and as much
+for their gradient. Here the last layer and the loss are one operation, which computes the logits of a chunk of rows,
+adds up the loss, and drops them; the backward recomputes them. This costs one more matmul with the last layer's weight.
+The method is that of Liger Kernel (arXiv:2410.10989) and Cut Cross-Entropy (arXiv:2411.09009).
 
 Torch 2.13's `F.linear_cross_entropy` (torch/nn/modules/linear_cross_entropy.py) is not used: it computes the gradients
-in the forward, where the loss scale of fp16 is not known yet, rounds the loss of bf16 inputs to bf16, and returns
-nothing from which to count correct predictions; and the application also runs on 2.11, which lacks it.
+in the forward, before fp16's loss scale is known, rounds the loss of bf16 inputs to bf16, and does not allow counting
+correct predictions; and trainapp also supports 2.11, which lacks it.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`(loss, correct)`: the sum of the cross-entropy of `head(features)`, and the number of correct predictions.
 
-    features: [..., width]; targets: int64 [...], `ignored` where nothing counts. rows: of how many targets the logits
-    exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` but for the order of
-    additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, else in the weight's, with the loss and the
-    weight's gradient added up in fp32. Not differentiable twice. Hooks of the head are not run.
+    features: [..., width]; targets: int64 [...], `ignored` for ignored positions. rows: number of targets whose logits
+    exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` except for the order
+    of additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, otherwise in the weight's, and adds up the
+    loss and the weight's gradient in fp32. Not differentiable twice. Does not run hooks of the head.
     """
     flat, flat_targets = features.flatten(0, -2), targets.flatten()
     if rows == "auto":
@@ -49,9 +49,9 @@ def linear_cross_entropy(
 
 
 def auto_rows(count: int, head: nn.Linear) -> int:
-    """A power of two, for which a chunk's logits take about as much memory as all features, as in Liger Kernel.
+    """A power of two for which a chunk's logits take about as much memory as all features, as in Liger Kernel.
 
-    At least LEAST_ROWS: each chunk reads the whole weight, which dominates where rows are few.
+    At least LEAST_ROWS: each chunk reads the whole weight, which dominates for few rows.
     """
     chunks = max(1, -(-head.out_features // head.in_features))
     return max(LEAST_ROWS, 1 << (-(-max(count, 1) // chunks) - 1).bit_length())
@@ -59,10 +59,10 @@ def auto_rows(count: int, head: nn.Linear) -> int:
 
 @contextlib.contextmanager
 def features_only(model: nn.Module) -> Iterator[Any]:
-    """Inside the block, calling the model returns what its `features()` returns, which the head, that is given, turns
-    into logits. For models that `require_head` accepts.
+    """Inside the block, calling the model returns its `features()`, which the yielded head turns into logits. For
+    models that `require_head` accepts.
 
-    By its forward rather than by a call of `features`, so that hooks and compilation see a call of the model.
+    Goes through the model's forward rather than `features`, so that hooks and compilation see a call of the model.
     """
     parts = last_layer(model)
     assert parts is not None, "see require_head"
@@ -78,7 +78,7 @@ def features_only(model: nn.Module) -> Iterator[Any]:
 
 
 def require_head(config: Config, model: nn.Module) -> None:
-    """Raises UserError for a model whose last layer this loss cannot take over."""
+    """Raises UserError for a model whose last layer this loss cannot replace."""
     name, setting = type(model).__name__, f"{SETTING}={config.memory.loss_chunk}"
     parts = last_layer(model)
     if parts is None:
@@ -107,16 +107,16 @@ def require_head(config: Config, model: nn.Module) -> None:
 def require_same_forward(
     model: nn.Module, inputs: Tensor, setting: Any, others: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
-    """Raises UserError for a model whose forward is something else than its head after its features.
+    """Raises UserError for a model whose forward is not `head(features(inputs))`.
 
-    inputs: of some samples; others: what the model takes beside them. Buffers and generators stay as they are.
+    inputs: inputs of some samples; others: the model's other arguments. Buffers and generators are unchanged.
     """
     before = [buffer.clone() for buffer in model.buffers()]
     with preserved_rng(inputs.device):
         output = model(inputs, **others)
         logits = getattr(output, "logits", output)
     with preserved_rng(inputs.device), features_only(model) as head:
-        expected = F.linear(model(inputs, **others), head.weight, head.bias)  # without hooks, as the loss does
+        expected = F.linear(model(inputs, **others), head.weight, head.bias)  # without hooks, as in the loss
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
     if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):

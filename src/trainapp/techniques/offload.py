@@ -18,16 +18,17 @@ from trainapp.models.inspect import blocks_of
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import base_of, storage_id, version_of
 
-LEAST = 2**20  # bytes; copying smaller tensors takes longer than it saves
+LEAST = 2**20  # bytes; smaller tensors are not worth copying
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def apply(model: nn.Module, config: Config) -> "Offload | None":
-    """With `memory.offload_activations=all`, what moves the activations of a forward: see `Offload.around`.
+    """With `memory.offload_activations=all`, returns the object that moves a forward's activations: see
+    `Offload.around`.
 
-    With "inputs", only what the checkpointed blocks of the model are called with is moved, and their forwards are
-    wrapped. Raises UserError for a model without blocks.
+    With "inputs", only the inputs of the model's checkpointed blocks are moved, whose forwards are wrapped. Raises
+    UserError for a model without blocks.
     """
     mode = config.memory.offload_activations
     if mode == "inputs":
@@ -39,22 +40,22 @@ def apply(model: nn.Module, config: Config) -> "Offload | None":
 
 
 class Offload:
-    """Moves what a forward saves for backward to the host, and fetches it back in backward.
+    """Moves tensors that a forward saves for backward to the host, and fetches them back in backward.
 
-    device_type: that whose tensors are moved. All others stay, so that on the CPU nothing moves. Parameters and buffers
-    stay, as do tensors in storages below LEAST bytes, and all that is not strided.
+    device_type: device type whose tensors are moved; on the CPU nothing moves. Parameters and buffers are not moved,
+    nor tensors in storages below LEAST bytes, nor tensors that are not strided.
     """
 
     def __init__(self, model: nn.Module, device_type: str = "cuda"):
         self._model, self.device_type = model, device_type
-        self._stream: Any = None  # of the copies
+        self._stream: Any = None  # for copies
         self._persistent: set[int] = set()  # by storage_id
         # By storage and version, while the forward runs: a tensor that was written since it was saved is another one.
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
         self._last: Callable[[], _Stored | None] = lambda: None
 
     def around(self, forward: F) -> F:
-        """The forward of a model, or of a part of one, whose activations move."""
+        """Wrap the forward of a model, or of a part of one, whose activations move."""
 
         @functools.wraps(forward)
         def moving(*inputs: Any, **options: Any) -> Any:
@@ -74,7 +75,7 @@ class Offload:
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        # FSDP's gathered parameters are none of the model's: it frees and gathers them itself.
+        # FSDP's gathered parameters are not the model's: it frees and gathers them itself.
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
         if is_parameter or storage.nbytes() < LEAST or storage_id(storage) in self._persistent:
             return tensor
@@ -103,17 +104,17 @@ class Offload:
 
 
 class _Stored:
-    """A storage whose bytes are on the host. Belongs to the graph that needs it, and is gone with it.
+    """A storage whose bytes are on the host. Owned by the graph that needs it.
 
-    before: the one that was stored before it, which backward needs after it.
+    before: the previously stored one, which backward needs next.
     """
 
     def __init__(self, offload: Offload, flat: Tensor, before: "Callable[[], _Stored | None]"):
         self._offload, self._device, self._before = offload, flat.device, before
         self._host = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=offload.device_type == "cuda")
         offload.copy(self._host, flat)
-        self._coming: tuple[Tensor, Any] | None = None  # fetched, and not used yet
-        self._used: Callable[[], torch.UntypedStorage | None] = lambda: None  # its storage, while that is alive
+        self._coming: tuple[Tensor, Any] | None = None  # fetched, but not used yet
+        self._used: Callable[[], torch.UntypedStorage | None] = lambda: None  # its storage, while alive
 
     def fetch(self) -> None:
         """Begin to copy it to the device, unless it is there or on its way."""

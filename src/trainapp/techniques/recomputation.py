@@ -1,4 +1,4 @@
-"""What a recomputed block begins with: the state that its forward began with."""
+"""Restores a block's state for recomputation, to that at the start of its forward."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from trainapp.stateful import Owner, Stateful
 from trainapp.torch_private import version_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_GLOBAL = {  # torch's own are the business of its `checkpoint`
+_GLOBAL = {  # torch's own are handled by its `checkpoint`
     "python": Owner(random.getstate, random.setstate, "generator"),
     "numpy": Owner(np.random.get_state, np.random.set_state, "generator"),
 }
@@ -37,8 +37,8 @@ class Recomputed:
     def contexts(self, inputs: Sequence[Any], select: Callable[[], Contexts]) -> Contexts:
         """The contexts of a forward and of its recomputation, for `context_fn` of torch's `checkpoint`.
 
-        inputs: of the forward. select: makes contexts to be used inside these: what selects the operations to keep must
-        not see the copies.
+        inputs: the forward's inputs. select: makes contexts to use inside these, so that the selection of operations to
+        keep does not see the copies.
         """
         self._snapshot.take()
         state, (forward, recomputation) = self._snapshot.released(), select()
@@ -52,11 +52,11 @@ class Recomputed:
     def _forward(
         self, state: State, inputs: list[tuple[Tensor, int]], selecting: AbstractContextManager[Any]
     ) -> Iterator[None]:
-        """Raises TrainingStopped for a block that has written what its recomputation would then begin with."""
+        """Raises TrainingStopped for a block that has modified the state from which its recomputation starts."""
         with selecting:
             yield
         written = "a tensor that it is called with" if any(version_of(t) != version for t, version in inputs) else None
-        inputs.clear()  # they are not to live as long as the graph
+        inputs.clear()  # they must not live as long as the graph
         if state.versions != state.structure.versions():
             written = "a parameter"
         if written:
@@ -88,7 +88,7 @@ class Recomputed:
 
 
 class _Reusable:
-    """A context that is entered once per backward: a graph that is retained has several."""
+    """A context that can be entered once per backward: a retained graph has several."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]):
         self._make, self._stack = make, contextlib.ExitStack()
