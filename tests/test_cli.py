@@ -10,9 +10,7 @@ import torch
 from helpers import OWN_FILES, ROOT, files, run_cli
 
 import trainapp
-from trainapp.config import schema
 from trainapp.errors import UserError
-from trainapp.optim import precision
 
 CONSOLE_SCRIPT = (str(Path(sys.executable).with_name("trainapp")),)
 RUN_DIR = re.compile(r"outputs/[\d-]+/[\d-]+-[0-9a-f]{6}/")
@@ -132,13 +130,6 @@ def test_model_that_cannot_read_the_data(tmp_path):
 def test_target_outside_the_allow_list_on_the_command_line(tmp_path):
     done = run_cli("model._target_=os._exit", cwd=tmp_path)
     assert_refused(done, tmp_path, "model._target_=os._exit: not among the packages")
-
-
-def test_fp16_on_a_device_that_cannot():
-    settings = schema.Precision(mode="fp16")
-    with pytest.raises(UserError, match=r"precision=fp16: this device \(meta\) cannot compute.*use precision=fp32"):
-        precision.build(settings, torch.device("meta"))
-    assert precision.build(settings, torch.device("cpu")).scaler.is_enabled()  # the CPU can
 
 
 def test_device_that_is_not_there(tmp_path):

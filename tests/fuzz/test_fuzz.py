@@ -55,7 +55,8 @@ def test_a_story(story):
 
 
 def test_a_message_is_an_end():
-    assert check(Case("dict", {**PLAIN, "memory.limit": 100})) == "refused"
+    assert check(Case("dict", {**PLAIN, "model.freeze": ["nothing"]})) == "refused"
+    assert check(Case("dict", {**PLAIN, "memory.limit": 100})) == "stopped"
     assert check(Case("unit weights", {**PLAIN, "data.spoiled": [0, 1, 2, 3, 4, 5, 6, 7]})) == "stopped"
 
 
