@@ -214,7 +214,7 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
 
 # --- stateless random numbers and permutations
 #
-# A value is a function of where it is used, not of what was drawn before it: an augmentation drawn from (seed, epoch,
+# A value depends on where it is used, not on earlier draws: an augmentation drawn from (seed, epoch,
 # sample index) is the same one in whatever batch, worker or retry the sample turns up. Method: the splitmix64 generator
 # (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose n-th output is a hash of
 # `state + n * GAMMA`: no earlier one is needed.

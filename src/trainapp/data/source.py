@@ -1,7 +1,7 @@
 """How far a run has got, and how samples become the micro-batches of steps and evaluations, of indexable data and
 streams alike.
 
-Which samples a step has is its `Source`'s part: `data.sampler` for indexable data, `data.stream` for streams.
+A `Source` chooses a step's samples: `data.sampler` for indexable data, `data.stream` for streams.
 """
 
 import functools
@@ -23,9 +23,9 @@ DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with th
 
 
 def due_updates(step: int, every: Sequence[int]) -> list[int]:
-    """The numbers of the updates that follow `step` finished steps: of each, `every` says in which steps it is made.
+    """The indices of the updates in the step after `step` finished ones; `every` is each update's interval in steps.
 
-    The first step has all of them, so that whatever they need is seen at once.
+    The first step has all updates, so that their memory needs show at once.
     """
     return [number for number, own in enumerate(every) if step == 0 or (step + 1) % own == 0]
 
@@ -40,12 +40,12 @@ class Progress:
     samples: int = 0  # trained in all epochs together
     skipped: int = 0  # steps skipped for a non-finite loss or gradient
     evaluated_at: int = 0  # the step of the last evaluation, so that a restart does not repeat it
-    objective: float | None = None  # of the last evaluation
+    objective: float | None = None  # value in the last evaluation
     best: float | None = None
     best_step: int | None = None
     stopped: str | None = None  # why the run has ended before its length; None if it has not
-    update: int = 0  # the number of the present step's coming update: with one optimizer, there is one per step
-    applied: int = 0  # of those before it, how many changed the parameters
+    update: int = 0  # index of the current step's coming update; with one optimizer, a step has one
+    applied: int = 0  # number of the step's finished updates that changed the parameters
 
     def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
         """Count an update of the step, see `due_updates`. Returns whether it was the last, which finishes the step. A

@@ -85,7 +85,7 @@ def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
     """Into how many shards each rank's part is split: one per worker process where their number is set, and the source
     can be read in shards.
 
-    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
+    setting: `data.num_workers`; workers: the resulting number. `auto` is at most one process, whose samples are in the
     order of the stream: with more, it depends on their number.
     """
     return workers if setting != "auto" and workers > 1 and has_shards(source) else 1
@@ -175,7 +175,7 @@ class Reader(Dataset):
 
     def _open(self, place: Place) -> Any:
         """Begin at the place. Returns the first sample."""
-        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for what the source shuffles when an epoch begins
+        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(place.epoch)
         if place.state is not None:

@@ -36,9 +36,9 @@ class Suggestion(NamedTuple):
 
 
 def run(config: Config) -> float:
-    """Run the test, draw its curve, and print what it suggests. Returns that rate.
+    """Run the range test, draw its curve, print and return the suggested rate.
 
-    Raises TrainingStopped where the loss never falls, and what a run raises.
+    Raises TrainingStopped if the loss never falls, and the errors of a run.
     """
     run_dir, settings = Path(config.run_dir), config.lr_find
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -93,8 +93,8 @@ def configured(config: Config, folder: str) -> Config:
 
 
 class RangeTest:
-    """The end of a learning-rate range test (Smith 2015, arXiv:1506.01186): where the smoothed loss is `diverges` times
-    its lowest so far (of a negative one, as far above it). Needs `every.log=1`.
+    """Ends a learning-rate range test (Smith 2015, arXiv:1506.01186) when the smoothed loss has risen above its minimum
+    by `diverges` - 1 times the minimum's magnitude. Needs `every.log=1`.
     """
 
     def __init__(self, diverges: PositiveFloat):
@@ -126,7 +126,7 @@ def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: Po
 
 
 def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
-    """From the smoothed losses; None where they do not fall."""
+    """Suggest rates from the smoothed losses; None if they do not fall."""
     end = int(np.argmin(curve)) if curve else 0
     if end < FEWEST:
         return None

@@ -25,19 +25,19 @@ class RunResult:
 
     objective: (
         float | None
-    )  # of the last evaluation: what sweepers receive; it may be nan or inf, which the file cannot hold
+    )  # the last evaluation's value, which sweepers receive; may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
     direction: str  # "min" or "max": which values of it are better
-    best_objective: float | None  # of all evaluations; None where none was finite
+    best_objective: float | None  # best value of all evaluations; None if none was finite
     best_step: int | None
-    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `NAME/METRIC`
+    evaluation: dict[str, float]  # the last evaluation's metrics; sets in `eval` as `NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
     accumulation: int
     oom_restarts: int  # since the run began, over all its processes
-    # Sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run.
+    # Sizes by step (with several updates, by name); as batch.micro_schedule it replays the sizes of this run.
     micro_schedule: dict[Any, Any]
     peak_memory_bytes: int
     peak_reserved_bytes: int  # including the allocator's unused cache, which counts towards the limit on CUDA

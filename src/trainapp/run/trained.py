@@ -1,8 +1,8 @@
-"""A trained model out of its run: `mode=export` and `trainapp.load`, in one process, on the CPU, from a checkpoint of
-any number of ranks.
+"""A run's trained model: `mode=export` and `trainapp.load`, in one process, on the CPU, from a checkpoint of any number
+of ranks.
 
-An export is safetensors. A model of Transformers, or adapters, become a folder that their own libraries open, with the
-tokenizer of the data beside the weights.
+An export is safetensors. A Transformers model, or adapters, become a folder that their own libraries open, with the
+data's tokenizer beside the weights.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 
 def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.Module:
-    """See `trainapp.load`. run_dir: absolute. user_packages: the caller's. The checkpoint's are not trusted: with them,
-    a planted name would run.
+    """See `trainapp.load`. run_dir: absolute. user_packages: the caller's. The checkpoint's are not trusted: they could
+    import planted code.
     """
     path = _checkpoint(run_dir, which)
     saved = read_manifest(path)["config"]
     config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
     loaded, _, _ = _trained(dataclasses.replace(config, user_packages=list(user_packages)), path)
-    return loaded.float() if config.adapter.base_dtype == "bf16" else loaded  # its head is in fp32
+    return loaded.float() if config.adapter.base_dtype == "bf16" else loaded  # all fp32, as the head is
 
 
 def _checkpoint(run_dir: Path, which: str | Path) -> Path:
@@ -60,8 +60,8 @@ def _checkpoint(run_dir: Path, which: str | Path) -> Path:
 
 
 def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """The model of these settings in evaluation mode, with the weights in the checkpoint at `path`, by their average if
-    the run kept one; the training data; and what the checkpoint holds beside tensors.
+    """The model of these settings in evaluation mode, with the weights in the checkpoint at `path` (their average if
+    the run kept one); the training data; and the checkpoint's plain values.
     """
     mode = config.precision.mode
     on_cpu = {"device": "cpu", "deterministic": False, "detect_anomaly": False}
@@ -88,11 +88,11 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
 
 
 def export(config: Config) -> list[Path]:
-    """`mode=export`: write the weights of the checkpoint that `checkpointing.resume` names, by their average if the run
-    kept one. Returns the files of weights.
+    """`mode=export`: write the weights of the checkpoint that `checkpointing.resume` names (their average if the run
+    kept one). Returns the files of weights.
 
-    Where the data names its classes, `class_names.json` lists them in the order of the model's outputs. Raises
-    UserError for `export.merge` where it does not apply, and for a folder with other weights.
+    If the data names its classes, `class_names.json` lists them in the order of the model's outputs. Raises UserError
+    if `export.merge` does not apply, and for a folder with other weights.
     """
     path = resolve(config.checkpointing.resume)
     folder = Path(config.export.folder or Path(config.run_dir) / "export")
@@ -113,7 +113,7 @@ def export(config: Config) -> list[Path]:
         _write(folder / "adapter_model.safetensors", tensors)
         settings.save_pretrained(str(folder))
     elif is_of_transformers(trained):
-        with as_published(trained):  # in the layout of the hub, which for some models is not that in memory
+        with as_published(trained):  # in the hub's layout, which for some models differs from that in memory
             trained.save_pretrained(str(folder))  # type: ignore[operator]
     else:
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def export(config: Config) -> list[Path]:
     if callable(save_tokenizer) and (has_adapters or is_of_transformers(trained)):
         save_tokenizer(folder)
     names = folder / "class_names.json"
-    names.unlink(missing_ok=True)  # those of an earlier export would be taken for these weights'
+    names.unlink(missing_ok=True)  # names of an earlier export would not fit these weights
     if values["class_names"]:
         names.write_text(strict_json(values["class_names"], indent=1) + "\n")
     written = sorted(folder.glob("*.safetensors"))
@@ -133,8 +133,8 @@ def export(config: Config) -> list[Path]:
 
 
 def _merge_adapters(model: nn.Module, dtype: str) -> None:
-    """`export.merge=true`: add the adapters to the weights beside which they were trained, in place. Raises UserError
-    for a model without adapters.
+    """`export.merge=true`: merge the adapters into the base weights, in place. Raises UserError for a model without
+    adapters.
     """
     if adapters.base_of(model) is None:
         raise UserError("export.merge=true: the model has no adapters; leave it out")
@@ -146,7 +146,7 @@ def _merge_adapters(model: nn.Module, dtype: str) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Tied weights once, under their first name."""
+    """Write the tensors; tied weights once, under their first name."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         if torch.is_tensor(tensor):

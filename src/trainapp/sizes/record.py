@@ -21,16 +21,16 @@ EVALUATION = "eval_micro"
 
 
 class Autotuner:
-    """cuDNN's autotuner, switched on only while the sizes at work are settled.
+    """cuDNN's autotuner, switched on only while the current sizes are settled.
 
     With `cudnn.benchmark`, the first convolution of each shape times the algorithms, with workspaces that may not fit,
     and then empties the allocator's cache. A search for the micro-batch size would pay that for every convolution at
-    every size that it tries, and take the failed workspaces for a size that does not fit.
+    every size it tries, and mistake failed workspaces for a size that does not fit.
 
     Switching it on later is not enough: torch keeps one plan per shape, chosen by heuristics or timed, and does not
     time a shape that has a plan (`run_single_conv` in aten/src/ATen/native/cudnn/Conv_v8.cpp, read in torch 2.4;
-    tests/gpu tries it). But the key of that cache has `cudnn.deterministic` in it. So sizes that are not settled run
-    with deterministic algorithms, and the first step with a settled one finds no plan.
+    verified in tests/gpu). But the key of that cache includes `cudnn.deterministic`. Unsettled sizes therefore run with
+    deterministic algorithms, and the first step with a settled size finds no plan.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -39,8 +39,8 @@ class Autotuner:
         self._settled: set[int] = set()  # ids of sizes
 
     def follow(self, sizes: MicroBatchSizes) -> bool:
-        """Call before work that is cut by these sizes. Returns whether it is the first since they are settled, in which
-        algorithms are timed: that may need memory which was not validated. Equal on all ranks that share the sizes.
+        """Call before work that uses these sizes. True for the first work after the sizes have settled, in which
+        algorithms are timed: this may need more memory than was validated. Equal on all ranks that share the sizes.
         """
         if not self.enabled:
             return False
@@ -152,19 +152,19 @@ def initial_sizes(
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
-    1. `restart`: what workers that ran out of memory have left. The size that it replaces has just failed.
-    2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
+    1. `restart`: from workers that ran out of memory. The size that it replaces has just failed.
+    2. `batch.micro_schedule`: the entry for the coming attempt; its later entries override all the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, if they were found in the same amount of memory.
+    4. `saved`: the checkpoint's, if found with the same memory budget.
     5. This rank's share of the global batch.
 
     For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
 
-    global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
-    steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
-    retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
-    larger size is tried. restart, saved: as `Sizes.state_dict` returns them, whose record is continued; `restart` may
-    have only one of the two. autotunes: see `Autotuner`.
+    global_size: samples per optimizer step over all ranks. eval_samples: samples per evaluation over all ranks.
+    attempts: finished steps, including skipped ones. smallest: some models cannot train on single samples. whole:
+    batches are never cut. retries_in_place: whether a failing size costs only a retried step; if it costs a restart of
+    all workers, no larger size is tried. restart, saved: from `Sizes.state_dict`, whose record is continued; `restart`
+    may lack one of the keys. autotunes: see `Autotuner`.
     """
     batch, restart, saved = config.batch, restart or {}, saved or {}
     found = saved if same_memory else {}
@@ -189,7 +189,7 @@ def initial_sizes(
 
 
 def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: dict[str, Any], found: dict[str, Any]) -> None:
-    """Follow the first that is known: `restart`, the schedule, what a checkpoint has found."""
+    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes."""
     if key in restart:
         own.load_state_dict(restart[key], is_lower=True)
         own.schedule.pop(attempt, None)

@@ -1,8 +1,8 @@
-"""Activation offload: what backward needs waits in pinned host memory instead of on the GPU.
+"""Activation offload: tensors saved for backward are kept in pinned host memory instead of on the GPU.
 
-Copies run on a stream of their own. In the forward, a tensor's memory is free once it is copied. In backward, using a
-storage begins to fetch the one that was stored before it. torch's `save_on_cpu` waits for every copy, copies a storage
-once per view, and moves parameters, too.
+Copies run on a separate stream. In the forward, a tensor's memory is freed once it is copied. In backward, using a
+storage starts to fetch the previously stored one. torch's `save_on_cpu` waits for every copy, copies a storage once per
+view, and also moves parameters.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Offload:
         self._model, self.device_type = model, device_type
         self._stream: Any = None  # for copies
         self._persistent: set[int] = set()  # by storage_id
-        # By storage and version, while the forward runs: a tensor that was written since it was saved is another one.
+        # By storage and version, while the forward runs: a tensor written since it was saved is stored again.
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
         self._last: Callable[[], _Stored | None] = lambda: None
 
@@ -90,7 +90,7 @@ class Offload:
         return functools.partial(stored.view, tensor.dtype, tensor.device, *place)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Begin a copy, after all that was asked of the device so far. Returns what to wait for, if anything."""
+        """Start a copy, after the device's work so far. Returns an event to wait for, if any."""
         if self.device_type != "cuda":
             to.copy_(source)
             return None
@@ -117,13 +117,13 @@ class _Stored:
         self._used: Callable[[], torch.UntypedStorage | None] = lambda: None  # its storage, while alive
 
     def fetch(self) -> None:
-        """Begin to copy it to the device, unless it is there or on its way."""
+        """Start to copy the storage to the device, unless it is there or on its way."""
         if self._coming is None and self._used() is None:
             flat = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._device)
             self._coming = flat, self._offload.copy(flat, self._host)
 
     def storage(self) -> torch.UntypedStorage:
-        """Its bytes on the device. Begins to fetch what backward needs next."""
+        """The storage on the device. Starts to fetch the one that backward needs next."""
         self.fetch()
         storage = self._used()
         if self._coming is not None:
@@ -138,7 +138,7 @@ class _Stored:
         return storage
 
     def view(self, dtype: torch.dtype, device: torch.device, *place: Any) -> Tensor:
-        """A tensor that was saved. device: its own, as a storage's is "meta" where there are no data."""
+        """A saved tensor. device: the tensor's, since a storage's is "meta" without data."""
         return torch.empty(0, dtype=dtype, device=device).set_(self.storage(), *place)
 
 

@@ -1,4 +1,4 @@
-"""Texts through the package `datasets`, as tokens by a tokenizer of Transformers: `data=hf`. Both are imported late."""
+"""Texts read with the package `datasets` and tokenised with Transformers: `data=hf`. Both are imported late."""
 
 import contextlib
 import glob
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 VALIDATION = ("validation", "valid", "val", "dev", "eval")  # usual names of the split
-END = "<|endoftext|>"  # of a document, for a BPE trained here
+END = "<|endoftext|>"  # end-of-document token of a BPE trained here
 
 
 def open_dataset(
@@ -82,17 +82,17 @@ def open_dataset(
 
 
 def cache_directory(setting: str | None) -> Path:
-    """`data.cache_dir`, or the user's."""
+    """`data.cache_dir`, or the user's cache directory."""
     return user_cache_dir() if setting is None else Path(setting).expanduser()
 
 
 def key_of(*parts: Any) -> str:
-    """A name for what these plain values decide."""
+    """A cache key from plain values."""
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
 
 
 def open_rows(path: str | Sequence[str], name: str | None, directory: Path, setting: str = "path") -> dict[str, Any]:
-    """The splits, by name. setting: of `data`, for messages. Raises UserError for a path that holds none."""
+    """The splits, by name. setting: the setting of `data`, for messages. Raises UserError if the path holds none."""
     require_package("datasets", f"data.{setting}={path}")
     import datasets  # late: only these data sets need it
 
@@ -116,7 +116,7 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
         raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
     if loaded is None:
         raise UserError(
-            f"data.{setting}={path}: names {len(files)} files, searched from {Path.cwd()}, which are no data set; "
+            f"data.{setting}={path}: names {len(files)} files, searched from {Path.cwd()}, which are not a data set; "
             f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub"
         )
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
@@ -142,9 +142,9 @@ def tokenized(
 ) -> Any:
     """`rows.map(function)`, written into the directory once, and memory-mapped; read as Arrow, see `documents`.
 
-    function: of a batch of rows and their indices, returns `tokens`; with the names of `numbers`, of a single row, and
-    returns these, too. parts: what decides it besides the rows, of which `datasets` knows whether their files have
-    changed.
+    function: takes a batch of rows and their indices, and returns `tokens`; with `numbers`, takes a single row and also
+    returns these values. parts: everything else that determines the result; `datasets` knows whether the rows' files
+    have changed.
     """
     import datasets
 
@@ -159,7 +159,7 @@ def tokenized(
             {"tokens": datasets.Sequence(datasets.Value("int32"))} | {name: datasets.Value("int64") for name in numbers}
         ),
         cache_file_name=str(directory / f"tokens-{key}.arrow"),
-        new_fingerprint=key,  # its own would be that of the function with its tokenizer, which changes when it is used
+        new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
     ).with_format("arrow")
 
 
@@ -179,7 +179,7 @@ def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
 
 def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], torch.Tensor]:
     """The class names, and the class of each row, int64 [N]. Raises UserError for a label without a class, or a value
-    that is not a label.
+    that cannot be a label.
     """
     by_number = dict(enumerate(getattr(rows.features[label], "names", ())))  # of a column that knows its names
     try:
@@ -204,9 +204,9 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer from a folder, a `tokenizer.json`, or a name on the hub. Raises UserError for another.
+    """A tokenizer from a folder, a `tokenizer.json`, or a name on the hub. Raises UserError if it cannot be loaded.
 
-    Where it has no token that fills up batches, it pads with that for the end of a text.
+    Without a pad token, it pads with the end-of-text token.
     """
     require_package("transformers", f"data.tokenizer={name}")
     import transformers  # late: only these data sets need it
@@ -217,7 +217,7 @@ def load_tokenizer(name: str) -> Any:
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
-    except Exception as error:  # what is missing in a folder raises nearly anything
+    except Exception as error:  # missing files raise nearly anything
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"data.tokenizer={name}: holds no tokenizer that Transformers can read ({reason}); name a folder with one, "
@@ -229,7 +229,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def digest_of(tokenizer: Any) -> str:
-    """Of everything that decides its tokens."""
+    """A digest of everything that affects its tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
@@ -237,9 +237,9 @@ def digest_of(tokenizer: Any) -> str:
 
 
 def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: int, directory: Path) -> Path:
-    """A folder with a byte-level BPE of `vocab_size` tokens at most, trained on the texts, or by an earlier run.
+    """A folder with a byte-level BPE of at most `vocab_size` tokens, trained on the texts or by an earlier run.
 
-    fingerprint: what decides the texts. Raises UserError for a vocabulary smaller than the bytes.
+    fingerprint: identifies the texts. Raises UserError for a vocabulary smaller than the bytes.
     """
     if vocab_size < 257:
         raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and {END}")
@@ -271,10 +271,10 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
 
 
 class Tokenized(BatchedDataset):
-    """name: of its tokenizer, a folder, a tokenizer.json or a name on the hub.
+    """name: the tokenizer: a folder, a tokenizer.json or a name on the hub.
 
-    Attributes: `tokenizer`; `padding`, the token that fills up batches, which no loss counts; `vocabulary`, a digest of
-    what its tokens mean, stable over versions of the packages.
+    Attributes: `tokenizer`; `padding`, the token that pads batches, never counted in a loss; `vocabulary`, a digest of
+    the tokens' meaning, stable across versions of the packages.
     """
 
     def __init__(self, name: str):
@@ -287,16 +287,16 @@ class Tokenized(BatchedDataset):
         self.tokenizer.save_pretrained(str(folder))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text to continue: as in a block, without special ones."""
+        """The tokens of a text to continue: as in a block, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without special tokens."""
+        """The text of the tokens, without special ones."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a text, where the tokenizer has one."""
+        """The token that ends a text, if the tokenizer has one."""
         end: int | None = self.tokenizer.eos_token_id
         return end
 
@@ -342,11 +342,11 @@ class Blocks(Tokenized):
 
 
 class Labelled(Tokenized):
-    """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
-    batch, targets int64 [B] where the rows have labels.
+    """Texts and classes: inputs int64 [B, T], padded to the batch's longest text; attention_mask int64 [B, T], 0 for
+    padding; targets int64 [B] if the rows have labels.
 
-    Texts longer than `context_length` tokens are cut, as Transformers cuts them. The classes are those of the column
-    where it has names, else the values in the training rows, sorted.
+    Texts longer than `context_length` tokens are cut, as by Transformers. The classes are the column's names if it has
+    any, otherwise the values in the training rows, sorted.
     """
 
     task = "classification"

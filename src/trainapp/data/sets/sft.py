@@ -22,19 +22,18 @@ MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SupervisedFineTuning(Tokenized):
-    """Examples: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 where the
-    next token is not one of an answer.
+    """Examples: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 unless the next token
+    belongs to an answer.
 
-    files: JSON lines, or what else `data=hf` reads as `data.path`. An example has a text under the keys `prompt` and
+    files: JSON lines, or anything that `data=hf` reads as `data.path`. An example has texts under the keys `prompt` and
     `answer`, or under `messages` a list of `{role, content}`, which the tokenizer's chat template turns into text;
-    answers are then the assistant's messages.
-    pack: several examples share a sequence of exactly `context_length` tokens. `position_ids`, int64 [B, T], restart
-    with each: models of Transformers then attend within an example only. Without it a batch is padded at its end to its
-    longest example; a causal model needs no mask for that.
-    chat_template: a file in place of the tokenizer's own. val_fraction: of the examples, the last ones; where the files
-    have a split for validation, it is that.
-    Examples longer than `context_length` are cut at their end; those that then have no answer are left out. Both are
-    said once. Raises UserError for a row that is no example, and where a split has none.
+    answers are then the assistant's messages. pack: several examples share a sequence of exactly `context_length`
+    tokens. `position_ids`, int64 [B, T], restart with each, so that Transformers models attend only within an example.
+    Without packing, a batch is padded at the end to its longest example; a causal model needs no mask for that.
+    chat_template: a file that replaces the tokenizer's own. val_fraction: fraction of the examples, from the end,
+    unless the files have a validation split. Examples longer than `context_length` are cut at their end; those left
+    without an answer are dropped. Each is logged once. Raises UserError for a row that is not an example, and if a
+    split has none.
     """
 
     task = "next_token"
@@ -77,8 +76,8 @@ class SupervisedFineTuning(Tokenized):
         } | ({"packed": True} if pack else {})
 
     def _example(self, row: dict[str, Any], number: int) -> dict[str, Any]:
-        """Its tokens, of which those of answers have `ANSWER` set; their `length`; and the index of the `first` of an
-        answer that can be a target, or `length`. Raises UserError for a row that is no example.
+        """The example's tokens, with `ANSWER` set in those of answers; their `length`; and the index of the `first`
+        answer token that can be a target, or `length`. Raises UserError for a row that is not an example.
         """
         prompt, answer, messages = self._keys
         place, row = f"row {number}", _without_nulls(dict(row))
@@ -96,13 +95,13 @@ class SupervisedFineTuning(Tokenized):
         return {"tokens": tokens, "length": len(tokens), "first": int(min(of_answers, default=len(tokens)))}
 
     def _usable(self, split: str) -> tuple[list[int], np.ndarray]:
-        """The examples of which an answer is left when they are cut, and the length of each example. Raises UserError
-        where none is.
+        """The examples that still have an answer when cut, and the length of each example. Raises UserError if there
+        are none.
         """
         count = len(self._examples)
         table = self._examples[:]
         lengths, first = (np.asarray(table[name] if count else [], np.int64) for name in ("length", "first"))
-        cut = int((lengths > self._longest + 1).sum())  # the last token is a target only
+        cut = int((lengths > self._longest + 1).sum())  # the last token is only a target
         usable = np.flatnonzero(first < np.minimum(lengths, self._longest + 1)).tolist()
         if cut or len(usable) < count:
             log.warning(
@@ -157,13 +156,13 @@ class SupervisedFineTuning(Tokenized):
 
 
 def packed(lengths: np.ndarray, indices: Sequence[int], room: int) -> list[list[int]]:
-    """The documents in sequences of `room` - 1 inputs: each goes where it leaves the least room, the longest first.
+    """Pack documents into sequences of `room` - 1 inputs, best-fit decreasing: at most 11/9 of the optimum, plus 1.
 
-    lengths: tokens of each; one of n tokens has n - 1 inputs. Within a sequence, and of sequences, in the order of the
-    data. (Best-fit decreasing: at most 11/9 of the fewest sequences possible, and 1.)
+    lengths: tokens of each document; n tokens give n - 1 inputs. Documents in a sequence, and sequences, are in the
+    order of the data.
     """
     sequences: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left in a sequence, and its number, sorted
+    rooms: list[tuple[int, int]] = []  # free room and number of each sequence, sorted
     for index in sorted(indices, key=lambda index: (-lengths[index], index)):
         size = min(int(lengths[index]), room) - 1
         place = bisect.bisect_left(rooms, (size, 0))
@@ -185,11 +184,11 @@ def _template(path: str) -> str:
         raise UserError(f"data.chat_template={path}: cannot be read ({error}); name a file with a template") from None
 
 
-# --- examples as tokens, of which those of the answers are marked
+# --- examples as tokens with marked answers
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without keys whose value is None: Arrow gives all objects of a column the same keys."""
+    """The value without keys that are None: Arrow gives all objects of a column the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(own) for key, own in value.items() if own is not None}
     return [_without_nulls(own) for own in value] if isinstance(value, list) else value
@@ -243,7 +242,7 @@ def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
 
 
 def _is_message(turn: dict[str, Any]) -> bool:
-    """A call of a tool has no text of its own, and templates that know such calls expect that."""
+    """Whether a turn is a message. A tool call has no text, which templates with support for tools expect."""
     return "role" in turn and not turn.keys().isdisjoint(("content", "tool_calls"))
 
 

@@ -18,11 +18,10 @@ from trainapp.validation import Fraction, PositiveInt, Str
 class Text(BatchedDataset):
     """Windows of bytes: inputs int64 [B, context_length], targets the same shifted by one byte; 256 tokens.
 
-    files: a path or glob (`**` goes into subdirectories) or a list of them, relative to the working directory;
-        None is the Python standard library's own top-level modules, so that there is text on every machine
-        (it differs between versions of Python). They are joined in the order given, a glob's matches sorted: in memory,
-        where there are several; a single file stays on the disk.
-    val_fraction: the end of the joined text that is for validation; no window crosses the border.
+    files: a path or glob (`**` matches subdirectories) or a list of them, relative to the working directory; None uses
+        the top-level modules of Python's standard library, which every machine has (in its version of Python). Files
+        are joined in the order given, a glob's matches sorted: several in memory, a single file is memory-mapped.
+    val_fraction: fraction at the end of the joined text for validation; no window crosses the border.
 
     Raises UserError for a path that is missing, unreadable or a directory, a glob without a match, and for
     text too short for one window of each split's `context_length` + 1 bytes.
