@@ -8,6 +8,7 @@ import runs
 from helpers import files, run_cli
 
 from trainapp.config import compose
+from trainapp.errors import TrainingStopped
 from trainapp.launch import launch
 from trainapp.run import lr_find
 
@@ -72,6 +73,13 @@ def test_it_stops_where_the_loss_diverges(tmp_path, capsys, find, settings, why)
     assert 10 < len(tried) < 300
     assert 1e-2 <= rate < 10
     assert all(map(math.isfinite, losses))
+
+
+def test_a_loss_that_falls_at_no_rate_leaves_its_curve(tmp_path, find):
+    rates = ("optimizer=sgd", "train.grad_clip=null", "lr_find.min=1e3", "lr_find.max=1e25", "lr_find.steps=20")
+    with pytest.raises(TrainingStopped, match=r"the loss falls at no rate from lr_find\.min=1000 on"):
+        find(tmp_path, *rates)
+    assert files(tmp_path) == FOUND
 
 
 @pytest.mark.slow
