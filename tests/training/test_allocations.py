@@ -56,7 +56,7 @@ def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, caplog, phase,
     assert (failure.old_size, failure.new_size) == (8, 4)
     assert "1 allocation failed in this micro-batch and the error was caught" in failure.message
     (line,) = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
-    assert line.startswith(f"out of memory at step {step} in a library, which caught the error and may have taken")
+    assert line.startswith(f"out of memory at step {step} in a library, which caught the error and may have used")
     assert line.endswith("micro-batch 8 -> 4, retrying the step")
     (path,) = (tmp_path / "run/oom").glob("*.json")
     assert json.loads(path.read_text())["swallowed"] is True
