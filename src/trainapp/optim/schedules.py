@@ -235,9 +235,10 @@ class TorchSchedule(Schedule):
         """
         if state["class"] != type(self._scheduler).__name__:
             return
-        if len(state["rates"]) != len(self._rates):
-            raise ValueError(f"a schedule of {len(state['rates'])} parameter groups instead of {len(self._rates)}")
+        saved = state.get("rates", ())
+        if len(saved) != len(self._rates):
+            raise ValueError(f"a schedule of {len(saved)} parameter groups instead of {len(self._rates)}")
         configured = {"base_lrs", *inspect.signature(type(self._scheduler)).parameters} - {"last_epoch"}
         kept = {name: value for name, value in self._scheduler.state_dict().items() if name in configured}
         self._scheduler.load_state_dict(state["scheduler"] | kept)
-        self._steps, self._rates = state["steps"], list(state["rates"])
+        self._steps, self._rates = state["steps"], list(saved)
