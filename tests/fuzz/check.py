@@ -87,6 +87,9 @@ def check(case: Case) -> str:
             return "stopped" if isinstance(session.error, TrainingStopped) else "refused"
         session.trained = story.trained
         check_samples(session)
+        memory = session.run.memory
+        assert memory.limit is None or memory.peak <= memory.limit
+        assert session.run.sizes.train.size >= 1
         replay = Training(story.cell, folder / "replay", replay_of(case, session))
         assert replay.error is None, f"the replay ended with {type(replay.error).__name__}: {replay.error}"
         assert not replay.failures

@@ -120,6 +120,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dataset, name)
 
+    def __getitem__(self, index: int) -> Any:
+        """A stream's sample."""
+        return self.dataset[index]
+
     def __getitems__(self, indices: Sequence[int]) -> Any:
         progress = self.run.state.progress
         if self.injector is not None and self.run.attempt.phase == "data" and self.injector.at("data"):

@@ -88,14 +88,14 @@ def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_two_halvings_in_one_step(tmp_path, model):
+def test_two_halvings_in_one_step(tmp_path):
     # Fails while the micro-batch is above 4: 16 -> 8 -> 4 within step 3; the oracle goes from 16 to 4 at once.
     injector = Injector("backward", 3, 5, above=4)
-    recorded = Recorded(tiny(tmp_path / "a", *cell(model, "fp32"), "batch.micro_size=16"), injector)
+    overrides = (*cell("resnet", "fp32"), "batch.micro_size=16")
+    recorded = Recorded(tiny(tmp_path / "a", *overrides), injector)
     assert [(f.step, f.old_size, f.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
     assert injector.fired == 2
-    wanted = Recorded(tiny(tmp_path / "b", *cell(model, "fp32"), "batch.micro_size=16", schedule={3: 4}))
+    wanted = Recorded(tiny(tmp_path / "b", *overrides, schedule={3: 4}))
     assert differences(recorded.state(), wanted.state()) == []
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
 
@@ -190,14 +190,13 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
+def test_commit_goes_back_to_the_checkpoint(tmp_path):
     saving = ("checkpointing=standard", "every.save=2")
-    injector = Injector("commit", 4, late(model, "fp32", "commit", 4))
-    recorded = Recorded(tiny(tmp_path, *cell(model, "fp32"), *saving), injector)
+    injector = Injector("commit", 4, late("resnet", "fp32", "commit", 4))
+    recorded = Recorded(tiny(tmp_path, *cell("resnet", "fp32"), *saving), injector)
     assert injector.fired == len(recorded.failures) == 1
     assert "back to the checkpoint of step 2; 1 finished steps are repeated" in recorded.failures[0].action
-    wanted, losses = configured(model, "fp32", ((3, 4),))
+    wanted, losses = configured("resnet", "fp32", ((3, 4),))
     assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses
 

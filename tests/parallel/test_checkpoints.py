@@ -54,8 +54,7 @@ def saved(tmp_path_factory) -> Saved:
 
 
 PAIRS = [
-    ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp")), ((3, "ddp"), (1, "ddp")), ((2, "fsdp"), (4, "fsdp")),
-    ((4, "fsdp"), (3, "fsdp")), ((2, "ddp"), (2, "fsdp")),
+    ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp")), ((4, "fsdp"), (3, "fsdp")), ((2, "ddp"), (2, "fsdp")),
 ]  # fmt: skip
 
 
@@ -88,31 +87,28 @@ def test_on_as_many_ranks_it_is_bit_identical(cell):
 OWN_OPTIMIZER = ("~optimizer.betas", "~optimizer.eps", "user_packages=[foreign]")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, stop):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy):
     """Also in shards, and read by one rank."""
     settings = (*SAVING, "every.save=1", "optimizer._target_=foreign.LateMomentum", *OWN_OPTIMIZER, "train.max_steps=6")
     undisturbed = cell.reference(2, f"parallel={strategy}", *settings)
     run_dir = cell.directory()
-    cell.run(2, f"parallel={strategy}", *settings, f"train.max_steps={stop}", run_dir=run_dir)
+    cell.run(2, f"parallel={strategy}", *settings, "train.max_steps=2", run_dir=run_dir)
     alone = cell.directory()
     shutil.copytree(run_dir, alone)
     for record, other in zip(cell.run(2, f"parallel={strategy}", *settings, run_dir=run_dir), undisturbed, strict=True):
-        assert record.losses == other.losses[stop:]
+        assert record.losses == other.losses[2:]
         assert torch.equal(record.weights, other.weights)
     (record,) = cell.run(0, "parallel=single", *settings, run_dir=alone)
-    assert record.losses == pytest.approx(undisturbed[0].losses[stop:], rel=TOLERANCE)
+    assert record.losses == pytest.approx(undisturbed[0].losses[2:], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_asynchronous_saves_the_same(cell, strategy):
+def test_asynchronous_saves_the_same(cell):
     # Training continues while the shards are written: the state saved is that at the time of `save`.
     synchronous, asynchronous = cell.directory(), cell.directory()
-    later = ("checkpointing.asynchronous=true", "train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
-    now = ("train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
-    cell.run(2, f"parallel={strategy}", *SAVING, *now, run_dir=synchronous)
-    cell.run(2, f"parallel={strategy}", *SAVING, *later, run_dir=asynchronous)
+    chosen = ("parallel=fsdp", *SAVING, "train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
+    cell.run(2, *chosen, run_dir=synchronous)
+    cell.run(2, *chosen, "checkpointing.asynchronous=true", run_dir=asynchronous)
     names = sorted(path.name for path in (synchronous / "checkpoints").glob("step_*"))
     assert names == sorted(path.name for path in (asynchronous / "checkpoints").glob("step_*"))
     assert len(names) == 8
@@ -136,15 +132,12 @@ def test_manifest_names_every_file_of_every_rank(cell, saved):
     assert not list((run_dir / "checkpoints").glob(".tmp*"))
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", pytest.param("missing", marks=pytest.mark.nightly)])
-def test_a_damaged_shard_is_named_and_the_one_before_used(cell, saved, damage):
+def test_a_damaged_shard_is_named_and_the_one_before_used(cell, saved):
     run_dir = saved(cell, (2, "fsdp"))
     shard = next((run_dir / "checkpoints" / "step_00000004").glob("__1_*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
-    shard.unlink()
-    if damage == "flipped bit":
-        shard.write_bytes(content)
+    shard.write_bytes(content)
     records = cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=5", run_dir=run_dir)
     assert [record.progress["step"] for record in records] == [5] * len(records)
     assert [len(record.losses) for record in records] == [3] * len(records)  # from step 2 on
@@ -166,10 +159,8 @@ def test_exported_from_shards(cell, saved, tmp_path):
         torch.testing.assert_close(found[0][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [0, 2])
-def test_another_model_is_refused(cell, saved, world):
+def test_another_model_is_refused(cell, saved):
     run_dir = saved.in_step_2(cell, (2, "fsdp"))
-    strategy = "parallel=fsdp" if world else "parallel=single"
-    for record in cell.run(world, strategy, *SAVING, "model.width=32", run_dir=run_dir):
+    for record in cell.run(2, "parallel=fsdp", *SAVING, "model.width=32", run_dir=run_dir):
         assert "does not fit this configuration's model or optimizer" in record.error
         assert record.losses == []

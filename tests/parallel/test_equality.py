@@ -167,6 +167,9 @@ def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
         nightly("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
         ("fsdp", ("parallel.fsdp.sync_every_micro_batch=false",)),
         ("fsdp", ("parallel.fsdp.reshard_after_forward=false",)),
+        ("ddp", ("activation_checkpointing=selective",)),
+        ("fsdp", ("activation_checkpointing=selective",)),
+        nightly("fsdp", ("activation_checkpointing=full",)),
         nightly("fsdp", ("parallel.fsdp.prefetch=2",)),
         nightly("fsdp", ("parallel.fsdp.cpu_offload=true",)),
         nightly("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
@@ -177,17 +180,6 @@ def test_settings_that_change_no_result(cell, spread, overrides):
     shared = tuple(o for o in overrides if not o.startswith("parallel."))
     (reference,) = cell.reference(0, *shared)
     assert_same(cell.run(2, f"parallel={spread}", *overrides), reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", MOST_SPREADS)
-@pytest.mark.parametrize(
-    "mode",
-    [nightly("full"), "selective"],
-)
-def test_activation_checkpointing(cell, spread, mode):
-    (reference,) = cell.reference(0)
-    assert_same(cell.run(2, f"parallel={spread}", f"activation_checkpointing={mode}"), reference)
 
 
 @pytest.mark.slow

@@ -16,17 +16,16 @@ def of(kind: str, *overrides: str) -> tuple[str, ...]:
 
 # Before the first step, after a plain one, after an evaluation and after a checkpoint: sizes are validated from step 2.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Plain", "Sharded"])
 @pytest.mark.parametrize(
-    ("spread", "step", "between"),
+    ("spread", "kind", "step", "between"),
     [
-        ("ddp", 1, ()),
-        ("ddp", 3, ("every.eval=1",)),
-        ("ddp", 3, ("checkpointing=standard", "every.save=1")),
-        ("fsdp", 3, ("every.eval=1",)),
+        ("ddp", "Plain", 1, ()),
+        ("ddp", "Sharded", 3, ("every.eval=1",)),
+        ("ddp", "Plain", 3, ("checkpointing=standard", "every.save=1")),
+        ("fsdp", "Sharded", 3, ("every.eval=1",)),
     ],
 )
-def test_one_rank_fails_to_read(cell: Cell, kind, spread, step, between):
+def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
     overrides = (f"parallel={spread}", *of(kind, *between))
     wanted = cell.reference(2, *overrides, tiny=STREAM)
     records = cell.run(2, *overrides, faults=[fail_at(1, step, "read")], tiny=STREAM, limit=LIMIT)

@@ -7,15 +7,12 @@ import os
 import helpers
 import pytest
 import runs
-from oom.inject import Injector
+from oom.inject import Injector, Recorded
 
 from trainapp.data.sets.digits import Digits
 from trainapp.data.stream import Stream
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
 from trainapp.run.result import opening_lines
-from trainapp.signals import StopRequest
 
 STREAM = ("model=mlp", "model.width=16", "user_packages=[own_streams]", "train.max_steps=9", "data.num_workers=0")
 
@@ -25,30 +22,10 @@ def of(kind, *overrides):
 
 
 def finished(run_dir, *overrides, injector=None):
-    """A whole run in this process, with its recoveries. Returns what its last checkpoint holds."""
-    run = runner.prepare(runs.configure(run_dir, *overrides), StopRequest(), SingleRank())
-    if injector is not None:
-        injector.attach(run)
-    failures = 0
-    while True:
-        if injector is None:
-            failure = runner.attempt(run)
-        else:
-            injector.arm_attempt()
-            with injector:
-                failure = runner.attempt(run)
-        if failure is None:
-            break
-        failures += 1
-        carried = runner.recover(run, failure)
-        if carried is not None:
-            run.close()
-            carried.memory.release()
-            run = runner.prepare(carried.config, StopRequest(), SingleRank(), carried)
-            injector.attach(run)
-    run.close()
-    assert failures == (injector.fired if injector else 0)
-    return runs.saved(run_dir, run.state.progress.step)
+    """What the last checkpoint of a whole run holds."""
+    recorded = Recorded(runs.configure(run_dir, *overrides), injector)
+    assert len(recorded.failures) == (injector.fired if injector else 0)
+    return runs.saved(run_dir, recorded.run.state.progress.step)
 
 
 def different(a, b):
@@ -205,10 +182,8 @@ def command(tmp_path):
 @pytest.mark.slow
 def test_a_plan_and_a_resume_with_another_number_of_workers(tmp_path, command):
     overrides = (*runs.TINY, *of("Sharded", "every.eval=1 epochs", "schedule=constant"))
-    command(tmp_path / "run", *overrides, "train.max_steps=5")
-    done = command(tmp_path / "run", *overrides, "data.num_workers=1")
-    assert "resumed from" in done.stdout + done.stderr
-    assert helpers.result(tmp_path / "run")["samples"] == 116
+    runs.run_until(tmp_path / "run", 5, *overrides)
+    assert runs.run(tmp_path / "run", *overrides, "data.num_workers=1").samples == 116
     command(tmp_path / "plan", *overrides, "mode=plan")
     assert json.loads((tmp_path / "plan/plan.json").read_text())["largest_micro_size"] == 16
 
@@ -216,11 +191,11 @@ def test_a_plan_and_a_resume_with_another_number_of_workers(tmp_path, command):
 @pytest.mark.slow
 def test_two_ranks(tmp_path, command):
     """Without parts the losses are those of one rank, and one rank may continue."""
-    overrides = (*runs.TINY, *of("Stateful", "every.eval=1 epochs", "schedule=constant"))
-    command(tmp_path / "one", *overrides)
+    overrides = of("Stateful", "every.eval=1 epochs", "schedule=constant")
+    runs.run(tmp_path / "one", *overrides)
     two = ("parallel=ddp", "parallel.devices=2", "parallel.timeout=60")
-    command(tmp_path / "two", *overrides, *two, "train.max_steps=5")
-    command(tmp_path / "two", *overrides)
+    command(tmp_path / "two", *runs.TINY, *overrides, *two, "train.max_steps=5")
+    runs.run(tmp_path / "two", *overrides)
     losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     one, parts = ({e["step"]: e["loss"] for e in helpers.evaluations(tmp_path / name)} for name in ("one", "two"))

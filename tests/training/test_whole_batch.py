@@ -7,7 +7,7 @@ from helpers import metrics
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.contrastive import require_uncut
-from trainapp.planning import process
+from trainapp.planning import planner
 
 OWN = ("model=mlp", "user_packages=[own_tasks]", "model._target_=own_tasks.Encoder", "~model.depth", "model.width=16")
 OWN = (*OWN, "model.dropout=0.0", "+model.norm=false", "data=digits", "objective=min loss")
@@ -66,10 +66,9 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
     assert runs.run(tmp_path / "smaller", *limited, "batch.global_size=64").steps == 4  # negative control
 
 
-@pytest.mark.slow
 def test_it_is_planned_as_a_whole():
-    config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.techniques=false")
-    facts = process.ask(config)
+    config = runs.configure("unused", *WHOLE, "batch.global_size=64", "plan.techniques=false")
+    facts, _ = planner.plan(config)
     assert (facts["micro_size"], facts["largest_micro_size"]) == (64, 64)
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oom.inject import BETWEEN, Injector
+from oom.inject import Counts, Injector
 from runs import TINY, differences
 from torch import Tensor, nn
 
@@ -81,19 +81,11 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
     return config
 
 
-class Counting(Injector):
-    """Never fires; counts the operations of each (phase, step)."""
-
-    def __init__(self) -> None:
-        super().__init__("", 0, times=0)
-        self.operations: collections.Counter = collections.Counter()
-
-    def at(self, phase: str) -> bool:
-        self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
-        return False
+class Counting(Counts):
+    """Also the operations of "first evaluation batch"."""
 
     def evaluated(self) -> None:
-        """A batch of an evaluation has ended: its first one's operations are those of "first evaluation batch"."""
+        """A batch of an evaluation has ended."""
         step = self.run.state.progress.step
         self.operations.setdefault(("first evaluation batch", step), self.operations["evaluate", step])
 

@@ -1,4 +1,4 @@
-"""The check of the loss before the first step, over the zoo: no trace in any cell, and no false alarm."""
+"""The check of the loss before the first step leaves no trace. False alarms would end cells of test_zoo.py."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from trainapp.training import exactness
 from trainapp.training.engine import Totals
 
 from . import catalogue
-from .catalogue import ALL
+from .catalogue import ALL, BATCHES
 from .harness import configure
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +24,7 @@ def start(name, run_dir, checks):
     return exactness.outcome(run, Totals())
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_trace_and_no_false_alarm(tmp_path, name):
+@pytest.mark.parametrize("name", [name for name in ALL if name not in BATCHES])  # those leave nothing behind
+def test_no_trace(tmp_path, name):
     expected = start(name, tmp_path / "unchecked", False)
     assert start(name, tmp_path / "checked", True) == expected
