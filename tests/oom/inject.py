@@ -5,6 +5,8 @@ in its place. Fetching runs no tensor operation on the CPU, so the data set rais
 """
 
 import collections
+import functools
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.training.session import Session
+
+from .conftest import tiny
 
 # The phases of a step in order, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
@@ -205,6 +209,28 @@ class Recorded:
         values = state.values(SingleRank())
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
         return {"tensors": state.tensors(), "values": values, "fetched": self.fetched}
+
+
+def peak_of(run_dir: Path, overrides: Sequence[str], size: int) -> int:
+    """Peak bytes of two steps with this micro-batch."""
+    changes = {"batch.micro_size": size, "train.max_steps": 2}
+    return Recorded(tiny(run_dir, *overrides, changes=changes)).run.memory.peak
+
+
+def limit_between(folder: Path, overrides: Sequence[str], fits: int, fails: int) -> int:
+    """A limit in bytes under which a micro-batch of `fits` fits and one of `fails` does not."""
+    peaks = [peak_of(folder / str(size), overrides, size) for size in (fits, fails)]
+    assert peaks[0] + 2 < peaks[1]
+    return sum(peaks) // 2
+
+
+@functools.cache
+def operations(*overrides: str) -> collections.Counter:
+    """The number of operations in each phase of each step."""
+    counts = Counts()
+    with tempfile.TemporaryDirectory() as folder:
+        Recorded(tiny(Path(folder), *overrides), counts)
+    return counts.operations
 
 
 def logged(run_dir: Path) -> list[dict[str, float]]:

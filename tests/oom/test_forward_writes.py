@@ -1,6 +1,5 @@
 """Whatever a forward changes, a run that is out of memory at step k equals one that changes its size at step k."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import writing_models
-from runs import differences
+from runs import differences, own_model
 
 from trainapp import snapshot
 from trainapp.errors import TrainingStopped
@@ -23,17 +22,16 @@ from trainapp.training import loop
 from trainapp.training.session import Session
 
 from .conftest import tiny
-from .inject import Counts, Injector, Recorded, Watched
+from .inject import Counts, Injector, Recorded, Watched, operations
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 OWN = ("user_packages=[writing_models]", "data=digits", "train.max_steps=6", "train.check_loss=false")
-MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)
 MLP = ("model=mlp", "model.width=16", *OWN)
 
 
 def model(name: str) -> tuple[str, ...]:
-    return (*MODEL, f"model._target_=writing_models.{name}")
+    return (*own_model(f"writing_models.{name}"), *OWN)
 
 
 CASES = {  # other models, losses and data: zoo
@@ -64,18 +62,9 @@ def configured(case: str, *schedule: tuple[int, int]) -> dict[str, Any]:
         return everything(recorded)
 
 
-@functools.cache
-def operations(case: str) -> collections.Counter:
-    """The number of operations in each phase of each step."""
-    counts = Counts()
-    with tempfile.TemporaryDirectory() as folder:
-        Recorded(tiny(Path(folder), *CASES[case]), counts)
-    return counts.operations
-
-
 def recovered(run_dir: Path, case: str, phase: str, step: int) -> Recorded:
     """A run with an error in the second of a step's two micro-batches."""
-    injector = Injector(phase, step, operations(case)[phase, step] * 3 // 4)
+    injector = Injector(phase, step, operations(*CASES[case])[phase, step] * 3 // 4)
     recorded = Recorded(tiny(run_dir, *CASES[case]), injector)
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
@@ -246,6 +235,6 @@ def test_a_first_write_cannot_be_skipped(tmp_path):
 )
 def test_without_one_part_its_cell_fails(tmp_path, monkeypatch, part, case, step):
     """The others: zoo/test_controls.py."""
-    wanted, _ = configured(case, (step, 4)), operations(case)
+    wanted, _ = configured(case, (step, 4)), operations(*CASES[case])
     monkeypatch.setattr(*part)
     assert differences(everything(recovered(tmp_path, case, "forward", step)), wanted) != []

@@ -3,7 +3,6 @@
 Phase x step x model x precision. Every cell asserts that the error struck, and where.
 """
 
-import collections
 import functools
 import itertools
 import json
@@ -23,21 +22,12 @@ from trainapp.training import transaction
 from trainapp.training.engine import Engine
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
-from .inject import PHASES, Counts, Injector, Recorded, logged
+from .inject import PHASES, Injector, Recorded, logged, operations
 
 STEPS = (1, 3, 4)  # first, middle, last
 
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-@functools.cache
-def operations(model: str, precision: str, *more: str) -> collections.Counter:
-    """The number of operations in each phase of each step."""
-    counts = Counts()
-    with tempfile.TemporaryDirectory() as folder:
-        Recorded(tiny(Path(folder), *cell(model, precision), *more), counts)
-    return counts.operations
 
 
 @functools.cache
@@ -51,7 +41,7 @@ def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]
 
 def late(model: str, precision: str, phase: str, step: int) -> int:
     """An operation in the last quarter of the phase: in the second micro-batch, if the step has two."""
-    count = operations(model, precision)[phase, step]
+    count = operations(*cell(model, precision))[phase, step]
     assert count, f"{phase} has no operation"
     return count * 3 // 4
 
@@ -164,14 +154,14 @@ TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batc
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_evaluation(tmp_path, model, precision, step):
-    counts = operations(model, precision, *EVALUATION)
+    counts = operations(*cell(model, precision), *EVALUATION)
     evaluation_survives(tmp_path, model, precision, step, counts["evaluate", step] // 2)
 
 
 @pytest.mark.parametrize("back", [pytest.param(b, marks=() if b % 6 == 0 else pytest.mark.nightly) for b in range(20)])
 def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
     # From the last operation of an evaluation backwards: loss, metric and count must be added together or not at all.
-    count = operations("mlp", "fp32", *EVALUATION)["evaluate", 3]
+    count = operations(*cell("mlp", "fp32"), *EVALUATION)["evaluate", 3]
     evaluation_survives(tmp_path, "mlp", "fp32", 3, count - 1 - back)
 
 
@@ -226,7 +216,7 @@ def test_the_commit_was_torn(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
     # The parameters have changed: whatever fails from here on, the step counts, exactly once.
-    counts = operations("mlp", precision)
+    counts = operations(*cell("mlp", precision))
     injector = Injector("after commit", 3, 0)
     assert counts["after commit", 3]
     recorded = Recorded(tiny(tmp_path, *cell("mlp", precision)), injector)

@@ -18,7 +18,7 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 from .conftest import MODELS, cell, tiny
-from .inject import PHASES, Injector, Recorded, Watched
+from .inject import PHASES, Injector, Recorded, Watched, limit_between
 
 # Models whose result does not depend on how a batch is cut: no BatchNorm, no dropout.
 SAME = {
@@ -29,18 +29,6 @@ SAME = {
 
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> int:
-    """A limit in bytes under which a micro-batch of `fits` fits and one of `fails` does not."""
-    peaks = [
-        Recorded(
-            tiny(folder / str(size), *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})
-        ).run.memory.peak
-        for size in (fits, fails)
-    ]
-    assert peaks[0] < peaks[1]
-    return sum(peaks) // 2
 
 
 class Breaking(Injector):

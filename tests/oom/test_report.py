@@ -15,7 +15,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.oom.report import describe
 
 from .conftest import MODELS, cell, tiny
-from .inject import Injector, Recorded
+from .inject import Injector, Recorded, peak_of
 
 # One layer of each needs far more memory than all the others: in the forward, or only in the backward.
 NETWORKS = textwrap.dedent("""
@@ -64,20 +64,13 @@ def network(tmp_path, monkeypatch):
     """Overrides for the networks above."""
     (tmp_path / "hungry_networks.py").write_text(NETWORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    removed = ("~model.width", "~model.depth", "~model.dropout")
     return (
-        "model=mlp",
-        *removed,
-        "model._target_=hungry_networks.Network",
+        *runs.own_model("hungry_networks.Network"),
         "data=digits",
         "user_packages=[hungry_networks]",
         "batch.micro_size=auto",
         "train.ema=null",
     )
-
-
-def peak_of(run_dir, overrides, size: int) -> int:
-    return Recorded(tiny(run_dir, *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})).run.memory.peak
 
 
 @pytest.mark.slow

@@ -1,31 +1,17 @@
 """The search for the size: where it ends, what it costs, and that it always ends."""
 
 import logging
-from pathlib import Path
 
 import pytest
 
 from .conftest import tiny
-from .inject import Recorded
+from .inject import Recorded, limit_between
 
 # 64 inputs, two hidden layers: bytes grow linearly with the batch.
 LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
 
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-def peak_at(run_dir: Path, size: int, global_size: int) -> int:
-    """Peak bytes of a step with this micro-batch."""
-    changes = {"batch.global_size": global_size, "batch.micro_size": size, "train.max_steps": 2}
-    return Recorded(tiny(run_dir, *LINEAR, changes=changes)).run.memory.peak
-
-
-def limit_for(run_dir: Path, size: int, global_size: int = 128) -> int:
-    """A limit under which `size` fits and `size` + 1 does not."""
-    peak, more = peak_at(run_dir / "a", size, global_size), peak_at(run_dir / "b", size + 1, global_size)
-    assert more > peak + 2
-    return (peak + more) // 2
 
 
 def each_sample_once(recorded: Recorded, epochs: int) -> None:
@@ -40,7 +26,7 @@ def each_sample_once(recorded: Recorded, epochs: int) -> None:
 @pytest.mark.parametrize(("grow", "wanted"), [(True, range(95, 101)), (False, range(64, 65))])
 def test_where_100_fits(tmp_path, global_size, grow, wanted, caplog):
     caplog.set_level(logging.INFO)
-    limit = limit_for(tmp_path, 100, global_size)
+    limit = limit_between(tmp_path, (*LINEAR, f"batch.global_size={global_size}"), 100, 101)
     overrides = (f"batch.global_size={global_size}", f"memory.limit={limit}", f"oom.grow={str(grow).lower()}")
     recorded = Recorded(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
     micro = recorded.run.sizes.train

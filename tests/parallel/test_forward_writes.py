@@ -5,6 +5,7 @@ The reference is a run on as many ranks that changes its size by `batch.micro_sc
 
 import pytest
 import torch
+from runs import own_model
 
 from trainapp.snapshot import Snapshot
 
@@ -14,16 +15,7 @@ from .faults import fail_at
 
 pytestmark = pytest.mark.slow
 
-WRITING = (
-    *TINY,
-    "model=mlp",
-    "~model.width",
-    "~model.depth",
-    "~model.dropout",
-    "data=digits",
-    "user_packages=[writing_models]",
-    "train.max_steps=6",
-)
+WRITING = (*TINY, "data=digits", "user_packages=[writing_models]", "train.max_steps=6")
 CELLS = [  # what differs on ranks: parameters that are wrapped or sharded; the first write, and a later one
     *(("ddp", "TeacherSilent", 5), ("fsdp", "Teacher", 5), ("fsdp", "ExtraState", 5)),  # others: zoo/test_ranks.py
 ]
@@ -31,7 +23,7 @@ CELLS = [  # what differs on ranks: parameters that are wrapped or sharded; the 
 
 def runs_of(cell: Cell, spread: str, model: str, step: int, function=train) -> tuple[list[Record], list[Record]]:
     """By rank: a run in which rank 1 runs out of memory, and the run that switches sizes by configuration."""
-    overrides = (f"parallel={spread}", f"model._target_=writing_models.{model}")
+    overrides = (f"parallel={spread}", *own_model(f"writing_models.{model}"))
     # `always`: at a validated size no rank votes, and the launcher restarts all workers.
     overrides = (*overrides, "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, tiny=WRITING, schedule={step: 2})
@@ -73,7 +65,7 @@ def test_without_noticing_writes_the_cell_fails(cell):
 @pytest.mark.parametrize("model", ["ExtraState", "Generators"])
 def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
     """The means in the model's queue are those of a rank's own samples."""
-    overrides = ("parallel=ddp", f"model._target_=writing_models.{model}", "checkpointing=standard", "every.save=3")
+    overrides = ("parallel=ddp", *own_model(f"writing_models.{model}"), "checkpointing=standard", "every.save=3")
     wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
     for steps in (3, 6):
         records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=tmp_path / "resumed")
@@ -86,7 +78,7 @@ def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
 def test_a_frozen_base_that_forwards_write_is_resumed(cell, tmp_path, spread):
     """Whole or in shards, and its shards do not all change alike."""
     pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-    teacher = ("model._target_=writing_models.TeacherOfBase", "adapter=lora", "adapter.targets=[linear]")
+    teacher = (*own_model("writing_models.TeacherOfBase"), "adapter=lora", "adapter.targets=[linear]")
     overrides = (f"parallel={spread}", *teacher, "checkpointing=standard", "every.save=3")
     wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
     for steps in (3, 6):

@@ -114,19 +114,6 @@ def test_another_number_of_ranks_is_another_plan(pool, tmp_path):
     compare(pool, tmp_path, 2, overrides[len(OVER) :])
 
 
-@pytest.mark.slow
-def test_resharding_frees_what_is_counted():
-    """Both are traced with the same messages; without resharding all blocks stay gathered between the passes."""
-    base = [*OVER, *GPT, "model.depth=4", "data.vocab_size=8", "model.context_length=2", "model.width=64"]
-    base += ["parallel=fsdp", "plan.world=8", "batch.micro_size=1"]
-    kept, freed = (
-        planner.plan(compose.from_command_line([*base, f"parallel.fsdp.reshard_after_forward={value}"]))[0]
-        for value in ("false", "true")
-    )
-    whole = 8 * freed["categories"]["parameters"]
-    assert kept["phases"]["forward"] - freed["phases"]["forward"] > whole / 2  # 3 of 4 blocks
-
-
 def evaluated_in_between(rank, config, evaluates):
     with elastic.process_group(config) as ranks:
         run = runner.prepare(config, StopRequest(), ranks)

@@ -89,15 +89,10 @@ def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path,
     assert len(lines) == 1
 
 
-def test_a_proven_size_is_not_checked(tmp_path):
+@pytest.mark.parametrize("setting", ["oom.clean_steps=1", "oom.enabled=false"])
+def test_a_validated_size_is_not_checked_and_nothing_if_recovery_is_off(tmp_path, setting):
     """The control of the others; a rank could not tell its peers."""
-    recorded = Recorded(chosen(tmp_path, "oom.clean_steps=1"), Refusing("forward", 3))
-    assert recorded.injector.fired == 1
-    assert not recorded.failures
-
-
-def test_nothing_is_retried_if_recovery_is_off(tmp_path):
-    recorded = Recorded(chosen(tmp_path, "oom.enabled=false"), Refusing("forward", 2))
+    recorded = Recorded(chosen(tmp_path, setting), Refusing("forward", 3))
     assert recorded.injector.fired == 1
     assert not recorded.failures
 

@@ -4,12 +4,10 @@ import helpers
 import own_hooks
 import pytest
 import runs
-from oom.inject import Injector
+from oom.inject import Injector, Recorded
 
+from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
-from trainapp.signals import StopRequest
 
 MLP = (*runs.MODELS["mlp"], "every.eval=2")
 TRAIN_SPLIT = "+eval.seen={_target_: trainapp.data.sets.digits.Digits, split: train}"
@@ -51,29 +49,17 @@ def test_a_misspelt_objective_names_those_that_there_are(tmp_path):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_out_of_memory_continues_where_it_was(tmp_path):
+def test_out_of_memory_continues_where_it_was(tmp_path, monkeypatch):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
     overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")
     runs.run(tmp_path / "a", *overrides)
     injector = Injector("evaluate", 4, 45)
-    run = runner.prepare(runs.configure(tmp_path / "b", *overrides), StopRequest(), SingleRank())
-    injector.attach(run)
-    counted = []
-    for name, batches in run.eval_sets.items():
-        opened = batches.from_sample
-        batches.from_sample = lambda done, *rest, n=name, f=opened: counted.append((n, done)) or f(done, *rest)
-    failures = 0
-    while True:
-        injector.arm_attempt()
-        with injector:
-            failure = runner.attempt(run)
-        if failure is None:
-            break
-        failures += 1
-        assert runner.recover(run, failure) is None
-    run.close()
-    assert failures == injector.fired == 1
-    names = [name for name, _ in counted]
+    opened, from_sample = [], EvalBatches.from_sample
+    noting = lambda own, *rest: opened.append(own) or from_sample(own, *rest)  # noqa: E731
+    monkeypatch.setattr(EvalBatches, "from_sample", noting)
+    recorded = Recorded(runs.configure(tmp_path / "b", *overrides), injector)
+    assert len(recorded.failures) == injector.fired == 1
+    names = [name for own in opened for name, batches in recorded.run.eval_sets.items() if own is batches]
     assert sorted(set(names)) == ["", "seen", "shifted"]
     assert names == sorted(names)  # in this order: none before the interrupted one is evaluated again
     assert len(names) == 4

@@ -10,13 +10,12 @@ from trainapp.snapshot import checksum
 from trainapp.training import loop, transaction
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
-MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)
 MLP = ("model=mlp", "model.width=16", "model.dropout=0.1", *OWN)
 EXACTNESS = "debug=exactness"
 
 
 def own(kind: type) -> tuple[str, ...]:
-    return (*MODEL, f"model._target_={kind.__module__}.{kind.__name__}")
+    return (*runs.own_model(f"{kind.__module__}.{kind.__name__}"), *OWN)
 
 
 def trained(run_dir, *overrides):

@@ -23,13 +23,7 @@ UNCHECKED = "train.check_loss=false"
 
 
 def model_of(name):
-    """A model of the user's without arguments."""
-    return (
-        "model=mlp",
-        PACKAGES,
-        f"model._target_={name}",
-        *(f"~model.{key}" for key in ("width", "depth", "dropout")),
-    )
+    return (*runs.own_model(name), PACKAGES)
 
 
 OWN = (*model_of("own_tasks.Net"), "data=digits")

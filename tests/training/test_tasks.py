@@ -19,8 +19,7 @@ MLP = ("model=mlp", *OWN)
 
 
 def model_of(name, *arguments):
-    keys = ("width", "depth", "dropout")
-    return ("model=mlp", f"model._target_={name}", *(f"~model.{key}" for key in keys), *arguments, PACKAGES)
+    return (*runs.own_model(name), *arguments, PACKAGES)
 
 
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice", "reads_a_blocks_weight", "with_frozen_parameters"])

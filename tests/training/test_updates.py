@@ -439,8 +439,7 @@ def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
         f"{{name: {name}, task: own_tasks.{task}, parameters: [{name}], optimizer: {{lr: 0.01}}}}"
         for name, task in (("body", "total"), ("head", task))
     )
-    own = ("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout")
-    own = (*own, "data=digits", "user_packages=[own_models,own_tasks]")
+    own = (*runs.own_model("own_models.Normed"), "data=digits", "user_packages=[own_models,own_tasks]")
     with pytest.raises(UserError, match=rf"^updates\.1\.task=own_tasks\.{task}: {rules[task]}"):
         runs.run(tmp_path, *own, f"updates=[{one}, {other}]")
 

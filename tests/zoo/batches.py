@@ -1,12 +1,8 @@
 """Data sets whose batches are anything but a dict of tensors with the samples first, each with a loss that reads them.
+Other containers: tests/data/test_batch.py.
 
 Every batch also names its samples: `index_of(batch)`.
 """
-
-from collections import UserDict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,68 +52,9 @@ class Tuples(Vectors):
         return self.inputs[index], self.targets[index], index
 
 
-class Lists(Tuples):
-    def collate(self, samples):
-        return list(default_collate(samples))
-
-
 def of_sequence(model, batch):
     inputs, targets, _ = batch
     return cross_entropy(model(inputs), targets)
-
-
-class Example(NamedTuple):
-    index: Any
-    targets: Any
-    inputs: Any
-
-
-class NamedTuples(Vectors):
-    def __getitem__(self, index):
-        return Example(index, self.targets[index], self.inputs[index])
-
-
-@dataclass
-class Record:
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    index: torch.Tensor
-    source: str = "made up"
-
-
-class Dataclasses(Vectors):
-    def collate(self, samples):
-        return Record(**default_collate(samples))
-
-
-def of_attributes(model, batch):
-    return cross_entropy(model(batch.inputs), batch.targets)
-
-
-class UserDicts(Vectors):
-    def collate(self, samples):
-        return UserDict(default_collate(samples))
-
-
-class Frozen(Mapping):
-    """A mapping of its own; it cannot be written."""
-
-    def __init__(self, items):
-        self._items = dict(items)
-
-    def __getitem__(self, key):
-        return self._items[key]
-
-    def __iter__(self):
-        return iter(self._items)
-
-    def __len__(self):
-        return len(self._items)
-
-
-class Mappings(Vectors):
-    def collate(self, samples):
-        return Frozen(default_collate(samples))
 
 
 class Nested(Vectors):
@@ -145,21 +82,13 @@ def of_packed(model, batch):
     return cross_entropy(model(batch["tokens"], batch["offsets"]), batch["targets"])
 
 
-class TimeFirst(Vectors):
-    """[T, B, 8]: the samples are the second dimension."""
-
-    times = 3
+class SquareTimeFirst(Vectors):
+    """[8, B, 8]: the samples are the second dimension. In a batch of 8 the shapes do not tell which is which."""
 
     def collate(self, samples):
         batch = default_collate(samples)
-        batch["inputs"] = torch.stack([batch["inputs"].roll(time, 1) for time in range(self.times)])
+        batch["inputs"] = torch.stack([batch["inputs"].roll(time, 1) for time in range(8)])
         return batch
-
-
-class SquareTimeFirst(TimeFirst):
-    """As many times as samples in a batch of 8: the shapes do not tell which dimension is which."""
-
-    times = 8
 
 
 def of_time_first(model, batch):
@@ -190,19 +119,6 @@ class WithTable(Vectors):
 def of_table(model, batch):
     inputs = batch["inputs"] + batch["table"][batch["targets"] * 2 + 1] + batch["table"].std(0)
     return cross_entropy(model(inputs), batch["targets"])
-
-
-class WithClassWeights(Vectors):
-    """Weights of the classes travel with the batch; the loss divides by their sum, which is a fraction."""
-
-    def collate(self, samples):
-        return {**default_collate(samples), "class_weights": torch.tensor([0.01, 0.02, 0.005, 0.03])}
-
-
-def of_class_weights(model, batch):
-    weights = batch["class_weights"]
-    loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], weight=weights, reduction="sum")
-    return loss, weights[batch["targets"]].sum(), {}
 
 
 class Ragged(Tokens):
@@ -282,8 +198,6 @@ class Whole(Vectors):
 
 def index_of(batch):
     """The samples' indices in the data set, from a batch of any of these kinds."""
-    if isinstance(batch, Example) or (hasattr(batch, "index") and not isinstance(batch, (tuple, list))):
-        return batch.index
     if isinstance(batch, (tuple, list)):
         return batch[2]
     return batch["index"] if "index" in batch else batch["meta"]["index"]

@@ -1,7 +1,6 @@
 """Models that keep state in buffers, written in all the ways there are."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -103,23 +102,6 @@ class WritesInEvaluation(nn.Module):
         hidden = self.cell(inputs, self.hidden.clone().expand(len(inputs), -1))
         self.hidden.copy_(hidden.detach().mean(0))
         return self.head(hidden)
-
-
-class MemoryBank(nn.Module):
-    """Instance discrimination: one remembered feature per sample, addressed by the sample's index."""
-
-    def __init__(self, samples=80):
-        super().__init__()
-        self.features = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.register_buffer("bank", F.normalize(torch.randn(samples, 8), dim=1))
-
-    def forward(self, inputs, index):
-        features = F.normalize(self.features(inputs), dim=1)
-        logits = features @ self.bank.clone().T / 0.2
-        if self.training:
-            with torch.no_grad():
-                self.bank[index] = F.normalize(0.5 * self.bank[index] + 0.5 * features, dim=1)
-        return F.cross_entropy(logits, index, reduction="none")
 
 
 class FrozenBackbone(nn.Module):

@@ -23,19 +23,6 @@ def own(model, batch):
     return losses.sum(), len(losses), {}
 
 
-def own_indexed(model, batch):
-    """The same of a model that remembers every sample by its index."""
-    losses = model(batch["inputs"], batch["index"])
-    return losses.sum(), len(losses), {}
-
-
-def with_auxiliary(model, batch):
-    """The model returns logits and an auxiliary loss of the batch."""
-    logits, auxiliary = model(batch["inputs"])
-    loss = F.cross_entropy(logits, batch["targets"], reduction="sum") + 0.1 * len(logits) * auxiliary
-    return loss, len(logits), {"auxiliary": auxiliary.detach() * len(logits)}
-
-
 def next_token(model, batch):
     """Cross-entropy of each token given those before it; padding (0) does not count."""
     logits = model(batch["inputs"])[:, :-1]

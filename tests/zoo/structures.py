@@ -1,7 +1,6 @@
 """Architectures: sequences, experts, complex weights, hooks, recomputation, second derivatives."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,28 +41,6 @@ class TiedLanguageModel(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.rnn(self.embed(tokens))[0])
-
-
-class Experts(nn.Module):
-    """The two best of four experts; a loss balances their load, which a buffer counts."""
-
-    def __init__(self, experts=4):
-        super().__init__()
-        self.router = nn.Linear(8, experts)
-        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(experts))
-        self.register_buffer("load", torch.zeros(experts))
-
-    def forward(self, inputs):
-        shares = self.router(inputs).softmax(1)
-        best, chosen = shares.topk(2, 1)
-        logits = torch.zeros(len(inputs), 4)
-        for number, expert in enumerate(self.experts):
-            rows, place = (chosen == number).nonzero(as_tuple=True)
-            logits = logits.index_add(0, rows, best[rows, place, None] * expert(inputs[rows]))
-        used = F.one_hot(chosen, len(self.experts)).sum((0, 1)).float()
-        if self.training:
-            self.load += used
-        return logits, (used / used.sum() * shares.mean(0)).sum() * len(self.experts)
 
 
 class Recomputing(nn.Module):

@@ -13,7 +13,7 @@ from .harness import LEFT, leaving
 
 NEEDED = {
     "registries": ("re-assigned buffer", "replaced parameter"),
-    "tensors": ("batchnorm", "memory bank", "moco", "module as loss"),
+    "tensors": ("batchnorm", "moco", "module as loss"),
     "owners": ("own generators", "queue", "noisy data", "replay"),
     "gradients": ("dict",),
 }
