@@ -113,6 +113,12 @@ def test_resume_from_what_is_no_checkpoint(tmp_path):
             runs.run(tmp_path / "run", "model=mlp", f"checkpointing.resume={tmp_path / name}")
 
 
+@pytest.mark.slow
+def test_memory_limit_that_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match=r"memory\.limit: the .* tried to allocate .* of 1\.0 MiB in use"):
+        runs.run(tmp_path / "run", "memory.limit=1MiB")
+
+
 # Faults that are not typing mistakes
 
 
