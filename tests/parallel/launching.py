@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
+import runs
 from forked_cli import Forked, can_fork
 from helpers import environment
 
 from .conftest import GPT, TINY
-from .test_checkpoints import everything
 
 LIMIT = 180.0
 LAUNCHED = (
@@ -125,12 +124,6 @@ def launch(run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None,
     return ended
 
 
-def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return everything(run_dir / "checkpoints" / f"step_{step:08d}")
-
-
-def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not bit-identical."""
-    assert first.keys() == second.keys()
-    return [name for name in first if not torch.equal(first[name], second[name])]
+def checkpoint(run_dir: Path, step: int) -> dict[str, dict]:
+    """All tensors of a checkpoint, by part."""
+    return runs.tensors(runs.checkpoint(run_dir, step))

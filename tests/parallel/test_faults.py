@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from helpers import metrics, result
+from runs import differences
 
 from .faults import environment, fail_at, fired
-from .launching import SABOTAGED, Launched, checkpoint, command, different, launch
+from .launching import SABOTAGED, Launched, checkpoint, command, launch
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def test_killed_workers_are_started_again(reference, tmp_path):
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
     assert ended.code == 0, ended.text
-    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
+    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
     log = (tmp_path / "run" / "trainapp.log").read_text()
     assert re.findall(r"resumed from \S+step_0*(\d+):", log) == ["2", "4"]
     lines = metrics(tmp_path / "run")
@@ -77,7 +78,7 @@ def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, 
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 2
     assert ended.code == 0, ended.text
-    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
+    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
 def test_out_of_memory_without_votes(reference, tmp_path):
@@ -104,8 +105,8 @@ def test_out_of_memory_without_votes(reference, tmp_path):
     )
     assert again.code == 0, again.text
     assert result(tmp_path / "again")["oom_restarts"] == 0
-    assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "again", 6)) == []
-    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
+    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "again", 6)) == []
+    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
 
 
 @pytest.mark.nightly
@@ -162,7 +163,7 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
         return  # one resume per kind of target is enough
     again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
     assert again.code == 0, again.text
-    assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
+    assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])
@@ -219,4 +220,4 @@ def test_killed_anywhere(tmp_path):
     ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
     assert ended.code == 0, ended.text
-    assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []
+    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, environment, evaluations, metrics, result, scalars
+from runs import differences
 
 from .cells import train_counting_threads
 from .conftest import Cell
-from .launching import LAUNCHED, Launched, checkpoint, different, launch
+from .launching import LAUNCHED, Launched, checkpoint, launch
 from .pool import Pool, free_port
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def test_memory_of_every_rank(reference):
 
 def same_run(run_dir: Path, reference: Path) -> None:
     assert [line["loss"] for line in metrics(run_dir)] == [line["loss"] for line in metrics(reference)]
-    assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
+    assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
     assert sorted(path.name for path in run_dir.iterdir()) == sorted(path.name for path in reference.iterdir())
     assert [path.name for path in (run_dir / "ranks").iterdir()] == ["rank_1.log"]
 
