@@ -23,9 +23,9 @@ from trainapp.assembly import build
 from trainapp.assembly.parts import load_parts
 from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
-from trainapp.planning.batches import without_values
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
+from trainapp.planning.work import without_values
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
@@ -141,7 +141,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
         fetched = parts.batches.micro_batches
-        parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None, parts.memory)
+        parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None)
         run = build.session_of(config, parts, StopRequest(), SingleRank())
         run.sizes = runner.sizes_of(run, None, None)
         run.limits = dataclasses.replace(run.limits, log=0, evaluate=0, save=0)

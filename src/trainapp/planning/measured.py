@@ -18,10 +18,9 @@ from trainapp.errors import UserError
 from trainapp.memory import device as device_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.absent_gpu import AbsentGpu
-from trainapp.planning.batches import planned_config
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
-from trainapp.planning.work import Work
+from trainapp.planning.work import Work, planned_config
 
 SIZES = (2, 8)  # two points determine the line
 STEPS = 2  # at each size

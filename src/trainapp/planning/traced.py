@@ -22,11 +22,10 @@ from trainapp.models.inspect import is_of_transformers, lazy_modules, smallest_m
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.batches import longest, planned_config, without_values
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
-from trainapp.planning.work import Work
+from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
     buffers_of,
     fake_tensor_mode,

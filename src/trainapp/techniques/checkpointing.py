@@ -4,19 +4,24 @@ Source: Chen et al. 2016, "Training deep nets with sublinear memory cost". The o
 keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from trainapp.config.schema import ActivationCheckpointing
-from trainapp.errors import UserError
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.techniques.recomputation import Recomputed
-from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget
+from trainapp.snapshot import Snapshot, State
+from trainapp.stateful import Owner, Stateful
+from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget, version_of
 
 Mode = Literal["none", "selective", "full"]
 # Cost of a mode relative to recomputing a block in full: for choosing, not for predicting time.
@@ -24,6 +29,11 @@ _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_GLOBAL = {  # torch's own are handled by its `checkpoint`
+    "python": Owner(random.getstate, random.setstate, "generator"),
+    "numpy": Owner(np.random.get_state, np.random.set_state, "generator"),
+}
 
 
 def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mode]:
@@ -91,7 +101,7 @@ def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
 
 
 def _checkpointed(
-    recomputed: Recomputed,
+    recomputed: "Recomputed",
     forward: Callable[..., Any],
     mode: Mode,
     /,  # a block may have arguments of these names
@@ -130,3 +140,76 @@ def draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         return True
     place = names.index("dropout_p")
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value))
+
+
+# --- what a recomputed block begins with: the state that its forward began with
+
+
+class Recomputed:
+    """The `Snapshot` of a block, with Python's and NumPy's global generators, taken in each of its forwards."""
+
+    def __init__(self, block: nn.Module):
+        self.block = block
+
+    @functools.cached_property
+    def _snapshot(self) -> Snapshot:
+        stateful = Stateful(model=self.block)
+        stateful.owners |= _GLOBAL
+        return Snapshot.of(stateful, verified=0)
+
+    def contexts(self, inputs: Sequence[Any], select: Callable[[], Contexts]) -> Contexts:
+        """The contexts of a forward and of its recomputation, for `context_fn` of torch's `checkpoint`.
+
+        inputs: the forward's inputs. select: makes contexts to use inside these, so that the selection of operations to
+        keep does not see the copies.
+        """
+        self._snapshot.take()
+        state, (forward, recomputation) = self._snapshot.released(), select()
+        versions = [(tensor, version_of(tensor)) for tensor in inputs if isinstance(tensor, Tensor)]
+        return (
+            _Reusable(functools.partial(self._forward, state, versions, forward)),
+            _Reusable(functools.partial(self._recomputation, state, recomputation)),
+        )
+
+    @contextlib.contextmanager
+    def _forward(
+        self, state: State, inputs: list[tuple[Tensor, int]], selecting: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """Raises TrainingStopped for a block that has modified the state from which its recomputation starts."""
+        with selecting:
+            yield
+        written = "a tensor that it is called with" if any(version_of(t) != version for t, version in inputs) else None
+        inputs.clear()  # they must not live as long as the graph
+        if state.versions != state.structure.versions():
+            written = "a parameter"
+        if written:
+            raise TrainingStopped(
+                f"activation_checkpointing: the forward of a {type(self.block).__name__} writes in place to {written}, "
+                "so that it cannot be recomputed; write to a copy (a first `inplace=True` often writes to the input), "
+                "or use activation_checkpointing=none"
+            )
+        state.drop_unwritten()
+
+    @contextlib.contextmanager
+    def _recomputation(self, state: State, selecting: AbstractContextManager[Any]) -> Iterator[None]:
+        if state.has_lost():
+            raise TrainingStopped(
+                f"activation_checkpointing: a tensor of a {type(self.block).__name__} was written by something "
+                "else between its forward and its backward, so that it cannot be recomputed; register it as a "
+                "buffer of the block, or use activation_checkpointing=none"
+            )
+        with self._snapshot.replayed(state), selecting:
+            yield
+
+
+class _Reusable:
+    """A context that can be entered once per backward: a retained graph has several."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make, self._stack = make, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._make())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
