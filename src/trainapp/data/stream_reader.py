@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from trainapp.data.loader import Results
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
-from trainapp.torch_private import become_main_process, outside_dispatch_modes
+from trainapp.torch_private import become_main_process
 
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
@@ -251,10 +251,9 @@ class Shard:
         """Read the next sample."""
         started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
         try:
-            with outside_dispatch_modes():  # tensors made by the source must not be traced
-                if self._reads is None:
-                    self._reads = self._results(itertools.chain([self.position], itertools.repeat(None)))
-                read = next(self._reads)
+            if self._reads is None:
+                self._reads = self._results(itertools.chain([self.position], itertools.repeat(None)))
+            read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position)
             raise

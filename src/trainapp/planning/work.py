@@ -74,7 +74,8 @@ class Work:
     def train_step(self) -> None:
         """One optimizer step, with all its updates; see `training.loop.train_step`."""
         engine, state, batches = self.engine, self.engine.state, self.parts.batches
-        samples = batches.share(state.progress).total
+        with outside_dispatch_modes():  # tensors that a stream makes are real ones
+            samples = batches.share(state.progress).total
         logs = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
             engine.attempt.phase = Phase.START
