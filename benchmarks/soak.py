@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 JOB = [
     "model=gpt", "data=synthetic_tokens", "model.depth=2", "model.width=32", "model.dropout=0.1", "train.device=cpu",
     "train.max_epochs=null", "batch.global_size=13", "every.log=1", "every.eval=null",
-    "parallel.devices=2", "parallel.timeout=60",
 ]  # fmt: skip
 
 
@@ -76,7 +75,8 @@ def main() -> None:
     options = parser.parse_args()
     total = options.steps or 80 * options.kills
     base = Path(tempfile.mkdtemp(prefix="soak-"))
-    common = [f"parallel={options.strategy}", f"train.max_steps={total}", "every.save=5"]
+    common = [f"parallel={options.strategy}", "parallel.devices=2", "parallel.timeout=60"]
+    common += [f"train.max_steps={total}", "every.save=5"]
 
     calm, rough = base / "calm", base / "rough"
     if start(calm, *common).wait(timeout=3600):

@@ -11,7 +11,7 @@ from helpers import metrics, result, train
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.run import runner
-from trainapp.training import events, loop
+from trainapp.training import events
 from trainapp.training.engine import Engine
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
@@ -47,7 +47,7 @@ def test_every_moment_once(tmp_path):
 @pytest.mark.slow
 def test_not_for_a_retried_step(tmp_path, monkeypatch):
     """Memory runs out in the second step, and in the log of the third, which is committed by then."""
-    reduce, log, failed = Engine.reduce, loop.log, []
+    reduce, log, failed = Engine.reduce, events.log, []
 
     def fails_once(engine, totals):
         totals = reduce(engine, totals)
@@ -63,7 +63,7 @@ def test_not_for_a_retried_step(tmp_path, monkeypatch):
         return log(run, *arguments)
 
     monkeypatch.setattr(Engine, "reduce", fails_once)
-    monkeypatch.setattr(loop, "log", fails_in_log)
+    monkeypatch.setattr(events, "log", fails_in_log)
     ended = runs.run(tmp_path, *MLP, own("Records"))
     assert failed == ["gradients", "log"]
     assert ended.oom_restarts == 2
