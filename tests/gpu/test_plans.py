@@ -19,11 +19,11 @@ def test_a_plan_is_for_this_gpu():
 STEPS = (*LARGE_MODELS["gpt"], "checkpointing=off", "train.max_steps=4", "every.eval=null")
 
 
-def test_a_run_starts_with_the_planned_size(tmp_path):
+def test_a_run_with_the_planned_size_fits(tmp_path):
     limit = limit_of(tmp_path / "limit", 0.5, *STEPS)
     forget()
     largest = trainapp.plan([*STEPS, f"memory.limit={limit}", "plan.techniques=false"])["largest_micro_size"]
     assert 1 < largest < 128
-    planned = runs.run(tmp_path / "planned", *STEPS, f"memory.limit={limit}", "batch.micro_size=plan")
+    planned = runs.run(tmp_path / "planned", *STEPS, f"memory.limit={limit}", f"batch.micro_size={largest}")
     assert planned.micro_schedule == {1: largest}
     assert planned.oom_restarts == 0
