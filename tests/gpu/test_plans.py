@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def test_a_plan_is_for_this_gpu():
     plan = trainapp.plan(["model=mlp", "plan.techniques=false"])
-    assert plan["device"]["name"] == torch.cuda.get_device_name()
-    assert plan["device"]["memory_bytes"] == torch.cuda.get_device_properties(0).total_memory
+    assert plan["method"] == "traced"
+    assert plan["peak_bytes"] % 512 == 0  # CUDA's allocator rounds each tensor up to so much
 
 
 STEPS = (*LARGE_MODELS["gpt"], "checkpointing=off", "train.max_steps=4", "every.eval=null")
