@@ -99,14 +99,16 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter  # late: importing TensorBoard takes 0.15 s
 
         purged = start.step + 1 if start.continues else None
-        self._writer: Any = SummaryWriter(start.run_dir / "tensorboard", purge_step=purged)
+        # A thread writes what has come, so that a log step does not wait for the disk.
+        self._writer: Any = SummaryWriter(start.run_dir / "tensorboard", purge_step=purged, flush_secs=5)
         indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
         self.text("config", indented, start.step)  # Markdown shows indented text verbatim
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        for tag, value in tagged(group, values).items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(group, values).items()]
+        self._writer.file_writer.add_summary(Summary(value=found), step)  # one event: `add_scalar` writes one per tag
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._writer.add_text(tag, text, step)
