@@ -92,6 +92,16 @@ def test_tied_weights_load_once_from_safetensors(tmp_path):
     assert target.head.weight is target.embedding.weight
 
 
+def test_untied_weights_do_not_fit_a_tied_model(tmp_path, caplog):
+    source = GPT(vocab_size=20, context_length=8, depth=1, width=16, tie_embeddings=False)
+    target = GPT(vocab_size=20, context_length=8, depth=1, width=16)
+    path = save(source.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="1 tied in the model, but not equal in the file"):
+        load_weights(target, path)
+    assert load_weights(target, path, strict=False) == ["head.weight"]
+    assert torch.equal(target.embedding.weight, source.embedding.weight)
+
+
 def test_everything_that_does_not_fit_is_in_one_message(tmp_path):
     state = resnet().state_dict()
     for name in ("conv1.weight", "bn1.bias", "fc.bias", "layer1.0.conv1.weight"):

@@ -294,3 +294,17 @@ def test_options_that_it_has_set_continue(tmp_path):
     runs.run_until(tmp_path / "b", 4, *own)
     runs.run(tmp_path / "b", *own)
     assert runs.differences(runs.saved(tmp_path / "a", 8), runs.saved(tmp_path / "b", 8)) == []
+
+
+def test_a_longer_run_has_the_phases_of_its_length():
+    """A rate that followed those of the shorter run would rise again, or be negative."""
+    shorter, _ = optimizers()
+    before = schedule(shorter, "OneCycleLR", max_lr=0.5, total_steps=8)
+    before.set_rates(shorter.param_groups, 7)
+    longer, whole = optimizers()[0], optimizers()[0]
+    after, wanted = (schedule(own, "OneCycleLR", max_lr=0.5, total_steps=20) for own in (longer, whole))
+    after.load_state_dict(before.state_dict())
+    for step in range(8, 20):
+        after.set_rates(longer.param_groups, step)
+        wanted.set_rates(whole.param_groups, step)
+        assert longer.param_groups[0]["lr"] == pytest.approx(whole.param_groups[0]["lr"])

@@ -155,7 +155,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def names_checkpoint(value: str) -> bool:
     """Whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
-    path = Path(value)
+    path = Path(value).expanduser()
     return (path / "checkpoints").is_dir() or (path / MANIFEST).is_file() or (path.name == "best" and path.is_file())
 
 
@@ -165,7 +165,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
 
     setting: the setting with this value. Raises UserError if there is none, or if it cannot be used.
     """
-    name, path = f"{setting}={value}", Path(value)
+    name, path = f"{setting}={value}", Path(value).expanduser()
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
     if path.is_file() and path.name == "best":

@@ -211,7 +211,7 @@ class Predictor:
     """
 
     def __init__(self, task: Any, setting: str, names: Sequence[str]):
-        self.task, self.setting, self.names = task, setting, names
+        self.task, self.setting, self.names, self._dim = task, setting, names, class_dim(task)
 
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One row per sample. Raises UserError for outputs that cannot be split into samples."""
@@ -270,9 +270,11 @@ class Predictor:
             dim = class_dim(self.task)
             return None if dim is None or output.shape[dim] == 1 else dim
         try:
-            return dim_of_classes(output, targets, class_dim(self.task))
+            dim = dim_of_classes(output, targets, self._dim)
         except ValueError as error:
             raise UserError(f"mode=predict with task={self.setting}: {error}") from None
+        self._dim = dim or self._dim  # a later batch may have as many positions as classes
+        return dim
 
     def _named(self, row: Row) -> Row:
         number = row["prediction"]

@@ -57,9 +57,12 @@ def load_tensors(
     unexpected = [name for name in found if name not in own]
     misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
     fitting = {name: found[name] for name in found if name in own and name not in misshaped}
-    if not fitting or (strict and (missing or unexpected or misshaped)):
+    first = {id(own[name]): name for name in reversed(fitting)}  # of tied weights, the first name
+    untied = [name for name in fitting if _differs(found, name, first[id(own[name])])]
+    if not fitting or (strict and (missing or unexpected or misshaped or untied)):
         shapes = [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped]
         kinds = {"missing": missing, "not in the model": unexpected, "of another shape": shapes}
+        kinds["tied in the model, but not equal in the file"] = untied
         misfits = "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names)
         raise UserError(
             f"{setting}: the weights do not fit the model: {misfits or 'there are none'}. Give the model the settings "
@@ -68,10 +71,15 @@ def load_tensors(
     if unexpected:
         log.warning("%s: not in the model, ignored: %s", setting, listed(unexpected))
     for name, tensor in fitting.items():
-        copy_into(own[name], tensor)
-    if skipped := missing + misshaped:
+        if name not in untied:
+            copy_into(own[name], tensor)
+    if skipped := missing + misshaped + untied:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
     return skipped
+
+
+def _differs(found: Mapping[str, Tensor], name: str, other: str) -> bool:
+    return name != other and not torch.equal(found[name], found[other])
 
 
 def _read(path: Path, setting: str) -> Mapping[str, Any]:

@@ -104,11 +104,12 @@ def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
 
 
 def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
-    """Whether no rank's failed work would benefit from a smaller size, for the first time in this step. Collective:
-    ranks may be in different phases.
+    """Whether no rank's failed work would benefit from a smaller size, or has none left on CUDA, where giving back
+    fragmented memory may be enough; for the first time in this step. Collective: ranks may be in different phases.
     """
     attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
-    has_no_size = failure.by_peer or not failure.phase.depends_on_size
+    is_smallest = not _sizes_of(session, failure).can_shrink and session.state.device.type == "cuda"
+    has_no_size = failure.by_peer or not failure.phase.depends_on_size or (is_smallest and not failure.needs_checkpoint)
     retries = ranks.all_reduce_min(int(has_no_size and attempt.retried != failure.step)) == 1
     if retries:
         attempt.retried = failure.step

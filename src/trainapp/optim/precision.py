@@ -139,7 +139,7 @@ def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> 
 
 def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """The 2-norm of each gradient. dtype: accumulation dtype."""
-    return list(foreach_norm(gradients, 2, dtype))
+    return list(foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in gradients], 2, dtype))
 
 
 def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
@@ -197,7 +197,7 @@ class NonFiniteCheck:
             return False
         for name, value in numbers.items():
             if not math.isfinite(value) or (name == "count" and value < 0):
-                if self.policy == "stop":
+                if self.policy == "stop" or (name == "count" and value < 0):
                     self._stop(step, f"the {name} is {'negative' if value < 0 else 'not finite'} ({value:g})", update)
                 self.count(False, step, update=update)
                 return False

@@ -238,7 +238,9 @@ class TorchSchedule(Schedule):
         saved = state.get("rates", ())
         if len(saved) != len(self._rates):
             raise ValueError(f"a schedule of {len(saved)} parameter groups instead of {len(self._rates)}")
-        configured = {"base_lrs", *inspect.signature(type(self._scheduler)).parameters} - {"last_epoch"}
+        # `_schedule_phases` are OneCycleLR's, which follow from its length.
+        parameters = inspect.signature(type(self._scheduler)).parameters
+        configured = {"base_lrs", "_schedule_phases", *parameters} - {"last_epoch"}
         kept = {name: value for name, value in self._scheduler.state_dict().items() if name in configured}
         self._scheduler.load_state_dict(state["scheduler"] | kept)
         self._steps, self._rates = state["steps"], list(saved)

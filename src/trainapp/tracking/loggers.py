@@ -117,22 +117,22 @@ class TensorBoard(Logger):
     def image(self, tag: str, path: Path, step: int) -> None:
         from PIL import Image
 
-        self._writer.add_image(tag, np.asarray(Image.open(path)), step, dataformats="HWC")
+        self._writer.add_image(tag, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Csv(Logger):
-    """`tracker=csv`: metrics.jsonl and evaluations.jsonl as tables, metrics.csv and evaluations.csv, written when the
-    run ends.
+    """`tracker=csv`: the lines of metrics.jsonl, evaluations.jsonl and callbacks.jsonl as tables, written when the run
+    ends.
     """
 
     def start(self, start: Start) -> None:
         self._run_dir = start.run_dir
 
     def close(self) -> None:
-        for name in ("metrics", "evaluations"):
+        for name in ("metrics", "evaluations", "callbacks"):
             rows = json_lines(self._run_dir / f"{name}.jsonl")
             columns = dict.fromkeys(column for row in rows for column in row)
             if rows:

@@ -18,6 +18,7 @@ from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+CALLBACKS = "callbacks.jsonl"
 RESULT = "result.json"
 MOST_SHOWN = 12  # values of an evaluation on the terminal; a metric may have one per class
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Tracker:
         self.loggers: Mapping[str, Logger] = loggers or {}
         self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
         self._tell("start", Start(run_dir, step, config, continues))
-        for name in (METRICS, EVALUATIONS) if continues else ():
+        for name in (METRICS, EVALUATIONS, CALLBACKS) if continues else ():
             try:
                 _forget_after(run_dir / name, step)
             except OSError as error:
@@ -81,7 +82,9 @@ class Tracker:
             self.unwritable(self.run_dir / name, error)
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
-        """Send scalars to the loggers only; those of log steps and evaluations also go to files."""
+        """Send scalars to the loggers; those of callbacks are also lines of callbacks.jsonl."""
+        if group == "callbacks":
+            self._record(CALLBACKS, {"step": step} | {name: float(value) for name, value in values.items()})
         self._tell("scalars", group, values, step)
 
     def text(self, tag: str, text: str, step: int) -> None:

@@ -149,18 +149,34 @@ def tokenized(
     import datasets
 
     key = key_of(rows._fingerprint, len(rows), *parts)
-    directory.mkdir(parents=True, exist_ok=True)
-    return rows.map(
-        function,
-        with_indices=True,
-        batched=not numbers,
-        remove_columns=rows.column_names,
-        features=datasets.Features(
-            {"tokens": datasets.Sequence(datasets.Value("int32"))} | {name: datasets.Value("int64") for name in numbers}
-        ),
-        cache_file_name=str(directory / f"tokens-{key}.arrow"),
-        new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
-    ).with_format("arrow")
+    features = {"tokens": datasets.Sequence(datasets.Value("int32"))} | {n: datasets.Value("int64") for n in numbers}
+    with once(directory, f"tokens-{key}"):
+        return rows.map(
+            function,
+            with_indices=True,
+            batched=not numbers,
+            remove_columns=rows.column_names,
+            features=datasets.Features(features),
+            cache_file_name=str(directory / f"tokens-{key}.arrow"),
+            new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
+        ).with_format("arrow")
+
+
+@contextlib.contextmanager
+def once(directory: Path, name: str) -> Iterator[None]:
+    """Around the making of a file in the cache: ranks that start together wait for the first, and find its file. Raises
+    UserError for a folder that cannot be written.
+    """
+    from filelock import FileLock  # as late as `datasets`, which needs it
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory / f"{name}.lock"):
+            yield
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir={directory}: cannot be written ({error}); name another folder, or set TRAINAPP_CACHE"
+        ) from error
 
 
 def documents(rows: Any, indices: list[int]) -> list[np.ndarray]:

@@ -234,6 +234,10 @@ def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
                 "so that its answer cannot be told apart; use a template without that (data.chat_template)"
             )
         answers.append((len(before), len(after)))
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"data.tokenizer: {type(tokenizer).__name__} is not fast, which data.messages need; use a fast one"
+        )
     coded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     places = coded["offset_mapping"]
     return _marked(
