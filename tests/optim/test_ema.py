@@ -97,3 +97,12 @@ def test_an_evaluation_of_shards_sees_the_average(tmp_path):
         assert done.returncode == 0, done.stderr
         losses.append([line["loss"] for line in evaluations(folder)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # of the weights themselves: 17% lower
+
+
+def test_a_weight_that_is_frozen_later_keeps_its_name():
+    """A checkpoint stores each average under the name of its own weight."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    average = WeightAverage(model, 0.9)
+    model[0].requires_grad_(False)
+    assert average.names == list(dict(model.named_parameters()))
+    assert len(average.names) == len(average.averages) == 4

@@ -127,7 +127,7 @@ class TrainState:
             "model": self._model.tensors(of_model["written"], of_model["left_out"]),
             "buffers": self._model.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
-            "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
+            "average": dict(zip(self.average.names, self.average.averages, strict=True)),
         }
         is_averaged = sizes is None or any(name.startswith("average.") for name in sizes)
         if not (is_averaged and tensors["average"]):
@@ -248,7 +248,3 @@ def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[s
             "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
             "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
         )
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

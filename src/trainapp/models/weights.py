@@ -104,7 +104,7 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
         # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged or hostile bytes raise nearly anything
-        reason = (str(error).splitlines() or [""])[0]  # torch goes on to explain how to allow a pickle
+        reason = (str(error).splitlines() or [""])[0]  # the next lines explain how to allow a pickle
         raise UserError(
             f"{setting}: cannot be read as weights ({type(error).__name__}: {reason[:200]}). It must be a .safetensors "
             "file, or a state dict of tensors saved with torch.save: other objects could run code and are refused"

@@ -14,7 +14,9 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float | None):
         self._share = 0.0 if decay is None else 1 - decay  # weight of the new weights
-        self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
+        named = [] if decay is None else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]  # as of now: what is frozen later keeps its average
+        self.weights: list[Tensor] = [weight for _, weight in named]
         self.averages = [p.detach().clone() for p in self.weights]
         self.step = 0
 
@@ -39,11 +41,6 @@ class WeightAverage:
             yield
         finally:
             self._swap()
-
-    def replace_weights(self) -> None:
-        """Permanently replace the weights by their averages, if any. Nothing is averaged afterwards."""
-        self._swap()
-        self.weights, self.averages = [], []
 
     def _swap(self) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []
