@@ -47,11 +47,11 @@ class Tracker:
         self.loggers: Mapping[str, Logger] = loggers or {}
         self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
         self._tell("start", Start(run_dir, step, config, continues))
-        for name in (METRICS, EVALUATIONS, CALLBACKS) if continues else ():
+        for path in [run_dir / name for name in (METRICS, EVALUATIONS, CALLBACKS)] if continues else ():
             try:
-                _forget_after(run_dir / name, step)
+                _forget_after(path, step)
             except OSError as error:
-                self.unwritable(run_dir / name, error)
+                self.unwritable(path, error)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """Record a log step: every scalar in the file and the loggers, the main ones on the terminal."""
@@ -162,7 +162,9 @@ class SilentTracker:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines after the checkpoint, whose steps will be repeated. A new run starts with an empty file."""
+    """Drop the lines after the checkpoint, whose steps will be repeated. A new run has no file yet."""
+    if not path.exists():
+        return
     kept = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
     with atomic_write(path) as file:
         file.writelines(json.dumps(facts) + "\n" for facts in kept)
