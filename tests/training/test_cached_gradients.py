@@ -266,23 +266,10 @@ class Direct(Mirrored):
         return loss * self.scale.exp().sum(), count, {}
 
 
-class Half:
-    """Without a loss of embeddings."""
-
-    whole_batch = True
-
-    def embed(self, model, batch):
-        return model(batch["inputs"])
-
-    def __call__(self, model, batch):
-        return self.embed(model, batch).sum(), 1, {}
-
-
 REFUSED = {
-    "Views": "returns a tensor of shape [16, 10] for 8 samples; the first dimension must be the samples",
+    "Views": "whose first dimension is the samples, 8, but returned a Tensor with tensors of shapes [[16, 10]]",
     "Nothing": "its embed must return a tensor",
     "Direct": "its loss_of_embeddings depends on a parameter of shape [1]",
-    "Half": "the task has embed but no loss_of_embeddings",
 }
 
 

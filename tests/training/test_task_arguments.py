@@ -96,8 +96,6 @@ def test_the_temperature_of_a_contrastive_loss(tmp_path):
 class Embeds:
     """A loss that compares the samples of its batch, and offers their embeddings."""
 
-    whole_batch = True
-
     def embed(self, model, batch):
         """The embeddings of a batch."""
         return model(batch)

@@ -44,16 +44,12 @@ def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
     assert runs.relative_error(runs.gradients(cut.state.model), expected) > 0.1  # what whole_batch is for
 
 
-CUTTING = {
-    "batch.micro_size=8": "batch.micro_size=8: task=own_tasks.Whole has whole_batch=True: its batch is never cut",
-    "accumulation.steps=2": "accumulation.steps=2: ",
-    "batch.micro_schedule={1: 16, 3: 8}": "batch.micro_schedule has sizes below 16",
-}
-
-
-@pytest.mark.parametrize("override", CUTTING)
+@pytest.mark.parametrize(
+    "override", ["batch.micro_size=8", "accumulation.steps=2", "batch.micro_schedule={1: 16, 3: 8}"]
+)
 def test_settings_that_would_cut_it_are_refused(tmp_path, override):
-    assert runs.refusal(tmp_path, *WHOLE, override).startswith(CUTTING[override])
+    message = runs.refusal(tmp_path, *WHOLE, override)
+    assert message.startswith("task=own_tasks.Whole has whole_batch=True: its batch is never cut; remove")
 
 
 @pytest.mark.slow

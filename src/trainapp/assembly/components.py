@@ -17,7 +17,7 @@ from trainapp.config.targets import check_arguments
 from trainapp.data.stream_reader import is_empty
 from trainapp.errors import UserError
 from trainapp.losses import losses
-from trainapp.losses.contrastive import Contrastive, require_complete
+from trainapp.losses.contrastive import Contrastive
 from trainapp.models.adapters import adapted
 from trainapp.units import listed
 
@@ -116,7 +116,6 @@ def built_task(config: Config, found: Any, setting: str, name: str, arguments: d
         task = functools.partial(found, **own) if own else found
     elif arguments:
         raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
-    require_complete(task, f"{setting}={name}")
     return task
 
 

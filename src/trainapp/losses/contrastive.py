@@ -1,6 +1,6 @@
-"""Losses that compare the samples of their batch (`whole_batch = True`) and are therefore not sums over samples. Such a
-batch is never cut, unless the task has `embed(model, batch)` and `loss_of_embeddings(embeddings)`: gradients for
-embeddings can be cached (`training.cached_gradients`).
+"""Losses that compare the samples of their batch and are therefore not sums over samples. The batch of a task with
+`whole_batch = True` is never cut. That of a task with `embed(model, batch)` and `loss_of_embeddings(embeddings)` is:
+gradients for embeddings can be cached (`training.cached_gradients`).
 
 Embeddings are a tensor, or a tuple, list, dict or dataclass of tensors, whose first dimension is the samples. Those of
 several micro-batches are concatenated in it, so the loss sees the same structure with more rows.
@@ -15,23 +15,14 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.errors import UserError
-from trainapp.losses.losses import (
-    EMBEDDING_METHODS,
-    Metrics,
-    attribute,
-    compares_samples,
-    inputs_and_targets,
-)
+from trainapp.losses.losses import Metrics, inputs_and_targets
 
 
 class EmbeddingTask:
     """The base of tasks whose loss compares the embeddings of a whole batch; see `training.cached_gradients`.
 
-    A derived class defines `embed` and `loss_of_embeddings`. A task without this base needs these, `__call__`, and
-    `whole_batch = True`.
+    A derived class defines `embed` and `loss_of_embeddings`. A task without this base needs these and `__call__`.
     """
-
-    whole_batch = True
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         """The embeddings of the batch's samples: a tensor, or a tuple or dict of tensors, of shapes [samples, ...].
@@ -100,20 +91,15 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
     samples: number of samples in the batch, if known. The task gets copies of containers, which it may modify.
     """
     embeddings = task.embed(model, map_tensors(lambda tensor: tensor, batch))
-    found = tensors_in(embeddings)
-    if not found:
+    shapes = [list(tensor.shape) for tensor in tensors_in(embeddings)]
+    rows = {shape[0] if shape else None for shape in shapes}
+    if len(rows) != 1 or rows == {None} or (samples is not None and rows != {samples}):
         raise UserError(
-            f"{task.setting}: its embed must return a tensor, or a tuple or dict of tensors: the embeddings of the "
-            f"batch's samples, but returned a {type(embeddings).__name__}"
+            f"{task.setting}: its embed must return a tensor, or a tuple or dict of tensors, whose first dimension is "
+            f"the samples, {samples or 'equally many in each'}, but returned a {type(embeddings).__name__} with "
+            f"tensors of shapes {shapes} (several views of a sample go into a second dimension, or into tensors of "
+            "their own)"
         )
-    rows = len(found[0]) if samples is None and found[0].ndim else samples
-    for tensor in found:
-        if not tensor.ndim or len(tensor) != rows:
-            raise UserError(
-                f"{task.setting}: its embed returns a tensor of shape {list(tensor.shape)} for {rows or 1} samples; "
-                "the first dimension must be the samples, so that micro-batches can be joined (several views of a "
-                "sample go into a second dimension, or into tensors of their own)"
-            )
     return embeddings
 
 
@@ -136,33 +122,12 @@ def like(structure: Any, tensors: list[Tensor]) -> Any:
     return map_tensors(lambda _: next(remaining), structure)
 
 
-# --- requirements of such a task
-
-
-def require_complete(task: Any, setting: str) -> None:
-    """Raises UserError for a task that has only a part of what gradient caching needs. setting: with its value."""
-    if task is None:
-        return
-    own = [name for name in EMBEDDING_METHODS if callable(attribute(task, name))]
-    if len(own) == 1:
-        lacking = next(name for name in EMBEDDING_METHODS if name not in own)
-        raise UserError(
-            f"{setting}: the task has {own[0]} but no {lacking}; gradient caching needs `embed(model, batch)` and "
-            "`loss_of_embeddings(embeddings)` (trainapp.tasks.EmbeddingTask has them)"
-        )
-    if own and not compares_samples(task):
-        raise UserError(
-            f"{setting}: the task has embed and loss_of_embeddings, but not `whole_batch = True`, without which its "
-            "loss would be treated as a sum over samples; set it on the task"
-        )
-
-
 def require_uncut(config: Config, world: int, samples: int) -> None:
-    """Raises UserError for settings that would cut the batch of such a task.
+    """Raises UserError for settings that would cut the batch of a task with `whole_batch = True`.
 
     world: number of ranks. samples: number of samples in the data set; 0 if unknown.
     """
-    batch = config.batch
+    batch, steps = config.batch, config.accumulation.steps
     needed = min(batch.global_size, samples or batch.global_size)
     why = f"task={config.task} has whole_batch=True: its batch is never cut"
     if world > 1:
@@ -170,13 +135,11 @@ def require_uncut(config: Config, world: int, samples: int) -> None:
             f"{why}, but {world} ranks would each compute the loss of a part of it, which is another loss; use "
             "parallel=single, or a loss that is a sum over samples"
         )
-    if batch.micro_size != "auto" and batch.micro_size < needed:
-        raise UserError(
-            f"batch.micro_size={batch.micro_size}: {why}; use batch.micro_size=auto, and batch.global_size for the "
-            "samples that the loss compares"
-        )
-    if config.accumulation.steps not in ("auto", 1):
-        raise UserError(f"accumulation.steps={config.accumulation.steps}: {why}; use accumulation=auto")
     plans = [plan for own in batch.schedules.values() for plan in own.values()]
-    if any(size < needed for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])):
-        raise UserError(f"batch.micro_schedule has sizes below {needed}, but {why}; remove it")
+    sizes = [size for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])]
+    sizes += [] if batch.micro_size == "auto" else [batch.micro_size]
+    if steps not in ("auto", 1) or min(sizes, default=needed) < needed:
+        raise UserError(
+            f"{why}; remove batch.micro_size, batch.micro_schedule and accumulation.steps, which would cut it, and use "
+            "batch.global_size for the number of samples that the loss compares"
+        )

@@ -116,10 +116,8 @@ def is_built_in(task: Task) -> bool:
 
 def class_dim(task: Any) -> int | None:
     """The dimension of the classes in a built-in task's logits; None for other tasks."""
-    if not is_built_in(task):
-        return None
     plain = in_chunks(task, None)
-    return 1 if plain is classification else -1
+    return 1 if plain is classification else -1 if plain is next_token else None
 
 
 def counts_tokens(task: Task) -> bool:
@@ -151,11 +149,11 @@ class CheckedTask:
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         """See `contrastive.EmbeddingTask`."""
-        return attribute(self.unchecked, "embed")(model, batch)
+        return attribute(self, "embed")(model, batch)
 
     def loss_of_embeddings(self, embeddings: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
         """See `contrastive.EmbeddingTask`."""
-        return self._checked(attribute(self.unchecked, "loss_of_embeddings")(embeddings))
+        return self._checked(attribute(self, "loss_of_embeddings")(embeddings))
 
     def _checked(self, result: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
         if not _is_addable(result, with_metrics=self._is_first):
@@ -179,16 +177,12 @@ def _is_addable(result: Any, with_metrics: bool) -> bool:
     loss, count, metrics = result
     if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex() or not isinstance(metrics, (dict, Mapping)):
         return False
-    if type(count) is not int and not _is_number(count):
+    is_array = isinstance(count, (Tensor, np.ndarray))
+    if type(count) is not int and (count.ndim if is_array else not isinstance(count, numbers.Real)):
         return False
     return not with_metrics or all(
         isinstance(name, str) and not (isinstance(value, Tensor) and value.ndim) for name, value in metrics.items()
     )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether the value is a number, or a scalar tensor or array."""
-    return not value.ndim if isinstance(value, (Tensor, np.ndarray)) else isinstance(value, numbers.Real)
 
 
 def _form(value: Any) -> str:
@@ -212,21 +206,18 @@ def refuse_without_gradient(setting: str) -> NoReturn:
 
 
 def compares_samples(task: Any) -> bool:
-    """Whether the task declares by `whole_batch = True` that its loss is not a sum over samples."""
-    return bool(attribute(task, "whole_batch", False))
+    """Whether the task's loss is not a sum over samples: it is one of embeddings, or needs the whole batch."""
+    return has_embeddings(task) or needs_whole_batch(task)
 
 
 def has_embeddings(task: Any) -> bool:
-    """Whether such a task supports gradient caching: see `training.cached_gradients`."""
-    return compares_samples(task) and all(callable(attribute(task, name)) for name in EMBEDDING_METHODS)
+    """Whether the task defines a loss of embeddings, so that gradients can be cached: `training.cached_gradients`."""
+    return all(callable(attribute(task, name)) for name in ("embed", "loss_of_embeddings"))
 
 
 def needs_whole_batch(task: Any) -> bool:
-    """Whether the task's batch is never cut: its loss compares samples and has no embeddings."""
-    return compares_samples(task) and not has_embeddings(task)
-
-
-EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
+    """Whether the task's batch is never cut: it declares `whole_batch = True`, and has no loss of embeddings."""
+    return bool(attribute(task, "whole_batch", False)) and not has_embeddings(task)
 
 
 # Names that the log records in addition to metrics: see `training.events`, `Sizes.scalars` and `Meter.scalars`.
@@ -326,16 +317,7 @@ def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """`(logits, targets)` of a batch: the logits are the model's output, or its attribute or key `logits`."""
     inputs, targets = inputs_and_targets(batch)
     others = beside_inputs(model, batch)
-    try:
-        output = model(inputs, **others)
-    except (ValueError, AttributeError, TypeError) as error:
-        if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise
-        raise UserError(
-            f"{type(model).__name__} has an encoder and a decoder, and cannot make predictions from a batch's inputs "
-            f"only ({' '.join(str(error).split())[:200]}); use a model without an encoder, or your own task that "
-            "passes all its inputs"
-        ) from error
+    output = model(inputs, **others)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) and is_of_transformers(model):
         raise UserError(

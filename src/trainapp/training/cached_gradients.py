@@ -1,6 +1,6 @@
 """Gradient caching: exact gradients of a loss that compares the samples of its batch, for any micro-batch.
 
-For a task with `whole_batch = True`, `embed` and `loss_of_embeddings` a step has three passes:
+For a task with `embed` and `loss_of_embeddings` a step has three passes:
 
 1. embed every micro-batch without gradients;
 2. compute the loss of all embeddings, over all ranks, and its gradients for the embeddings;
