@@ -408,14 +408,14 @@ def generating(text, other):
         ),
         (
             generating("parameters: [generator]", "parameters: ['*']"),
-            r"updates: discriminator\.0\.weight is among the parameters of discriminator and of generator",
+            r"updates\.1\.parameters: discriminator\.0\.weight is matched by updates\.0\.parameters, too",
         ),
         (
             generating("parameters: [generator]", "parameters: [generater]"),
             r"updates\.1\.parameters=\[generater\]: GAN has no parameter or module of this name; at the top",
         ),
         (generating("momentum", "momentun"), r"updates\.1\.optimizer\.momentun: .*; did you mean 'momentum'"),
-        ((*OWN, "model.freeze=[generator]"), r"updates\.1: all parameters of generator are frozen"),
+        ((*OWN, "model.freeze=[generator]"), r"updates\.1\.parameters: nothing that it matches \("),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, overrides, message):

@@ -4,9 +4,9 @@ A step is then one transaction per update, in order, on the same samples. Withou
 trains all parameters that require gradients.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import blocks_of
-from trainapp.optim.optimizers import all_names, build_optimizer, matching, require_separable
+from trainapp.optim.optimizers import all_names, build_optimizer, matched, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
 from trainapp.units import listed
@@ -26,25 +26,12 @@ Names = list[list[str]]  # parameter names of each update, including frozen ones
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Each update's parameter names. Raises UserError for a pattern that matches nothing, for parameters in two updates
-    or in none, and for an update whose parameters are all frozen.
-    """
-    parameters, owner = all_names(model), type(model).__name__
-    found: Names = []
-    taken: dict[int, str] = {}
-    for number, update in enumerate(config.updates):
-        setting = f"updates.{number}.parameters="
-        names = [n for p in update.parameters for n in matching(p, parameters, f"{setting}[{p}]", owner)]
-        for name in names:
-            other = taken.setdefault(id(parameters[name]), update.name)
-            if other != update.name:
-                raise UserError(
-                    f"updates: {name} is among the parameters of {other} and of {update.name}; each is trained by one "
-                    "optimizer, but may be used in the losses of the others"
-                )
-        if not any(parameters[name].requires_grad for name in names):
-            raise UserError(f"updates.{number}: all parameters of {update.name} are frozen; remove the update")
-        found.append(list(dict.fromkeys(names)))
+    """Each update's parameter names. Raises UserError as `matched` does, and for parameters in no update."""
+    found = list(
+        matched(model, {f"updates.{n}.parameters": own.parameters for n, own in enumerate(config.updates)}).values()
+    )
+    parameters = all_names(model)
+    taken = {id(parameters[name]) for names in found for name in names}
     left = [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]
     if config.updates and left:
         raise UserError(
@@ -86,7 +73,9 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[str, Con
 
 def parameters_of(model: nn.Module, names: Names) -> list[list[nn.Parameter]]:
     """The parameters that each update trains."""
-    return [_trained(all_names(model), own) for own in names]
+    parameters = all_names(model)
+    unique = [dict.fromkeys(parameters[name] for name in own) for own in names]
+    return [[parameter for parameter in own if parameter.requires_grad] for own in unique]
 
 
 def build(
@@ -102,11 +91,12 @@ def build(
     if not config.updates:
         return [Update(built("optimizer"), precision, parameters=every)]
     updates = []
-    for number, (setting, settings) in enumerate(zip(config.optimizers, config.updates, strict=True)):
-        own = _trained(all_names(model), names[number])
+    parts = zip(config.optimizers, config.updates, parameters_of(model, names), strict=True)
+    for number, (setting, settings, own) in enumerate(parts):
         with trained_alone(own, every):
             optimizer = built(setting)
-        scaled = precision.with_own_scaler(device)
+        # Each with its own loss scale.
+        scaled = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))
         updates.append(Update(optimizer, scaled, settings.name, own, number=number, every=settings.every))
     return updates
 
@@ -121,8 +111,3 @@ def _optimizer(config: Config, model: nn.Module, device: torch.device, setting: 
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
-
-
-def _trained(parameters: Mapping[str, nn.Parameter], names: list[str]) -> list[nn.Parameter]:
-    own = {id(parameters[name]): parameters[name] for name in names}
-    return [parameter for parameter in own.values() if parameter.requires_grad]

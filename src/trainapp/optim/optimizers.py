@@ -50,11 +50,7 @@ def build_optimizer(
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
     is_auto, place = settings.fused == "auto", "cpu" if settings.offload else device.type
-    # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
-    # create it beforehand.
-    can_be_fused = "fused" in takes and not settings.arguments.get("dampening")
-    if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
-        can_be_fused = False  # some kernels do not support shards, which only the trial step below would reveal
+    is_fused = "fused" in takes and _is_known(kind) and place in _FUSED_DEVICES if is_auto else settings.fused
 
     def ready(**kernel: bool) -> torch.optim.Optimizer:
         # Rebuilt, because an optimizer writes its settings into the groups it is given.
@@ -72,7 +68,9 @@ def build_optimizer(
             move_to_host(optimizer, copies)
         return optimizer
 
-    if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
+    # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
+    # create it beforehand.
+    if is_fused and not settings.arguments.get("dampening"):
         try:
             return ready(fused=True)
         except UserError:
@@ -105,6 +103,28 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str,
     return named
 
 
+def matched(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The names matched by the patterns of each setting, which divide the parameters among optimizers or their groups.
+
+    Raises UserError for a pattern that matches nothing, a parameter matched by two settings, and a setting that matches
+    only frozen parameters.
+    """
+    parameters, found = all_names(model), dict[str, list[str]]()
+    setting_of: dict[int, str] = {}  # by the parameter's id
+    for setting, patterns in patterns_of.items():
+        by_pattern = [matching(p, parameters, f"{setting}=[{p}]", type(model).__name__) for p in patterns]
+        found[setting] = list(dict.fromkeys(name for names in by_pattern for name in names))
+        for name in found[setting]:
+            if (other := setting_of.setdefault(id(parameters[name]), setting)) != setting:
+                raise UserError(f"{setting}: {name} is matched by {other}, too; each parameter may be in one of them")
+        if not any(parameters[name].requires_grad for name in found[setting]):
+            raise UserError(
+                f"{setting}: nothing that it matches ({listed(found[setting])}) is trained by this optimizer; remove "
+                "it, or unfreeze parameters"
+            )
+    return found
+
+
 def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that the patterns of `model.freeze` match. Any name of a tied weight freezes it.
 
@@ -134,70 +154,51 @@ def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[n
     if "weight_decay" in inspect.signature(kind).parameters:
         # An optimizer may define its own groups.
         groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
-    if settings.groups or settings.layer_decay is not None:
-        groups = _split(groups, model, settings, blocks, setting)
+    elif settings.groups or settings.layer_decay is not None:
+        groups = [{"params": groups}]
+    parameters = all_names(model)
+    names = matched(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
+    for own, matches in zip(settings.groups, names.values(), strict=True):
+        ids = {id(parameters[name]) for name in matches}
+        groups = _split_off(groups, ids, _options(own), ",".join(own["match"]))
+    if settings.layer_decay is not None:
+        for layer, ids in enumerate(_layers(model, blocks)):
+            groups = _split_off(groups, ids, {"layers_after": len(blocks) + 1 - layer}, f"layer_{layer}")
     return groups
 
 
-def _split(
-    groups: list[Any], model: nn.Module, settings: Optimizer, blocks: Sequence[nn.Module], setting: str
+def _split_off(
+    groups: list[dict[str, Any]], ids: set[int], options: dict[str, Any], label: str
 ) -> list[dict[str, Any]]:
-    """Groups, or parameters, split by each parameter's options, with the `label` that each is logged under."""
-    number_of = _numbers(model, settings, setting)
-    layer_of = _layer_numbers(model, blocks) if settings.layer_decay is not None else {}
-    base = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-    parts: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
-    for position, group in enumerate(base):
-        for parameter in group["params"]:
-            key = position, number_of.get(id(parameter)), layer_of.get(id(parameter))
-            parts.setdefault(key, {**group, "params": []})["params"].append(parameter)
-    with_matrices = {number for (_, number, _), part in parts.items() if any(p.ndim >= 2 for p in part["params"])}
-    for (_, number, layer), part in parts.items():
-        labels = []
-        if number is not None:
-            options = _options(settings.groups[number])
-            if number in with_matrices and all(p.ndim < 2 for p in part["params"]):
-                options.pop("weight_decay", None)  # not for norms and biases, unless alone in the group
-            part.update(options)
-            labels.append(",".join(settings.groups[number]["match"]))
-        if layer is not None:
-            part["layers_after"] = len(blocks) + 1 - layer
-            labels.append(f"layer_{layer}")
-        if labels:
-            part["label"] = ":".join(labels)
-    return list(parts.values())
+    """The groups, with these options for the parameters with these ids, in groups of their own. label: for the log."""
+    has_matrices = any(p.ndim >= 2 for group in groups for p in group["params"] if id(p) in ids)
+    split = []
+    for group in groups:
+        own = [p for p in group["params"] if id(p) in ids]
+        others = [p for p in group["params"] if id(p) not in ids]
+        if others:
+            split.append({**group, "params": others})
+        if own:
+            label_of_own = f"{group['label']}:{label}" if "label" in group else label
+            split.append({**group, **options, "params": own, "label": label_of_own})
+            if has_matrices and all(p.ndim < 2 for p in own) and "weight_decay" in group:
+                split[-1]["weight_decay"] = group["weight_decay"]  # not for norms and biases, unless they are alone
+    return split
 
 
-def _layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
-    """By the id of each parameter: 0 before the first block, 1 to N in the N blocks, N + 1 for the rest."""
-    of_blocks: dict[int, int] = {}
-    for number, block in enumerate(blocks, start=1):
-        for parameter in block.parameters():
-            of_blocks.setdefault(id(parameter), number)
-    layers: dict[int, int] = {}
-    outside = 0
+def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[set[int]]:
+    """Ids of the parameters before the first block, in each block, and of the rest."""
+    layers: list[set[int]] = [set() for _ in range(len(blocks) + 2)]
+    for layer, block in zip(layers[1:], blocks, strict=False):
+        layer |= {id(p) for p in block.parameters()}.difference(*layers)
+    of_blocks = set().union(*layers)
+    outside = layers[0]
     for parameter in model.parameters():
-        layers[id(parameter)] = of_blocks.get(id(parameter), outside)
-        outside = len(blocks) + 1 if id(parameter) in of_blocks else outside
+        if id(parameter) in of_blocks:
+            outside = layers[-1]
+        else:
+            outside.add(id(parameter))
     return layers
-
-
-def _numbers(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
-    """The number of each matched parameter's group, by the parameter's id."""
-    parameters = all_names(model)
-    number_of: dict[int, int] = {}
-    for number, group in enumerate(settings.groups):
-        own = f"{setting}.groups.{number}"
-        patterns = [(pattern, f"{own}.match={pattern}") for pattern in group["match"]]
-        names = [n for pattern, said in patterns for n in matching(pattern, parameters, said, type(model).__name__)]
-        for name in names:
-            if (other := number_of.setdefault(id(parameters[name]), number)) != number:
-                raise UserError(f"{own}: {name} is in group {other}, too; each parameter may be in one of them")
-        if not any(parameters[name].requires_grad for name in names):
-            raise UserError(
-                f"{own}: nothing that it matches ({listed(names)}) is trained by this optimizer; remove the group"
-            )
-    return number_of
 
 
 def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str) -> None:

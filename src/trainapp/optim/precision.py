@@ -14,7 +14,6 @@ Autocast stays on in bf16_pure for models and losses that mix in fp32 inputs, bu
 """
 
 import contextlib
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -65,14 +64,6 @@ class Precision:
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.compute_dtype)
-
-    def with_own_scaler(self, device: torch.device) -> "Precision":
-        """A copy with its own loss scale, at the initial value: for another optimizer."""
-        if not self.scaler.is_enabled():
-            return self
-        scale, interval = self.scaler.get_scale(), self.scaler.get_growth_interval()
-        scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=interval)
-        return dataclasses.replace(self, scaler=scaler)
 
     def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
         """Divide the gradients by the loss scale. `all_reduce_found_inf` spreads an overflow on one rank to all."""
