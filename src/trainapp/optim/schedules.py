@@ -22,21 +22,24 @@ Groups = list[dict[str, Any]]
 
 
 class Schedule:
-    """Sets the rates of an optimizer's groups, whose `initial_lr` is the configured rate, by a factor that is a
-    function of the step. Calling the schedule returns the factor.
+    """Sets the rates of an optimizer's groups, whose `initial_lr` is the configured rate. Calling it returns their
+    factor: 1/w, 2/w, ..., 1 in `warmup` steps, then a function of the steps since.
     """
 
     follows_evaluations = False
 
-    def __init__(self, factor: Factor = lambda step: 1.0):
-        self._factor = factor
+    def __init__(self, factor: Factor = lambda step: 1.0, warmup: int = 0):
+        self._factor, self._warmup = factor, warmup
 
     def __call__(self, step: int) -> float:
-        return self._factor(step)
+        return self._warmed_up(step) * self._factor(max(0, step - self._warmup))
+
+    def _warmed_up(self, step: int) -> float:
+        return min(1.0, (step + 1) / self._warmup) if self._warmup else 1.0
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Set the rates for the update that follows `step` applied steps."""
-        factor = self._factor(step)
+        factor = self(step)
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
 
@@ -64,12 +67,12 @@ def for_optimizer(
     wrong arguments, or is neither a function of the step nor one of torch's schedulers.
     """
     if settings.target is None:
-        return Schedule(build(settings, run))
+        return build(settings, run)
     warmup, name = _steps(settings.warmup, run), settings.target
     target = targets.locate(name, "schedule._target_", user_packages)
     provided: dict[str, Any] = {} if run.total_steps is None else {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
-        return Schedule(_checked(_function(target, settings, user_packages, provided), warmup, name))
+        return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         provided["mode"] = direction
 
@@ -97,11 +100,9 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 # --- functions of the step
 
 
-def build(settings: schema.Schedule, run: RunLength) -> Factor:
-    """`factor(step)`: multiplies the base learning rate in the step that follows `step` applied ones.
-
-    All shapes first rise linearly over `warmup`: 1/w, 2/w, ..., 1. Raises UserError if the shape needs a run with a
-    known end and there is none, and if warm-up and decay do not fit into the run.
+def build(settings: schema.Schedule, run: RunLength) -> Schedule:
+    """A built-in shape. Raises UserError if it needs a run with a known end and there is none, and if warm-up and decay
+    do not fit into the run.
     """
     total, final = run.total_steps, settings.final
     if total is None and settings.shape != "constant":
@@ -116,23 +117,20 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
             "steps; make them shorter"
         )
 
-    end = total or 0  # a constant rate does not use it
-
-    def progress(step: int, start: int) -> float:
-        return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+    length = (total or 0) - warmup  # a constant rate does not use it
+    start = length - decay if settings.shape == "wsd" else 0
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
+        progress = min(1.0, max(0.0, (step - start) / max(1, length - start)))
         if settings.shape == "linear":
-            return 1 - (1 - final) * progress(step, warmup)
+            return 1 - (1 - final) * progress
         if settings.shape == "cosine":
-            return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress(step, warmup)))
+            return 1 - (1 - final) * 0.5 * (1 - math.cos(math.pi * progress))
         if settings.shape == "wsd":
-            return 1 - (1 - final) * math.sqrt(progress(step, end - decay))
+            return 1 - (1 - final) * math.sqrt(progress)
         return 1.0
 
-    return factor
+    return Schedule(factor, warmup)
 
 
 def _steps(duration: Any, run: RunLength) -> int:
@@ -162,17 +160,17 @@ def _function(
     return lambda step: target(step, **options)
 
 
-def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
-    """The function, after the warm-up. Raises UserError for a factor that is negative or not finite."""
+def _checked(function: Callable[[int], Any], name: str) -> Factor:
+    """The function, but raises UserError for a factor that is negative or not finite."""
 
     def factor(step: int) -> float:
-        value = float(function(max(0, step - warmup)))
+        value = float(function(step))
         if not 0 <= value < math.inf:
             raise UserError(
-                f"schedule._target_={name}: for step {max(0, step - warmup)} it returned {value}; it must return the "
-                "factor of the learning rate, a number of at least 0"
+                f"schedule._target_={name}: for step {step} it returned {value}; it must return the factor of the "
+                "learning rate, a number of at least 0"
             )
-        return value * min(1.0, (step + 1) / warmup) if warmup else value
+        return value
 
     factor(0)  # reveals mistakes before the first step
     return factor
@@ -190,8 +188,8 @@ class TorchSchedule(Schedule):
     """
 
     def __init__(self, scheduler: LRScheduler, warmup: int):
-        super().__init__()
-        self._scheduler, self._warmup, self._steps = scheduler, warmup, 0
+        super().__init__(warmup=warmup)
+        self._scheduler, self._steps = scheduler, 0
         self._groups = scheduler.optimizer.param_groups
         self._rates = [group["lr"] for group in self._groups]  # the scheduler's rates, without the warm-up factor
         self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
@@ -202,7 +200,7 @@ class TorchSchedule(Schedule):
             self._step()
             self._steps += 1
         for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate * min(1.0, (step + 1) / self._warmup) if self._warmup else rate
+            group["lr"] = rate * self._warmed_up(step)
 
     def evaluated(self, objective: float) -> None:
         if self.follows_evaluations:
