@@ -31,7 +31,6 @@ from torch.utils.module_tracker import ModuleTracker
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
 
 # storage -> int. The address of a storage's C++ object: equal for tensors that share memory. `data_ptr()` is
 # unsuitable: 0 for every empty storage and an error for tensors without data.

@@ -9,7 +9,6 @@ from torch import nn
 
 from trainapp.config.schema import Optimizer
 from trainapp.memory.device import optimizer_tensors
-from trainapp.optim.on_host import HostCopies, move_to_host
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.torch_private import step_optimizer
 from trainapp.training import loop
@@ -63,34 +62,6 @@ def test_the_bits_of_the_plain_optimizer(name):
     assert set(optimizer.state) == set(plain.state) or len(optimizer.state) == len(plain.state)
     # Negative control: one step more.
     assert not torch.equal(stepped(model, optimizer, 1), runs.weights(plain_model))
-
-
-def test_the_class_keeps_its_name_and_its_hooks_run_once():
-    model, optimizer = built("adamw", True)
-    assert (type(optimizer).__module__, type(optimizer).__qualname__) == ("torch.optim.adamw", "AdamW")
-    assert isinstance(optimizer, torch.optim.AdamW)
-    called = []
-    optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-    stepped(model, optimizer, 1)
-    assert called == ["before", "after"]
-
-
-def test_an_error_in_the_update_leaves_groups_and_state_usable():
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise MemoryError("in the update")
-
-    model = nn.Linear(4, 2)
-    before, copies = runs.weights(model), HostCopies()
-    failing = Failing(copies.of_groups(list(model.parameters())))
-    move_to_host(failing, copies)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(MemoryError):
-        failing.step()
-    assert torch.equal(runs.weights(model), before)
-    assert failing.param_groups[0]["params"][0] is model.weight
 
 
 def test_what_counts_as_the_devices_memory():

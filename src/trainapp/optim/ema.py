@@ -5,26 +5,26 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainapp.torch_private import foreach_lerp_, local_part
+from trainapp.torch_private import local_part
 
 
 class WeightAverage:
     """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: keeps no average."""
 
     def __init__(self, model: nn.Module, decay: float | None):
-        self._share = 0.0 if decay is None else 1 - decay  # weight of the new weights
+        self._update = get_ema_multi_avg_fn(1.0 if decay is None else decay)
         named = [] if decay is None else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]  # as of now: what is frozen later keeps its average
         self.weights: list[Tensor] = [weight for _, weight in named]
         self.averages = [p.detach().clone() for p in self.weights]
         self.step = 0
 
-    @torch.no_grad()
     def catch_up(self, step: int) -> None:
         """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
         if self.step != step and self.weights:
-            foreach_lerp_(self.averages, self.weights, self._share)  # in place: cannot run out of memory
+            self._update(self.averages, self.weights, 0)  # in place: cannot run out of memory
         self.step = step
 
     @torch.no_grad()

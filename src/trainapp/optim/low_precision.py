@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainapp.torch_private import local
+
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 SMALLEST = 4096  # elements: smaller parameters, such as norms and biases, keep moments in fp32
@@ -95,8 +97,8 @@ class AdamW(torch.optim.Optimizer):
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         generator.manual_seed(state["step"] * 65_537 + self._places.setdefault(parameter, len(self._places)))
         assert parameter.grad is not None
-        weight = _local(parameter)
-        flat, gradient = weight.reshape(-1), _local(parameter.grad).reshape(-1)
+        weight = local(parameter)
+        flat, gradient = weight.reshape(-1), local(parameter.grad).reshape(-1)
         size = PIECES.get(weight.device.type, PIECE)  # keeps temporaries small for large parameters
         for start in range(0, len(flat), size):
             piece = slice(start, min(start + size, len(flat)))
@@ -121,14 +123,14 @@ class AdamW(torch.optim.Optimizer):
             dtype, layout = _DTYPES.get(self._kind, torch.float32), torch.contiguous_format
             state |= {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout) for name in _MOMENTS}
             return
-        assert _local(parameter) is parameter, "shards are refused: config.excludes"
+        assert local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
             quantizer = self._quantizers[name, parameter.device]
             state[name], state[f"{name}_scale"] = quantizer.empty(parameter.numel())
 
     def _read(self, state: dict[str, Any], name: str, piece: slice) -> Tensor:
         """A slice of a moment, flat, in fp32."""
-        stored = _local(state[name])
+        stored = local(state[name])
         if f"{name}_scale" not in state:
             return stored.view(-1)[piece].to(torch.float32, copy=True)
         return self._quantizers[name, stored.device].read(stored, state[f"{name}_scale"], piece)
@@ -137,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
         self, state: dict[str, Any], name: str, piece: slice, values: Tensor, generator: torch.Generator
     ) -> None:
         """Store a slice. Overwrites the values."""
-        stored = _local(state[name])
+        stored = local(state[name])
         if f"{name}_scale" not in state:
             copy_rounded(stored.view(-1)[piece], values, generator)
         else:
@@ -152,11 +154,6 @@ def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step:
     denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of an FSDP2 parameter."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> None:

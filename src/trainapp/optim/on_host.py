@@ -5,8 +5,8 @@ parameters are copied back: ZeRO-Offload (arXiv:2101.06840) without its overlap,
 needed first. On the CPU the result is bit-identical to the plain optimizer's. The parameters are copied to the host
 every time, because a checkpoint, a rollback or a forward may also have written them.
 
-The update allocates nothing on the device. Nothing changes until all gradients have arrived; an error in the update
-itself leaves it partially applied, as on the device.
+The update allocates nothing on the device. Nothing changes until all gradients have arrived; after an error in the
+update itself, which leaves it partially applied as on the device, the optimizer is of no more use.
 """
 
 from typing import Any
@@ -41,7 +41,17 @@ class HostCopies:
         self._all.append((parameter, copy.copy_(parameter.detach()), gradient))
         return copy
 
-    def fetch(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer built for the copies step on the host. Between its steps, groups and state are keyed by the
+        parameters.
+        """
+        self._release(optimizer)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: self._fetch(optimizer))
+        optimizer.register_step_post_hook(lambda optimizer, *_: self._give_back(optimizer))
+        optimizer.host_copies = self  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy existing gradients and their parameters to the host, and put the copies into groups and state."""
         for parameter, copy, gradient in self._all:
             if parameter.grad is not None:
@@ -52,40 +62,19 @@ class HostCopies:
             torch.cuda.current_stream(device).synchronize()  # the host reads the copies
         _rename(optimizer, {id(parameter): copy for parameter, copy, _ in self._all})
 
-    def give_back(self) -> None:
-        """Copy parameters that had a gradient back. The next `fetch` waits for it, by stream order."""
+    @torch.no_grad()
+    def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy parameters that had a gradient back. The next `_fetch` waits for it, by stream order."""
         for parameter, copy, _ in self._all:
             if copy.grad is not None:
                 parameter.copy_(copy, non_blocking=True)
+        self._release(optimizer)
 
-    def release(self, optimizer: torch.optim.Optimizer) -> None:
+    def _release(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the parameters back into groups and state, and drop the copies' gradients."""
         for _, copy, _ in self._all:
             copy.grad = None
         _rename(optimizer, {id(copy): parameter for parameter, copy, _ in self._all})
-
-
-def move_to_host(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
-    """Make an optimizer built for the copies step on the host. Between its steps, groups and state are keyed by the
-    parameters.
-
-    Its class becomes a subclass of the same name, so checkpoints are the same.
-    """
-    kind = type(optimizer)
-
-    @torch.no_grad()
-    def step(self: Any, closure: None = None) -> None:
-        """One update of every parameter that has a gradient."""
-        copies.fetch(self)
-        try:
-            kind.step(self)
-            copies.give_back()
-        finally:
-            copies.release(self)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    optimizer.__class__ = type(kind.__name__, (kind,), {"step": step, "host_copies": copies, **names})
-    copies.release(optimizer)
 
 
 def copies_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainapp.config import targets
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
-from trainapp.optim.on_host import HostCopies, move_to_host
+from trainapp.optim.on_host import HostCopies
 from trainapp.torch_private import step_optimizer
 from trainapp.units import listed
 
@@ -65,7 +65,7 @@ def build_optimizer(
             group["lr"] *= (settings.layer_decay or 1) ** group.pop("layers_after", 0)
         _allocate_state(optimizer, settings, setting)
         if copies is not None:
-            move_to_host(optimizer, copies)
+            copies.attach(optimizer)
         return optimizer
 
     # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
