@@ -75,22 +75,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-class KeepsBufferDtypes(nn.Module):
-    """A module whose own buffers follow `model.to(...)` to another device, but never to another dtype.
-
-    `to`, `half`, `cuda` etc. call `_apply` on every submodule; none of them has a public hook.
-    """
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "KeepsBufferDtypes":
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-        return self
-
-
 class ForwardModuleTracker(ModuleTracker):
     """torch's ModuleTracker, except that it ignores forwards inside a backward, and keeps nothing in memory.
 

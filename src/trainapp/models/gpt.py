@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainapp.torch_private import KeepsBufferDtypes
 from trainapp.validation import Bool, Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 times slower, through denormals
@@ -43,11 +42,11 @@ def lower_right_causal(query: Tensor, start: int) -> Tensor:
     return torch.ones(length, start + length, dtype=torch.bool, device=query.device).tril(start)
 
 
-class Rotary(KeepsBufferDtypes):
+class Rotary(nn.Module):
     """Rotates the two halves of each head by angles that grow with the position, in float32.
 
-    The scores of rotated queries and keys depend on the distance of their positions only. The tables stay in float32
-    under `model.to(bfloat16)`: in 8 bits many neighbouring positions look alike.
+    The scores of rotated queries and keys depend on the distance of their positions only. `model.to(bfloat16)` rounds
+    the tables, and many neighbouring positions would look alike: the next forward computes them again.
     """
 
     def __init__(self, head_size: int, context_length: int, base: float):
@@ -68,6 +67,9 @@ class Rotary(KeepsBufferDtypes):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """Rotate [B, heads, T, head_size] at positions start to start + T - 1. Returns the same shape and dtype."""
+        if self.cos.dtype is not torch.float32:
+            with torch.inference_mode(False):
+                self.float().init_tables()
         end = start + x.shape[-2]
         cos, sin = self.cos[start:end], self.sin[start:end]
         first, second = x.float().chunk(2, dim=-1)
