@@ -23,10 +23,10 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import SingleDevice, is_shard
+from trainapp.parallel.strategy import SingleDevice
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import is_shard, outside_dispatch_modes
 from trainapp.training import loop
 from trainapp.training.engine import Engine
 from trainapp.training.session import Session

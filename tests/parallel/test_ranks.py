@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
-from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.simulated_ranks import simulated
+from trainapp.torch_private import is_shard, local
 
 from .cells import train_after_warming_up
 from .conftest import GPT, TINY

@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.parallel.strategy import local
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.absent_gpu import DEVICES, MIB, AbsentGpu
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues
 from trainapp.techniques import offload
-from trainapp.torch_private import DispatchMode, fake_tensor_mode, outside_dispatch_modes
+from trainapp.torch_private import DispatchMode, fake_tensor_mode, local, outside_dispatch_modes
 
 A100, V100 = (AbsentGpu(name, DEVICES[name][0] * MIB, DEVICES[name][1]) for name in ("a100-80gb", "v100-32gb"))
 

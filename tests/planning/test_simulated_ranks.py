@@ -31,7 +31,7 @@ def test_a_number_of_ranks_that_nothing_says():
 
 def test_replicas_must_divide_the_ranks():
     with pytest.raises(UserError, match=r"parallel\.fsdp\.replicas=2: must divide the number of ranks, 3"):
-        world_of(configure("parallel=hsdp", "plan.world=3"))
+        planner.plan(configure("parallel=hsdp", "plan.world=3"))
 
 
 @pytest.mark.slow

@@ -20,8 +20,7 @@ from trainapp.errors import UserError
 from trainapp.memory.host import total_bytes
 from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
-from trainapp.parallel.strategy import local
-from trainapp.torch_private import storage_id, strided_parts
+from trainapp.torch_private import local, storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
 WATCH_INTERVAL = 1.0  # seconds between watched steps of a validated size, on the CPU

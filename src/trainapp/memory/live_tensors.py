@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from trainapp.files import atomic_write
-from trainapp.parallel.strategy import local
 from trainapp.torch_private import (
     ASKS_DEVICE,
     LIFT,
     DispatchMode,
     ForwardModuleTracker,
     is_fake,
+    local,
     may_view,
     storage_id,
 )

@@ -14,9 +14,9 @@ from trainapp.losses import losses
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
-from trainapp.parallel.strategy import TaskModule, local
+from trainapp.parallel.strategy import TaskModule
 from trainapp.techniques.catalogue import Situation, available
-from trainapp.torch_private import storage_id
+from trainapp.torch_private import local, storage_id
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import SwallowedOutOfMemory

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,13 +101,14 @@ class DDP(SingleDevice):
             self.forward = nn.parallel.DistributedDataParallel(
                 self._task_module,
                 device_ids=[device.index] if device.type == "cuda" else None,
-                **_no_buffer_sync(),  # `broadcast_buffers` does it when it matters; DDP would in every forward
                 bucket_cap_mb=self.settings.bucket_mb,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
+        # The strategy does it when it matters; DDP would in every forward. (torch 2.13 has renamed the parameter.)
+        self.forward.broadcast_buffers = False
         self.forward.register_comm_hook(self._exchange, Exchange.reduce)
         self.forward.register_forward_pre_hook(lambda *_: self._before_forward())
         self._of_update[self._update] = self.forward, self._buckets, self._exchange
@@ -154,9 +154,3 @@ class DDP(SingleDevice):
     def warm_up(self) -> None:
         """Warms up the group of all ranks, the only one in use."""
         warm_up_group(None, self.ranks.device)
-
-
-def _no_buffer_sync() -> dict[str, Any]:
-    """torch 2.13 renamed the parameter."""
-    parameters = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}

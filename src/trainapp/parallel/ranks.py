@@ -256,16 +256,9 @@ def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
     return cast(T, answer)
 
 
-class Gathered(NamedTuple):
-    """The rows of all ranks, in the order of the ranks; this rank's are [start, end)."""
-
-    tensors: list[Tensor]
-    start: int
-    end: int
-
-
-def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> Gathered:
-    """Tensors of shape [n, ...], where n may differ between ranks, as [sum of n, ...]. Collective; no gradients.
+def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> tuple[list[Tensor], int, int]:
+    """Tensors of shape [n, ...], where n may differ between ranks, as [sum of n, ...] in the order of the ranks; this
+    rank's rows are [start, end). Collective; no gradients.
 
     Each is summed with zeros for the other ranks' rows: exact, and all_reduce is the only collective that every backend
     and tracing support. Raises UserError if shapes or dtypes differ between ranks; PeerOutOfMemory as `check_peers`
@@ -273,23 +266,19 @@ def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> Gathered:
     """
     own = len(tensors[0])
     if ranks.world == 1:
-        return Gathered(tensors, 0, own)
+        return tensors, 0, own
     ranks.check_peers()
     by_rank = ranks.all_gather_object((own, [(tuple(t.shape[1:]), str(t.dtype)) for t in tensors]))
     if any(forms != by_rank[0][1] for _, forms in by_rank):
         raise UserError(f"{setting}: the embeddings of different ranks have different shapes; give all the same")
     start = sum(rows for rows, _ in by_rank[: ranks.rank])
     total = sum(rows for rows, _ in by_rank)
-    return Gathered([_spread(ranks, tensor, start, total) for tensor in tensors], start, start + own)
-
-
-def _spread(ranks: Ranks, tensor: Tensor, start: int, total: int) -> Tensor:
-    # gloo cannot sum booleans, nor every half precision: both are exact in a wider type.
-    wide = tensor.dtype
-    if tensor.dtype is torch.bool:
-        wide = torch.uint8
-    elif tensor.is_floating_point() and tensor.itemsize < 4:
-        wide = torch.float32
-    whole = torch.zeros((total, *tensor.shape[1:]), dtype=wide, device=tensor.device)
-    whole[start : start + len(tensor)] = tensor
-    return ranks.all_reduce_sum(whole).to(tensor.dtype)
+    gathered = []
+    for tensor in tensors:
+        # gloo cannot sum booleans, nor every half precision: both are exact in a wider type.
+        widened = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+        wide = widened.get(tensor.dtype, tensor.dtype)
+        whole = torch.zeros((total, *tensor.shape[1:]), dtype=wide, device=tensor.device)
+        whole[start : start + own] = tensor
+        gathered.append(ranks.all_reduce_sum(whole).to(tensor.dtype))
+    return gathered, start, start + own

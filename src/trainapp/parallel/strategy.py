@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import is_shard as is_shard  # re-exported for higher rooms
-from trainapp.torch_private import local as local
+from trainapp.torch_private import is_shard, local
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`

@@ -27,11 +27,6 @@ def world_of(config: Config) -> int:
         world = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
     if not world:
         raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
-    if parallel.strategy == "fsdp" and world > 1 and world % parallel.fsdp.replicas:
-        raise UserError(
-            f"parallel.fsdp.replicas={parallel.fsdp.replicas}: must divide the number of ranks, {world}; each replica "
-            "is sharded over the same number of ranks"
-        )
     return world
 
 

@@ -21,7 +21,6 @@ from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import is_of_transformers, lazy_modules, smallest_micro_batch
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
@@ -29,6 +28,8 @@ from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
     buffers_of,
     fake_tensor_mode,
+    is_shard,
+    local,
     outside_dispatch_modes,
     parameters_of,
     tree_leaves,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.models.inspect import blocks_of
-from trainapp.parallel.strategy import local
-from trainapp.torch_private import base_of, storage_id, version_of
+from trainapp.torch_private import base_of, local, storage_id, version_of
 
 LEAST = 2**20  # bytes; smaller tensors are not worth copying
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainapp.checkpoint.state_dicts import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.parallel.strategy import local
 from trainapp.snapshot import checksum
+from trainapp.torch_private import local
 from trainapp.training.engine import Totals
 from trainapp.training.phase import Step
 from trainapp.training.session import Session
