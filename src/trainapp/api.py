@@ -56,9 +56,9 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
         _run(config)
     from trainapp.run import result
 
-    own = result.read(Path(config.run_dir))
-    assert own is not None  # a training that ends writes one
-    return result.Result(**vars(own), run_dir=Path(config.run_dir))
+    ended = result.read(Path(config.run_dir))
+    assert ended is not None  # a training that ends writes one
+    return ended
 
 
 def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class OneTensor:
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:
     """The checkpoints of a single process."""
-    return CheckpointDirectory(run_dir, keep_last, SingleRank())
+    return CheckpointDirectory(run_dir, keep_last)
 
 
 def save(run_dir: Path, step: int, is_best: bool = False, keep_last: int = 2, floats: int = 1000) -> None:

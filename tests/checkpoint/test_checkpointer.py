@@ -115,28 +115,6 @@ def test_an_error_that_is_not_the_disks_is_not_hidden(tmp_path, monkeypatch, asy
         checkpointer.finish() if asynchronous else checkpointer.save(1, {}, {}, False)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none left"), RuntimeError("x")])
-def test_what_fails_in_the_background_is_written_again_in_the_foreground(tmp_path, monkeypatch, caplog, error):
-    """The state at the time of `save`. That memory runs out there is no out-of-memory error of a step."""
-    write, failed = torch.save, []
-
-    def fails_once(values, path):
-        if "step_00000002" in str(path) and not failed:
-            failed.append(threading.current_thread() is threading.main_thread())
-            raise error
-        write(values, path)
-
-    monkeypatch.setattr(torch, "save", fails_once)
-    overrides = (*MLP, "every.save=2", "train.max_steps=6", "checkpointing.keep_last=9")
-    ended = runs.run(tmp_path / "a", *overrides, LATER)
-    assert failed == [False]
-    assert f"the checkpoint of step 2 could not be written in the background ({type(error).__name__}" in caplog.text
-    assert ended.oom_restarts == 0
-    runs.run(tmp_path / "b", *overrides)
-    assert names(tmp_path / "a") == names(tmp_path / "b")
-    assert runs.differences(runs.saved(tmp_path / "a", 2), runs.saved(tmp_path / "b", 2)) == []
-
-
 @pytest.mark.slow
 def test_in_the_background_the_same_is_saved(tmp_path):
     """The state at the time of `save`, not that of a later step, which changes the same tensors in place."""

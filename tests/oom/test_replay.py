@@ -36,7 +36,7 @@ GPT = (*runs.MODELS["gpt"], "model.context_length=64", "data.size=96", "data.val
 def ended(recorded: Recorded) -> tuple[torch.Tensor, dict[str, Any]]:
     """The final weights, and result.json as anyone would read it."""
     run_dir = Path(recorded.run.config.run_dir)
-    write(run_dir, result_of(recorded.run, 1.0))
+    write(result_of(recorded.run, 1.0))
     return runs.weights(recorded.run.state.model), json.loads((run_dir / "result.json").read_text())
 
 

@@ -23,7 +23,7 @@ from trainapp.config.schema import Config, Target, Update
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
-from trainapp.run.result import RunResult
+from trainapp.run.result import Result
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.session import Session
@@ -143,7 +143,7 @@ class Training:
         self.cell, self.run_dir, self.faults = cell, run_dir, faults
         self.on_batch, self.on_sample = on_batch, on_sample
         self.run: Session | None = None
-        self.result: RunResult | None = None
+        self.result: Result | None = None
         self.error: BaseException | None = None
         self.failures: list[OomReport] = []
         self.trained: dict[tuple[int, int], list[list[int]]] = {}

@@ -4,17 +4,16 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp.checkpoint import shards, state_dicts
-from trainapp.checkpoint.directory import CheckpointDirectory, Saving, describe
+from trainapp.checkpoint.directory import CheckpointDirectory, describe
 from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
@@ -41,8 +40,8 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save or resume
         self._not_saved: list[str] = []  # what the log has named
-        self.pending: tuple[Saving, Path, Future[dict[str, Any]]] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
+        self.pending: tuple[Future[dict[str, Any]], Callable[..., None]] | None = None  # being written; its commit
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
         """Save the state at `step`. Collective. Raises TrainingStopped when a disk refuses the write.
@@ -56,13 +55,24 @@ class Checkpointer:
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
         self._say_what_is_not_saved()
+        folder = self.directory.begin(step)
+        commit = functools.partial(self.directory.commit, step, config=config, is_best=is_best)
         if self.asynchronous:
-            folder = self.directory.begin(step)
             copies = shards.copy_to_host(tensors, folder)
-            saving = Saving(step, config, is_best, functools.partial(self._write, copies, values))
-            self.pending = saving, folder, self._background.submit(saving.write, folder)
+            self.pending = self._background.submit(self._write, copies, values, folder), commit
         else:  # in this thread: CUDA's current device is set per thread
-            self.directory.write(Saving(step, config, is_best, functools.partial(self._write, tensors, values)))
+            commit(lambda: self._write(tensors, values, folder))
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing in the background."""
+        return self.pending is not None and not self.pending[0].done()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in the background, if any, and commit it. Collective. Raises the errors of `save`."""
+        if self.pending is not None:
+            (written, commit), self.pending = self.pending, None
+            commit(written.result)
 
     def newest(self) -> Path | None:
         """See `CheckpointDirectory.newest`."""
@@ -84,32 +94,6 @@ class Checkpointer:
             )
         self._not_saved = self._not_saved or names
 
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self.pending is not None and not self.pending[2].done()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint in the background, if any, and commit it. Collective.
-
-        If writing failed on any rank, it is written again from the copy, in the foreground, with the errors of `save`.
-        """
-        if self.pending is None or self.directory is None:
-            return
-        (saving, folder, future), self.pending = self.pending, None
-        error = future.exception()  # waits
-        problems = [problem for problem in self.ranks.all_gather_object(error and _in_one_line(error)) if problem]
-        if not problems:
-            self.directory.commit(folder, future.result(), saving)
-            return
-        log.warning(
-            "the checkpoint of step %d could not be written in the background (%s); writing it again at once, "
-            "while training waits",
-            saving.step,
-            problems[0],
-        )
-        self.directory.write(saving)
-
     def _write(self, tensors: dict[str, Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Write this rank's files and describe them: its shards, and on rank 0 the files common to all ranks."""
         shards.write(tensors, folder, self.ranks.saving_group)
@@ -120,12 +104,6 @@ class Checkpointer:
         for path in (*own, folder):
             fsync(path)
         return describe(sorted(own))
-
-
-def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
@@ -155,10 +133,10 @@ def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
     own, saved = ModelState(model), values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
-        tensors = {"model": own.tensors(saved["written"], saved["left_out"]), "buffers": own.buffers(sizes)}
+        tensors = {"model": own.tensors(saved), "buffers": own.buffers(sizes)}
     shards.read(tensors, path, None)
     with misfits_named(path):
-        own.load_values(saved["entries"])
+        own.load_values(saved)
     averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}
     shards.read({"average": averaged} if averaged else {}, path, None)
     state_dicts.load_stateful(Stateful(model=model), values["stateful"][0])

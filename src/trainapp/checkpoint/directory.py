@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,81 +37,68 @@ _NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 log = logging.getLogger(__name__)
 
 
-class Saving(NamedTuple):
-    """A checkpoint to be written. write: writes this rank's files into a folder and describes them."""
-
-    step: int
-    config: dict[str, Any]
-    is_best: bool
-    write: Callable[[Path], dict[str, Any]]
-
-
 class CheckpointDirectory:
     """The checkpoints of one run directory. keep_last: number of newest ones to keep, in addition to the best."""
 
-    def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):
+    def __init__(self, run_dir: Path, keep_last: int = 1, ranks: Ranks | None = None):
         self.folder = run_dir / "checkpoints"
-        self.keep_last, self.ranks = keep_last, ranks
-
-    def write(self, saving: Saving) -> None:
-        """Write a checkpoint. Collective. Raises TrainingStopped if a disk refuses it."""
-        folder = self.begin(saving.step)
-        self.commit(folder, self._on_all_ranks(saving.step, folder, lambda: saving.write(folder)), saving)
+        self.keep_last, self.ranks = keep_last, ranks or SingleRank()
 
     def begin(self, step: int) -> Path:
-        """The empty folder to write the checkpoint of `step` into. Collective."""
-        temporary = self.folder / f".tmp-{_name(step)}"
+        """The empty folder to write the checkpoint of `step` into. Collective. Raises TrainingStopped as `commit`."""
+        folder = self._temporary(step)
 
         def make() -> None:
-            if self.ranks.is_rank_zero:
-                for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
-                    _delete(leftover)
-                temporary.mkdir(parents=True)
+            for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
+                _delete(leftover)
+            folder.mkdir(parents=True)
 
-        self._on_all_ranks(step, temporary, make)
-        return temporary
+        self._on_all_ranks(step, make if self.ranks.is_rank_zero else _nothing)
+        return folder
 
-    def commit(self, temporary: Path, files: dict[str, Any], saving: Saving) -> None:
-        """Give the written folder its manifest and its name, then remove checkpoints beyond `keep_last`. Collective.
+    def commit(self, step: int, write: Callable[[], dict[str, Any]], config: dict[str, Any], is_best: bool) -> None:
+        """Give the folder from `begin` its files, manifest and name; remove checkpoints beyond `keep_last`. Collective.
 
-        files: result of `describe` for this rank's files.
+        write: writes this rank's files, or waits until they are written; returns their `describe`. config: for the
+        manifest. Raises TrainingStopped on all ranks, and removes the folder, if the disk refuses a write on any.
         """
-        by_rank = self.ranks.all_gather_object(files)
+        by_rank = self._on_all_ranks(step, write)
 
-        def finish() -> None:
-            final = self.folder / _name(saving.step)
-            everything = {name: entry for part in by_rank for name, entry in part.items()}
-            write_manifest(temporary, saving, everything, self.ranks.world)
+        def publish() -> None:
+            temporary, final = self._temporary(step), self.folder / _name(step)
+            files = {name: entry for part in by_rank for name, entry in part.items()}
+            write_manifest(temporary, step, config, files, self.ranks.world)
             if os.path.lexists(final):  # from an earlier attempt at this step
                 _remove(final)
             os.replace(temporary, final)
             fsync(self.folder)
-            if saving.is_best:
+            if is_best:
                 with atomic_write(self.folder / "best", sync=True) as file:
                     file.write(final.name + "\n")
             self._prune(final)
 
-        self._on_all_ranks(saving.step, temporary, finish if self.ranks.is_rank_zero else lambda: None)
+        self._on_all_ranks(step, publish if self.ranks.is_rank_zero else _nothing)
 
-    def _on_all_ranks(self, step: int, temporary: Path, work: Callable[[], T]) -> T:
-        """This rank's result of `work`. Collective.
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f".tmp-{_name(step)}"
 
-        Raises TrainingStopped on all ranks, and removes the `temporary` folder, if the disk refuses a write on any.
-        """
+    def _on_all_ranks(self, step: int, work: Callable[[], T]) -> list[T]:
+        """Every rank's result of `work`. Collective. Raises TrainingStopped as `commit`."""
         result, refusal = None, None
         try:
             result = work()
         except (OSError, RuntimeError, CheckpointException) as error:
             refusal = _refusal(error, self.ranks)
-        if refusals := [text for text in self.ranks.all_gather_object(refusal) if text]:
+        by_rank = self.ranks.all_gather_object((result, refusal))
+        if refusals := [text for _, text in by_rank if text]:
             if self.ranks.is_rank_zero:
                 with contextlib.suppress(OSError):
-                    _delete(temporary)
+                    _delete(self._temporary(step))
             raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {refusals[0]}; "
                 f"the last good one is {self.newest_name() or 'none'}"
             )
-        return cast(T, result)
+        return [result for result, _ in by_rank]
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, or None. Logs a warning for each that does not.
@@ -169,7 +156,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
     if path.is_file() and path.name == "best":
-        best = CheckpointDirectory(path.parent.parent, 1, SingleRank()).best()
+        best = CheckpointDirectory(path.parent.parent).best()
         if best is None:
             raise UserError(f"{name}: it names no checkpoint that is still here")
         path = best
@@ -178,7 +165,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
             raise UserError(f"{name}: this checkpoint {problem}")
         return path
     run_dir = path.parent if path.name == "checkpoints" else path
-    newest = CheckpointDirectory(run_dir, 1, SingleRank()).newest()
+    newest = CheckpointDirectory(run_dir).newest()
     if newest is None:
         raise UserError(f"{name}: neither a checkpoint nor a run directory with a good one")
     return newest
@@ -224,15 +211,15 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def write_manifest(folder: Path, saving: Saving, files: dict[str, Any], world: int) -> None:
+def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], world: int) -> None:
     """Write the manifest of the checkpoint in `folder`. files: result of `describe` for all ranks' files."""
     manifest = {
         "format": FORMAT,
-        "step": saving.step,
+        "step": step,
         "ranks": world,
         "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "files": files,
-        "config": saving.config,
+        "config": config,
     }
     with atomic_write(folder / MANIFEST, sync=True) as file:
         file.write(strict_json(manifest, indent=1) + "\n")
@@ -244,6 +231,10 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _nothing() -> None:
+    """What the other ranks do while rank 0 works."""
 
 
 def _name(step: int) -> str:

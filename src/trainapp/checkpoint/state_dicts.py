@@ -13,7 +13,7 @@ import copy
 import hashlib
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError, add_note
 from trainapp.models import adapters
 from trainapp.optim.optimizers import step_without_effect
+from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import Stateful, has_extra_state, is_expanded
 from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, strided_parts, version_of
 
@@ -56,20 +57,29 @@ class ModelState:
         _, built, version = self._built.get(name, (None, lambda: None, 0))
         return built() is not tensor or version != version_of(tensor)
 
-    def written(self) -> list[str]:
-        """For a model with adapters: names in its frozen base, which a checkpoint does not hold, that forwards have
-        written nevertheless, as with a momentum teacher.
-        """
-        named = self.model.named_parameters()
-        return sorted(name for name, own in named if name in self._frozen and self._has_changed(name, own))
+    def values(self, ranks: Ranks) -> dict[str, Any]:
+        """What a checkpoint holds beside `tensors`, as plain values; equal on all ranks but for `entries`. Collective.
 
-    def tensors(self, written: Collection[str], left_out: Collection[str] = ()) -> dict[str, Tensor]:
+        entries: what modules add to the state dict other than dense tensors. left_out: see `left_out`. written: of a
+        model with adapters, names in its frozen base that forwards have written nevertheless, as with a momentum
+        teacher.
+        """
+        others = {name: value for name, value in self._entries() if not _is_dense(value)}
+        named = self.model.named_parameters()
+        written = [name for name, own in named if name in self._frozen and self._has_changed(name, own)]
+        return {
+            "entries": {name: encoded(value, f"{name} of the model's state dict") for name, value in others.items()},
+            "left_out": self.left_out(),
+            "written": sorted({name for names in ranks.all_gather_object(written) for name in names}),
+        }
+
+    def tensors(self, values: dict[str, Any]) -> dict[str, Tensor]:
         """The dense tensors of the state dict. A tensor with several names, such as a tied weight, has the first.
 
-        Excludes the frozen base of a model with adapters, except what is `written`, and everything that is `left_out`
-        now or was when the checkpoint was written.
+        values: the `values` saved with them. Excludes the frozen base of a model with adapters, except what is
+        `written`, and everything that is `left_out` now or was then.
         """
-        hidden = self._frozen.difference(written) | {*self.left_out(), *left_out}
+        hidden = self._frozen.difference(values["written"]) | {*self.left_out(), *values["left_out"]}
         tensors, seen = {}, set()
         for name, value in self._entries():
             if _is_dense(value) and id(value) not in seen and name not in hidden:
@@ -88,15 +98,10 @@ class ModelState:
         shapes = {name: shape for name, (shape, _) in saved.items()}
         return {name: buffer for name, buffer in outside.items() if shapes.get(f"buffers.{name}") == buffer.shape}
 
-    def values(self) -> dict[str, Any]:
-        """Entries that modules add to the state dict other than dense tensors, as plain values."""
-        others = {name: value for name, value in self._entries() if not _is_dense(value)}
-        return {name: encoded(value, f"{name} of the model's state dict") for name, value in others.items()}
-
     def load_values(self, saved: dict[str, Any]) -> None:
         """Restore `values`, and copies that hooks make of tensors. Call after filling `tensors`."""
         own = {id(tensor) for _, tensor in self._own()}
-        entries = dict(self._entries()) | decoded(saved)
+        entries = dict(self._entries()) | decoded(saved["entries"])
         if any(id(value) not in own for value in entries.values()):
             self.model.load_state_dict(entries, strict=False)  # without extra state, which has its own owner
 

@@ -17,7 +17,7 @@ from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import Schedule
-from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.stateful import Stateful
 from trainapp.units import listed
 
@@ -111,20 +111,14 @@ class TrainState:
         """See `ModelState.not_saved`."""
         return self._model.not_saved()
 
-    def written(self, ranks: Ranks) -> list[str]:
-        """`ModelState.written` over all ranks, so that all save the same tensors. Collective."""
-        by_rank = ranks.all_gather_object(self._model.written())
-        return sorted({name for own in by_rank for name in own})
-
     def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
 
         values: the values saved with them; None: this rank's. sizes: shapes and dtypes of the tensors in a checkpoint,
         if it is to be read into these after `follow`.
         """
-        of_model = values["model_values"] if values else {"written": self._model.written(), "left_out": ()}
         tensors = {
-            "model": self._model.tensors(of_model["written"], of_model["left_out"]),
+            "model": self._model.tensors(values["model_values"] if values else self._model.values(SingleRank())),
             "buffers": self._model.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
             "average": dict(zip(self.average.names, self.average.averages, strict=True)),
@@ -153,11 +147,7 @@ class TrainState:
                 "order": self.data_order,
             },
             "base": None if base is None else base.digest,
-            "model_values": {
-                "entries": self._model.values(),
-                "left_out": self._model.left_out(),
-                "written": self.written(ranks),
-            },
+            "model_values": self._model.values(ranks),
             "optimizer_values": self._by_update(
                 lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
             ),
@@ -200,7 +190,7 @@ class TrainState:
         """Continue from `saved`, the `values` of a run on any number of ranks, after the tensors are filled. Does not
         include `load_stateful`.
         """
-        self._model.load_values(saved["model_values"]["entries"])
+        self._model.load_values(saved["model_values"])
         for update, scaler in self._saved_by_update(saved["scaler"]):
             if update.precision.scaler.is_enabled() and scaler:
                 update.precision.scaler.load_state_dict(scaler)

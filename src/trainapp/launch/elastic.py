@@ -14,9 +14,8 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,23 +36,15 @@ from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
 
 if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
-    from trainapp.run.result import RunResult
+    from trainapp.run.result import Result
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Outcome:
-    """How a worker ended, in plain values that can be sent to the parent. `error`: a message for the user.
-
-    result: None after an error or a signal.
-    """
-
-    result: "RunResult | None" = None
-    error: str | None = None
-    exit_code: int = 0
+# How a worker ended, in plain values that can be sent to the parent: its result, a mistake, or a signal's exit code.
+Outcome: TypeAlias = "Result | UserError | int"
 
 
 # The launcher
@@ -89,11 +80,10 @@ def run_workers(config: Config) -> Outcome:
             outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
         pass_on(error.sigval, handlers[error.sigval])
-        return Outcome(exit_code=128 + error.sigval)
+        return 128 + error.sigval
     except ChildFailedError as error:
         raise TrainingStopped(_why_it_ended(error, failures)) from None
-    ended = list(outcomes.values())
-    return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
+    return next((own for own in outcomes.values() if isinstance(own, (UserError, int))), outcomes[0])
 
 
 class Failures:
@@ -113,10 +103,10 @@ class Failures:
     def decide(self) -> Restart:
         """Called after each failure, before the workers are restarted."""
         left = take_errors(self.run_dir)
-        self.incurable = min((own.text for own in left if own.repeats or own.text in self._before), default=None)
+        self.incurable = min((text for text, repeats in left.items() if repeats or text in self._before), default=None)
         if self.incurable is not None:
             return Restart.REFUSED
-        self._before = {error.text for error in left}
+        self._before = set(left)
         # Free only if the count has risen: workers that end before they read restart.json would restart forever.
         recoveries = (read_restart(self.run_dir) or {}).get("oom_restarts", 0)
         if recoveries > self._recoveries:
@@ -169,24 +159,17 @@ def run_worker(config: Config) -> Outcome:
     try:
         with process_group(config) as ranks:
             answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
-            return Outcome(runner.run(config, ranks))
+            return runner.run(config, ranks)
     except UserError as error:
-        return Outcome(error=str(error), exit_code=error.exit_code)
+        return error.with_traceback(None)
     except runner.Interrupted as error:
         code = int(error.code or 0)
         _exit_if_not_collected(code)
-        return Outcome(exit_code=code)
+        return code
     except Exception as error:
         log.exception("this rank failed")
         leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
         raise
-
-
-class LeftError(NamedTuple):
-    """An error in one line, with its step. repeats: whether restarted workers would run into it again."""
-
-    text: str
-    repeats: bool
 
 
 # Errors that may have an external, transient cause, such as a full disk or a lost device.
@@ -206,14 +189,16 @@ def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
         (run_dir / "ranks" / f"rank_{rank}.error").write_text(left)
 
 
-def take_errors(run_dir: Path) -> list[LeftError]:
-    """The errors left by the last workers. A killed worker leaves none."""
-    taken = []
+def take_errors(run_dir: Path) -> dict[str, bool]:
+    """The errors left by the last workers, one line each with its step, and whether restarted workers would run into it
+    again. A killed worker leaves none.
+    """
+    taken = {}
     for path in sorted((run_dir / "ranks").glob("*.error")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             text, repeats = json.loads(path.read_text(errors="replace"))
             path.unlink()
-            taken.append(LeftError(str(text), repeats is True))
+            taken[str(text)] = repeats is True
     return taken
 
 

@@ -18,7 +18,7 @@ from trainapp.memory import host
 from trainapp.run import run_dir as directory
 
 if TYPE_CHECKING:
-    from trainapp.run.result import RunResult
+    from trainapp.run.result import Result
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
@@ -96,7 +96,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     return run(config, is_sweep).objective
 
 
-def run(config: Config, is_sweep: bool = False) -> "RunResult":
+def run(config: Config, is_sweep: bool = False) -> "Result":
     """Train, evaluate or predict with as many processes as `config` asks for. Returns how that ended.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
@@ -124,13 +124,11 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     if is_rank:
         environment.export_torch_variables()
     outcome = elastic.run_worker(config) if is_rank else elastic.run_workers(config)
-    if outcome.error:
-        error = UserError(outcome.error)
-        error.exit_code = outcome.exit_code
-        raise error
-    if outcome.result is None:
-        raise SystemExit(outcome.exit_code)
-    return outcome.result
+    if isinstance(outcome, UserError):
+        raise outcome
+    if isinstance(outcome, int):
+        raise SystemExit(outcome)
+    return outcome
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import signal
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class RunResult:
-    """How a run ended; written to result.json. Sizes in samples, memory in bytes."""
+class Result:
+    """How a run ended, as `trainapp.train` returns it and result.json has it. Sizes in samples, memory in bytes."""
 
-    objective: (
-        float | None
-    )  # the last evaluation's value, which sweepers receive; may be nan or inf, which the file cannot hold
+    run_dir: Path  # the directory with the run's files; not in result.json
+    # The last evaluation's value, which sweepers receive; may be nan or inf, which the file cannot hold.
+    objective: float | None
     objective_note: str | None  # why it is not a number
     metric: str
     direction: str  # "min" or "max": which values of it are better
@@ -44,21 +44,15 @@ class RunResult:
     samples_per_second: float
     seconds: float
     checkpoint: str | None
-    ended: str | None = None  # why: the setting of its length, the reason it stopped, or the signal
+    ended: str | None  # why: the setting of its length, the reason it stopped, or the signal; None: nothing trained
 
 
-@dataclass
-class Result(RunResult):
-    """The result of `trainapp.train`. run_dir: the directory with the run's files."""
-
-    run_dir: Path = field(kw_only=True)
-
-
-def result_of(session: Session, seconds: float) -> RunResult:
+def result_of(session: Session, seconds: float) -> Result:
     """The run's result. Collective: call on every rank."""
     progress, size = session.state.progress, session.sizes.train.size
     peaks = session.ranks.all_gather_object((session.memory.peak, session.memory.peak_reserved))
-    return RunResult(
+    return Result(
+        run_dir=Path(session.config.run_dir),
         objective=progress.objective,
         objective_note=_note(progress),
         metric=session.objective.metric,
@@ -101,22 +95,23 @@ def _note(progress: Progress) -> str | None:
     return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
 
 
-def read(run_dir: Path) -> RunResult | None:
+def read(run_dir: Path) -> Result | None:
     """The result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
-        facts = {"objective_note": None} | json.loads((run_dir / RESULT).read_text())
+        facts = {"run_dir": run_dir, "objective_note": None} | json.loads((run_dir / RESULT).read_text())
         facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
-        return RunResult(**{own.name: facts[own.name] for own in fields(RunResult)})
+        return Result(**{own.name: facts[own.name] for own in fields(Result)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write(run_dir: Path, result: RunResult) -> None:
+def write(result: Result) -> None:
     """Write result.json. Raises OSError if it cannot be written; an older file then stays."""
     facts = asdict(result)
+    del facts["run_dir"]
     if facts["objective_note"] is None:
         del facts["objective_note"]
-    with atomic_write(run_dir / RESULT) as file:
+    with atomic_write(result.run_dir / RESULT) as file:
         file.write(strict_json(facts, indent=1) + "\n")
 
 
@@ -147,15 +142,15 @@ def opening_lines(session: Session) -> list[str]:
     return lines
 
 
-def report(session: Session, result: RunResult) -> None:
+def report(session: Session, result: Result) -> None:
     """Write result.json and print the summary."""
-    run_dir = Path(session.config.run_dir)
+    path = result.run_dir / RESULT
     # Keep the result of a run that had already finished.
-    if session.config.mode == "train" and (session.meter.samples or not (run_dir / RESULT).exists()):
+    if session.config.mode == "train" and (session.meter.samples or not path.exists()):
         try:
-            write(run_dir, result)
+            write(result)
         except OSError as error:
-            session.tracker.unwritable(run_dir / RESULT, error)
+            session.tracker.unwritable(path, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if session.config.mode != "lr_find":  # which ends with its suggestion
@@ -164,7 +159,7 @@ def report(session: Session, result: RunResult) -> None:
         print(f"Resume with:\n  {session.config.command}", flush=True)
 
 
-def print_summary(session: Session, result: RunResult) -> None:
+def print_summary(session: Session, result: Result) -> None:
     """Print the table at the end of a run."""
     config, progress = session.config, session.state.progress
     rows: list[tuple[str, Any]] = []

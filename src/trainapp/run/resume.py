@@ -13,7 +13,7 @@ from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, re
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
+from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Path | N
 def _origin(config: Config, has_restarted: bool) -> Path | None:
     """The run's own newest checkpoint if the run continues, otherwise the one that `checkpointing.resume` names."""
     resume, trains = config.checkpointing.resume, config.mode == "train"
-    own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
+    own = CheckpointDirectory(Path(config.run_dir))
     newest = own.newest() if has_restarted or resume == "auto" else None
     if newest is not None or resume in ("auto", "none"):
         return newest
@@ -52,28 +52,17 @@ def as_saved(config: Config, path: Path) -> Config:
     saved = read_manifest(path)["config"]["train"]
     if config.mode != "train":
         config = _with_parts_of(config, path)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
     elif saved["seed"] != config.train.seed and config.chooses("train.seed"):
         raise UserError(
             f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, which its samples and steps "
             "depend on; leave train.seed out, or begin a new run with its weights, model.init_from=RUN"
         )
-    changes: dict[str, Any] = {"seed": saved["seed"]}
-    if config.mode != "train":
-        changes["ema"] = saved["ema"]
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"]))
 
 
 # What a run's model is built from. Without `user_packages`: a foreign checkpoint must not choose what is imported.
-BUILT_FROM = (
-    "model",
-    "data",
-    "task",
-    "task_arguments",
-    "adapter",
-    "optimizer",
-    "updates",
-    "precision",
-)
+BUILT_FROM = ("model", "data", "task", "task_arguments", "adapter", "optimizer", "updates", "precision")
 _MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
 # Settings below `data` that configure loading, not the data set.
 _LOADING = {own.name for own in dataclasses.fields(Data)} - {own.name for own in dataclasses.fields(Target)}
@@ -92,6 +81,11 @@ def _with_parts_of(config: Config, path: Path) -> Config:
             names = setting.split(".")
             _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
     return saved_config(path, dataclasses.asdict(config) | taken)
+
+
+def _settings_of_data(config: Config) -> list[str]:
+    """Settings below `data` that the command line names."""
+    return [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
 
 
 def saved_config(path: Path, values: dict[str, Any]) -> Config:
@@ -123,11 +117,6 @@ def _missing(config: Config) -> list[str]:
     elif is_other_data or any(setting.partition(".")[0] not in _LOADING for setting in _settings_of_data(config)):
         chosen["eval"] = True  # these sets belong to the run's own data
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
-
-
-def _settings_of_data(config: Config) -> list[str]:
-    """Settings below `data` that the command line names."""
-    return [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
 
 
 def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:

@@ -6,7 +6,6 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
-from trainapp.run.result import RunResult, opening_lines, report, result_of
+from trainapp.run.result import Result, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes, initial_sizes, take_restart
 from trainapp.training import events, loop
@@ -53,7 +52,7 @@ class CarriedOver:
     written: list[str]  # parameters that the forward writes: see `Snapshot`
 
 
-def run(config: Config, ranks: Ranks | None = None) -> RunResult:
+def run(config: Config, ranks: Ranks | None = None) -> Result:
     """Perform one run. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
@@ -72,7 +71,7 @@ def run(config: Config, ranks: Ranks | None = None) -> RunResult:
 
 def _run_session(
     config: Config, stop: StopRequest, ranks: Ranks, started: float, carried: CarriedOver | None = None
-) -> RunResult | CarriedOver:
+) -> Result | CarriedOver:
     """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
 
     started: `time.monotonic()` at the start of the first attempt.
@@ -86,25 +85,17 @@ def _run_session(
         if carried is None:
             for line in opening_lines(current):
                 log.info("%s", line)
-        stack.enter_context(_naming_the_step(current))
-        while (failure := attempt(current)) is not None:
-            carried_over = recover(current, failure)
-            if carried_over is not None:
-                return carried_over
+        try:
+            while (failure := attempt(current)) is not None:
+                if (carried_over := recover(current, failure)) is not None:
+                    return carried_over
+        except Exception as error:
+            add_note(error, f"at step {current.state.progress.step + 1}")
+            raise
     result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
         report(current, result)
     return result
-
-
-@contextlib.contextmanager
-def _naming_the_step(session: Session) -> Iterator[None]:
-    """Add the step to the notes of an error that ends the run (shown in tracebacks from Python 3.11 on)."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, f"at step {session.state.progress.step + 1}")
-        raise
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
@@ -158,15 +149,13 @@ def attempt(session: Session) -> OomReport | None:
     """Run the inner loop. Returns None, or the report of an out-of-memory error once nothing holds its tensors."""
     try:
         work(session)
+        return None
     except Exception as error:
         may_retry = session.config.oom.enabled and session.attempt.phase is not Phase.SAVE
         if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
             raise
         recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
-        failure = describe(session, error)  # plain values, which do not keep those tensors alive
-    else:
-        return None
-    return failure
+        return describe(session, error)  # plain values, which do not keep those tensors alive
 
 
 def work(session: Session) -> None:

@@ -50,7 +50,7 @@ def _checkpoint(run_dir: Path, which: str | Path) -> Path:
     """The checkpoint's folder. Raises UserError if it is missing or damaged."""
     setting = f"trainapp.load: run_dir={run_dir}, which"
     if which == "best" and run_dir.is_dir():
-        best = CheckpointDirectory(run_dir, 1, SingleRank()).best()
+        best = CheckpointDirectory(run_dir).best()
         if best is None:
             raise UserError(
                 f"{setting}='best': it has no best checkpoint: the run saved none at an evaluation; use which='last'"
