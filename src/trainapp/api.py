@@ -179,13 +179,10 @@ def _run(config: Config) -> None:
 
 
 def _run_here(config: Config) -> None:
-    run_dir = Path(config.run_dir)
-    directory.acquire(run_dir)
-    try:
-        with _as_before(config.memory.expandable_segments), _logged(run_dir):
+    with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
+        directory.require_same_experiment(config)
+        with _logged(Path(config.run_dir)):
             launch.run(config)
-    finally:
-        directory.release(run_dir)
 
 
 @contextmanager

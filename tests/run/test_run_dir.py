@@ -16,7 +16,6 @@ import runs
 from helpers import environment, files, run_cli
 
 from trainapp.errors import UserError
-from trainapp.launch import launch
 from trainapp.run import run_dir
 
 HOLD = """
@@ -127,38 +126,30 @@ def refusal(folder, *overrides):
     return None
 
 
-def test_the_launcher_refuses_another_experiment(tmp_path):
-    """As in every job of a sweep. The old result would be returned as that of the new settings."""
-    runs.run(tmp_path, *MLP)
-    before = contents(tmp_path)
-    with pytest.raises(UserError) as refused:
-        launch.launch(runs.configure(tmp_path, *MLP, "optimizer.lr=0.5", "train.seed=3", "every.log=2"))
-    assert str(refused.value).splitlines()[:3] == [
+def test_another_experiment_is_refused(tmp_path):
+    """Else the old result would be returned as that of the new settings."""
+    first = runs.run(tmp_path, *MLP)
+    message = refusal(tmp_path, *MLP, "optimizer.lr=0.5", "train.seed=3", "every.log=2")
+    assert message.splitlines()[:3] == [
         f"hydra.run.dir={tmp_path}: this directory belongs to a run of other settings, which change the result:",
         "  optimizer.lr: 0.01 before, 0.5 now",
         "  train.seed: 0 before, 3 now",
     ]
-    assert f"checkpointing.resume={tmp_path}" in str(refused.value)
-    assert contents(tmp_path) == before
     named = f"checkpointing.resume={tmp_path}"
+    assert named in message
     assert refusal(tmp_path, *MLP, "train.seed=3", named, "mode=eval") is None  # it writes nothing of a run
-
-
-def test_without_the_check_the_old_result_is_returned_as_the_new_one(tmp_path, monkeypatch):
-    """Negative control."""
-    first = runs.run(tmp_path, *MLP)
-    monkeypatch.setattr(run_dir, "require_same_experiment", lambda *_: None)
-    assert launch.launch(runs.configure(tmp_path, *MLP, "optimizer.lr=0.5")) == first.objective
+    assert runs.run(tmp_path, *MLP, "optimizer.lr=0.5").objective == first.objective  # unless it is asked
 
 
 def test_the_same_experiment_continues(tmp_path, caplog):
     """Its end, cadences and limits may change, and are named; a finished run returns its own result."""
     caplog.set_level("INFO", "trainapp")
     first = runs.run(tmp_path, *MLP)
-    assert launch.launch(runs.configure(tmp_path, *MLP)) == first.objective
+    assert runs.run(tmp_path, *MLP).objective == first.objective
     assert "other settings than in the checkpoint" not in caplog.text
-    longer = launch.launch(runs.configure(tmp_path, *MLP, "train.max_steps=3", "every.save=2"))
-    assert longer != first.objective
+    onward = (*MLP, "train.max_steps=3", "every.save=2")
+    assert refusal(tmp_path, *onward) is None
+    assert runs.run(tmp_path, *onward).objective != first.objective
     assert "other settings than in the checkpoint: every.save not set -> 2, train.max_steps 2 -> 3" in caplog.text
     assert helpers.result(tmp_path)["steps"] == 3
 

@@ -61,7 +61,10 @@ def _claim(run_dir: Path) -> None:
 
 
 def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None:
-    """Write .hydra/ with the composed configuration and the overrides; Hydra would before the run may be refused."""
+    """Write .hydra/ with the composed configuration and the overrides; Hydra would before the run may be refused.
+
+    Raises UserError if the directory belongs to another experiment.
+    """
     if config.mode in ("plan", "lr_find") or not environment.is_rank_zero():
         return
     if not environment.is_one_of_many_ranks():  # those ask rank 0, in `run_worker`
@@ -97,19 +100,17 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
 
 def run(config: Config, is_sweep: bool = False) -> "Result":
-    """Train, evaluate or predict with as many processes as `config` asks for. Returns how that ended.
+    """Train, evaluate or predict: in this process (parallel=single), in workers that it starts, or, where torchrun,
+    srun or submitit started it as one of several, in it as one of the ranks. Returns how that ended.
 
-    The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
-    srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
-    other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
+    is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
+    ended the run.
     """
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     is_rank = environment.is_one_of_many_ranks()
-    if not is_rank:  # ranks check this together in `run_worker`
-        directory.require_same_experiment(config)
     if config.parallel.strategy == "single":
         if is_rank:
             raise UserError(

@@ -61,8 +61,8 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
             leave_for_restart(session, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()
-    own = None if failure.by_peer else (ranks.rank, one_line(failure))
-    failure.culprits = [culprit for culprit in ranks.all_gather_object(own) if culprit is not None]
+    ran_out = ranks.all_gather_object(not failure.by_peer)
+    failure.culprits = [rank for rank, is_culprit in enumerate(ran_out) if is_culprit]
 
 
 def roll_back(session: Session, failure: OomReport) -> None:
@@ -120,7 +120,7 @@ def report(session: Session, failure: OomReport) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
     failure.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
-        ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
+        ranks = listed(map(str, failure.culprits))
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
     else:
         log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
@@ -129,9 +129,8 @@ def report(session: Session, failure: OomReport) -> None:
 
 
 def _write_report(session: Session, failure: OomReport) -> None:
-    folder = session.tracker.run_dir / "oom"
     try:
-        path = write(failure, folder, session.sizes.oom_restarts, session.ranks.world)
+        path = write(session, failure)
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
         session.tracker.oom_report(one_line(failure), failure.step)
         if failure.events:
@@ -139,7 +138,7 @@ def _write_report(session: Session, failure: OomReport) -> None:
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
             session.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run is more important than its report
-        session.tracker.unwritable(folder, error)
+        session.tracker.unwritable(session.tracker.run_dir / "oom", error)
 
 
 def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
@@ -147,10 +146,16 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
 
     Raises TrainingStopped if nothing can help, or if nothing would restart this process.
     """
-    sizes, run_dir = _sizes_of(session, failure), session.tracker.run_dir
-    changed = sizes.failed(SingleRank())
     if isinstance(session.ranks, SingleRank):
-        raise TrainingStopped(_needs_new_process(session, failure))
+        failure.action = f"{failure.broken} fails from now on in this process"
+        with contextlib.suppress(OSError):
+            write(session, failure)
+        raise TrainingStopped(
+            f"{one_line(failure)}; continue from the last checkpoint in a new one, under a memory.limit that is "
+            f"reached before the driver's:\n  {session.config.command}"
+        )
+    sizes = _sizes_of(session, failure)
+    changed = sizes.failed(SingleRank())
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed
@@ -160,8 +165,8 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     )
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
     try:
-        session.sizes.leave_for_restart(run_dir, failing=sizes)
-        write(failure, run_dir / "oom", session.sizes.oom_restarts, session.ranks.world)
+        session.sizes.leave_for_restart(session.tracker.run_dir, failing=sizes)
+        write(session, failure)
     except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
     logging.shutdown()
@@ -176,17 +181,6 @@ def _why_not_in_place(failure: OomReport) -> str:
     if failure.lost:
         return f"the forward has written {listed(failure.lost, most=5)}"
     return "no votes are held for a validated size"
-
-
-def _needs_new_process(session: Session, failure: OomReport) -> str:
-    """The final message of a single process that an out-of-memory error has left unusable."""
-    failure.action = f"{failure.broken} fails from now on in this process"
-    with contextlib.suppress(OSError):
-        write(failure, session.tracker.run_dir / "oom", session.sizes.oom_restarts)
-    return (
-        f"{one_line(failure)}; continue from the last checkpoint in a new one, under a memory.limit that is reached "
-        f"before the driver's:\n  {session.config.command}"
-    )
 
 
 @contextlib.contextmanager

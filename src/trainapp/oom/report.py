@@ -1,10 +1,9 @@
 """The report of an out-of-memory error: where it happened and what filled the memory."""
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 
 import torch
 from torch import nn
@@ -47,7 +46,7 @@ class OomReport:
     seconds_lost: float = 0.0
     alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
-    culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
+    culprits: list[int] = field(default_factory=list)  # the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
     swallowed: bool = False  # the caller caught the error
@@ -134,7 +133,7 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
     """`(phase, module path)`: the innermost module among the frames that the error passed through."""
     names = {id(module): name for name, module in session.state.model.named_modules()}
     module, entered = "", False
-    for frame in _frames(error.__traceback__):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, TaskModule):  # in its hook, which gathers parameters before the task runs
             entered = frame.f_code.co_name != "forward"
@@ -151,12 +150,6 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
     return phase, module or path
 
 
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
 def one_line(report: OomReport) -> str:
     """The report in one line, for the terminal and the trackers."""
     where = f"{report.phase}{f' ({report.module})' if report.module else ''}"
@@ -170,15 +163,11 @@ def one_line(report: OomReport) -> str:
     )
 
 
-def _by_size(report: OomReport) -> list[tuple[Category, int]]:
-    return sorted(((Category(kind), size) for kind, size in report.by_category.items()), key=lambda item: -item[1])
-
-
-def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
-    """Write `folder/NNN_step_S.json`, with the rank if there are several. Returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = f"_rank_{report.rank}" if world > 1 else ""
-    path = folder / f"{number:03d}_step_{report.step}{rank}.json"
+def write(session: Session, report: OomReport) -> Path:
+    """Write `oom/NNN_step_S.json`, with the rank if there are several. Returns its path."""
+    rank = f"_rank_{report.rank}" if session.ranks.world > 1 else ""
+    path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{report.step}{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}
     path.write_text(strict_json(facts | {"trace": report.trace.splitlines()}, indent=1) + "\n")
     return path
@@ -187,11 +176,12 @@ def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
 def final_message(session: Session, report: OomReport) -> str:
     """The message if no micro-batch fits: where the memory went, and which settings need less."""
     kind = "evaluation micro-batch" if report.evaluating else "micro-batch"
+    largest_first = sorted(report.by_category.items(), key=lambda item: -item[1])
     lines = [
         f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(session, report)}.",
         report.message,
         f"{'limit':<18}{bytes_text(report.limit):>12}",
-        *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
+        *(f"{part.label:<18}{bytes_text(size):>12}" for part, size in largest_first if size),
     ]
     techniques = available(Situation(session.config, session.state.model, session.engine.knows_loss))
     if techniques:

@@ -78,10 +78,9 @@ def _run_session(
     """
     with recovery.out_of_memory_named(config, ranks):
         current = prepare(config, stop, ranks, carried)
-    with contextlib.ExitStack() as stack:
-        stack.callback(current.close)
-        if current.state.device.type == "cpu":
-            stack.enter_context(host.guarded(config.memory, current.memory.total))
+    on_cpu = current.state.device.type == "cpu"
+    guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
+    with contextlib.closing(current), guarded:
         if carried is None:
             for line in opening_lines(current):
                 log.info("%s", line)
