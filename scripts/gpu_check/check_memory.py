@@ -68,7 +68,7 @@ class OverAllocation:
         next(block.children()).register_forward_pre_hook(self._within_forward)
 
     def _within_forward(self, *_: Any) -> None:
-        recomputing = self._session.attempt.phase is Phase.BACKWARD
+        recomputing = self._session.engine.phase is Phase.BACKWARD
         if self._place == ("recomputation" if recomputing else "forward"):
             self._ask()
 

@@ -29,7 +29,7 @@ def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     session = runs.prepare(tmp_path, *DATA, f"data.size={size}", "every.save=50 percent")
     session.tracker.close()
     assert (session.limits.length.total_steps, session.tracker.progress.total) == (total, total)
-    assert session.limits.save == total // 2
+    assert session.limits.save.steps == total // 2
     assert session.state.update.schedule(total) == 0.0
     assert session.state.update.schedule(total - 1) == pytest.approx(1 / total)
     result = runs.run(tmp_path, *DATA, f"data.size={size}")

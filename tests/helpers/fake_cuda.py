@@ -30,6 +30,7 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.training import loop
+from trainapp.training.limits import Interval
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
@@ -144,7 +145,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
         parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None)
         run = build.session_of(config, parts, StopRequest(), SingleRank())
         run.sizes = runner.sizes_of(run, None, None)
-        run.limits = dataclasses.replace(run.limits, log=0, evaluate=0, save=0)
+        run.limits = dataclasses.replace(run.limits, log=0, evaluate=Interval(), save=Interval())
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()
         yield run, requests

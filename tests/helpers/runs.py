@@ -93,7 +93,8 @@ def prepare(run_dir: Path, *overrides: str) -> Session:
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.begin_update()._replace(is_logged=is_logged))
-    return transaction.accumulated(session)
+    around = functools.partial(transaction.around, session)
+    return loop.accumulate(session.engine, transaction.micro_batches(session), around)
 
 
 def clip(session: Session) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Injector(TorchDispatchMode):
         """Raise out of memory and record it."""
         self.fired += 1
         self.seen = 0
-        self.where.append(self.run.attempt.phase)
+        self.where.append(self.run.engine.phase)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
@@ -91,10 +91,10 @@ class Injector(TorchDispatchMode):
 
     def _phase(self) -> str:
         """The loss follows the model in the forward; the data phase is checked only by the data set."""
-        phase = self.run.attempt.phase
+        phase = self.run.engine.phase
         if phase == "forward" and not self._in_model:
             return "loss" if self._forward_done else "before the model"
-        others = {"data": "between micro-batches"} | dict.fromkeys(("committed", "log", "search"), "after commit")
+        others = {"data": "between micro-batches"} | {"after the commit": "after commit"}
         return others.get(phase, phase)
 
 
@@ -130,7 +130,7 @@ class Watched:
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         progress = self.run.state.progress
-        if self.injector is not None and self.run.attempt.phase == "data" and self.injector.at("data"):
+        if self.injector is not None and self.run.engine.phase == "data" and self.injector.at("data"):
             self.injector.fail()
         if not self._is_piece(progress.step, progress.epoch, indices):
             self.fetched.append((progress.step, progress.epoch, tuple(indices)))

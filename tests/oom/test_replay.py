@@ -135,7 +135,7 @@ class Poisoned(Injector):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.run is None or "nll_loss_forward" not in str(func) or self.run.attempt.phase != "forward":
+        if self.run is None or "nll_loss_forward" not in str(func) or self.run.engine.phase != "forward":
             return result
         progress = self.run.state.progress
         poison = float("nan") if progress.step + progress.skipped + 1 in self.attempts else 0.0

@@ -29,7 +29,7 @@ from trainapp.training import loop
 from trainapp.training.session import Session
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`session.attempt.phase`), recognised by their tensor operations, and places that are functions.
+# Phases of the loop (`session.engine.phase`), recognised by their tensor operations, and places that are functions.
 PLACES = ("fetch", "read", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
 
@@ -97,7 +97,7 @@ class Injector(TorchDispatchMode):
         self.refused = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        poison = self.strike(self.run.attempt.phase) if self.run is not None else None
+        poison = self.strike(self.run.engine.phase) if self.run is not None else None
         result = func(*args, **(kwargs or {}))
         if poison is not None and isinstance(result, torch.Tensor) and result.is_floating_point():
             return result + poison
@@ -170,7 +170,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     def striking(place: str, function: Any) -> Any:
         @functools.wraps(function)  # DDP reads the annotations of a hook
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if injector.run is not None and (place != "fetch" or injector.run.attempt.phase == "data"):
+            if injector.run is not None and (place != "fetch" or injector.run.engine.phase == "data"):
                 injector.strike(place)
             return function(*args, **kwargs)
 

@@ -7,7 +7,7 @@ import writing_models
 
 from trainapp.errors import TrainingStopped
 from trainapp.snapshot import checksum
-from trainapp.training import loop, transaction
+from trainapp.training import exactness, loop
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
 MLP = ("model=mlp", "model.width=16", "model.dropout=0.1", *OWN)
@@ -97,5 +97,5 @@ def test_kernels_may_be_the_cause(tmp_path):
 
 
 def test_without_a_rollback_every_model_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(transaction, "rollback", lambda *_, **__: None)
+    monkeypatch.setattr(exactness, "rollback", lambda *_, **__: None)
     assert any("gradient" in line for line in message(tmp_path, *MLP))

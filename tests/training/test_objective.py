@@ -32,7 +32,7 @@ def test_one_that_only_some_batches_have(tmp_path, caplog):
     with pytest.raises(UserError, match=r"objective=max thrid: there is no such metric; .* mean 'third'"):
         runs.run(tmp_path / "misspelt", *RARE, "objective=max thrid", "train.max_steps=2")
     assert not (tmp_path / "misspelt" / "checkpoints").exists()
-    assert '"step": 1' not in (tmp_path / "misspelt" / "metrics.jsonl").read_text()
+    assert not (tmp_path / "misspelt" / "metrics.jsonl").exists()  # nor a step
 
 
 def test_one_that_the_first_samples_have_costs_no_evaluation(tmp_path):

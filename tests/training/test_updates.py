@@ -158,7 +158,7 @@ class SecondOf:
     def __call__(self, run, task):
         def failing(model, batch):
             result = task(model, batch)
-            if run.attempt.phase == "forward" and run.state.update.name == self.update:
+            if run.engine.phase == "forward" and run.state.update.name == self.update:
                 self.calls += 1
                 if self.calls == 2:
                     raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
@@ -225,7 +225,7 @@ class Above:
 
     def __call__(self, run, task):
         def failing(model, batch):
-            is_here = run.attempt.phase == "forward" and run.state.update.name == self.update
+            is_here = run.engine.phase == "forward" and run.state.update.name == self.update
             if is_here and len(batch["inputs"]) > self.samples:
                 self.failed.append(len(batch["inputs"]))
                 raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
@@ -276,7 +276,7 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
         step = engine.step
         if (step.number, step.update.name) == (4, "generator") and not struck:
             struck.append(step.number)
-            engine.attempt.phase = runs.loop.Phase.COMMIT
+            engine.phase = runs.loop.Phase.COMMIT
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
 
     before_commit(monkeypatch, tear)

@@ -109,7 +109,7 @@ class _Recording:
 
     def _noted(self, task: Any, model: nn.Module, batch: Any) -> Any:
         session = self.training.run
-        if session.attempt.phase != "evaluate":
+        if session.engine.phase != "evaluate":
             progress = session.state.progress
             if not progress.update:  # the others are on the same samples
                 place = (progress.epoch, progress.consumed)
@@ -234,7 +234,7 @@ class _Failing:
     def __getitem__(self, index: int) -> Any:
         self.training.on_sample(self.training.run)
         for fault in self.training.faults:
-            if self.training.run.attempt.phase == "data" and fault.at("data"):
+            if self.training.run.engine.phase == "data" and fault.at("data"):
                 fault.fail()
         return self.dataset[index]
 

@@ -91,7 +91,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         callbacks=Callbacks(callbacks),
     )
     if config.train.check_exactness:
-        session.attempt.rehearsals = exactness.STEPS * len(state.updates)
+        session.rehearsals = exactness.STEPS * len(state.updates)
     session.schedule_rates()
     return session
 

@@ -114,7 +114,7 @@ def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     if peak is None:
         return None
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak * engine.ranks.world, lambda: engine.attempt.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(peak * engine.ranks.world, lambda: engine.phase is Phase.BACKWARD, recomputes)
 
 
 # --- before the first step
@@ -135,7 +135,7 @@ def try_metrics(session: Session) -> None:
     if config.stopping.patience is not None:
         named["stopping.metric"] = config.stopping.metric
     named = {setting: text for setting, text in named.items() if text != "auto"}
-    if not (session.eval_sets and session.limits.evaluates):
+    if not (session.eval_sets and any(session.limits.evaluate)):
         reason = "every.eval=null" if session.eval_sets else "the data has no validation split"
         for setting, text in named.items():
             log.warning("%s=%s: the run is never evaluated (%s), so this metric is missing", setting, text, reason)

@@ -86,7 +86,7 @@ def write_rows(
     calls again, and written rows are kept.
     """
     config, mode = session.config, session.config.mode
-    session.attempt.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
+    session.engine.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
     note_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
     given = getattr(config, mode).output
@@ -103,7 +103,7 @@ def write_rows(
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
         with as_evaluated(session.engine, mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
-        session.attempt.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
+        session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
         (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
         return None if session.stop.agreed else (rows.publish(), path)
 

@@ -12,7 +12,8 @@ from trainapp.config.schema import Memory
 from trainapp.memory.device import CpuMemory
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, ModulePath, Resident, stacked
 from trainapp.techniques.catalogue import Technique
-from trainapp.training.phase import Attempt, Phase
+from trainapp.training.engine import Engine
+from trainapp.training.phase import Phase
 
 _NAMES = {
     Phase.START: "data",
@@ -81,7 +82,7 @@ class Recorder(CpuMemory):
         super().__init__(device, Memory(limit=None))
         self.total, self._most = total, most
         self.resident: Callable[[], Resident] = dict  # tensors that exist after a block, to categorise those it made
-        self.phase = Phase.START
+        self.engine: Engine | None = None  # whose step is recorded
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
@@ -89,17 +90,13 @@ class Recorder(CpuMemory):
         """Forget all measurements."""
         self.peak, self.highest = 0, Breakdown()
 
-    def enters(self, phase: Phase) -> None:
-        """Record that the run is now in this phase."""
-        is_same = phase.updates_in_backward and _NAMES.get(self.phase) == _NAMES[phase]
-        self.phase = phase
-        if self.watching and not is_same:  # otherwise each update would end a phase, and temporaries outlive it
-            self.counter.marks.append((len(self.counter.events), phase))
+    @property
+    def phase(self) -> Phase:
+        """Where the step is."""
+        return Phase.START if self.engine is None else self.engine.phase
 
     def new_counter(self) -> "_Counter":
-        counter = _Counter(self.module_path, self._most, self._devices, self.counter)
-        counter.marks.append((0, self.phase))
-        return counter
+        return _Counter(self.module_path, self._most, self._devices, self.counter, lambda: _NAMES[self.phase])
 
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
@@ -123,34 +120,26 @@ class Recorder(CpuMemory):
         return counter.register_kept()
 
 
-class PhaseLog(Attempt):
-    """An attempt that reports every change of phase to the recorder."""
-
-    _recorder: Recorder
-
-    def __init__(self, recorder: Recorder):
-        self.__dict__["_recorder"] = recorder
-        super().__init__()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "phase":
-            self._recorder.enters(value)
-        super().__setattr__(name, value)
-
-
 class _Counter(LiveTensors):
-    """Also records the module of the peak, and the event at which each phase starts."""
+    """Also records the module of the peak, and the event at which each phase starts, by its name."""
 
     def __init__(
-        self, path: ModulePath, limit: int | None, devices: tuple[str, ...] | None, before: LiveTensors | None
+        self,
+        path: ModulePath,
+        limit: int | None,
+        devices: tuple[str, ...] | None,
+        before: LiveTensors | None,
+        phase: Callable[[], str],
     ):
         super().__init__(limit, devices, before)
-        self._path = path
+        self._path, self._phase = path, phase
         self.module = ""
-        self.marks: list[tuple[int, Phase]] = []
+        self.marks = [(0, phase())]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.peak
+        before, phase = self.peak, self._phase()
+        if phase != self.marks[-1][1]:
+            self.marks.append((len(self.events), phase))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.peak > before:
             self.module = self._path.running
@@ -165,15 +154,15 @@ def _breakdown(counter: _Counter) -> Breakdown:
     for start, end, phase in spans:
         # Includes memory left by the previous phase: a phase may allocate nothing.
         highest = int(live[max(0, start - 1) : end].max(initial=0))
-        phases[_NAMES[phase]] = max(phases.get(_NAMES[phase], 0), highest)
+        phases[phase] = max(phases.get(phase, 0), highest)
     if not len(live):
         return Breakdown(phases=phases)
     top = int(live.argmax())
     at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.kinds).items()]
-    phase = next((phase for start, end, phase in spans if start <= top < end), Phase.START)
+    phase = next((phase for start, end, phase in spans if start <= top < end), "data")
     return Breakdown(
         total=int(live[top]),
-        phase=_NAMES[phase],
+        phase=phase,
         module=counter.module,
         phases=phases,
         categories={kind.value: size for kind, size in sorted(at_peak, key=lambda one: -one[1]) if size},

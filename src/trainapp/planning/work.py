@@ -19,11 +19,12 @@ from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.models.inspect import blocks_of, smallest_micro_batch
-from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
+from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.tracking.meter import Meter
-from trainapp.training.engine import Engine, Totals
+from trainapp.training.engine import Engine
+from trainapp.training.loop import accumulate
 from trainapp.training.phase import Phase, Step
 
 SURVEYED = 256  # number of samples whose shapes are compared, or two micro-batches if that is more
@@ -47,8 +48,7 @@ class Work:
         self.memory = self.parts.memory
         self.meter = Meter(self.engine.state, self.memory, self.engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
-            self.engine.attempt = PhaseLog(self.memory)
-            self.memory.resident = self.meter.resident
+            self.memory.engine, self.memory.resident = self.engine, self.meter.resident
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
         """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as
@@ -78,28 +78,26 @@ class Work:
             samples = batches.share(state.progress).total
         logs = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
-            engine.attempt.phase = Phase.START
+            engine.phase = Phase.START
             with engine.alone(update):
                 engine.begin(Step(update, state.progress.step + 1, 1, samples, logs, is_drawn=False))
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
-                engine.attempt.phase = Phase.DATA
+                engine.phase = Phase.DATA
                 with self.memory.watch(self.meter.resident()):
-                    totals = Totals()
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
-                    for micro in engine.micro_batches(cut, self._watched):
-                        with engine.strategy.micro_batch(micro.last), self._watched(micro.data):
-                            loss, totals = engine.forward(micro, totals)
-                            engine.backward(loss, micro)
-                        if not engine.attempt.phase.is_partial:
-                            engine.attempt.phase = Phase.DATA
-                    totals = engine.reduce(totals)
+                    totals = accumulate(engine, engine.micro_batches(cut, self._watched), self._around)
                     applied = engine.commit(totals, engine.clip(totals))
                     if state.progress.finish_update(applied, state.every):
                         batches.advance(state.progress)
-                    engine.attempt.phase = Phase.COMMITTED
+                    engine.phase = Phase.COMMITTED
             engine.drop_gradients()
         state.average.catch_up(state.progress.step)
+
+    @contextlib.contextmanager
+    def _around(self, micro: MicroBatch) -> Iterator[None]:
+        with self.engine.strategy.micro_batch(micro.last), self._watched(micro.data):
+            yield
 
     @contextlib.contextmanager
     def _watched(self, batch: Any) -> Iterator[None]:

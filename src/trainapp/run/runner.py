@@ -150,7 +150,7 @@ def attempt(session: Session) -> OomReport | None:
         work(session)
         return None
     except Exception as error:
-        may_retry = session.config.oom.enabled and session.attempt.phase is not Phase.SAVE
+        may_retry = session.config.oom.enabled and session.engine.phase is not Phase.SAVE
         if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
             raise
         recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive

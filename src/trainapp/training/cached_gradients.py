@@ -28,7 +28,7 @@ from trainapp.models.inspect import parameters_behind
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
-from trainapp.training.engine import Engine, Number, Totals, Watched
+from trainapp.training.engine import Around, Engine, Number, Totals
 from trainapp.training.phase import Phase
 
 
@@ -54,7 +54,7 @@ class CachedGradients(Engine):
         """Whether the current update has a loss of embeddings."""
         return has_embeddings(self.task)
 
-    def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
+    def micro_batches(self, cut: Iterator[MicroBatch], watched: Around) -> Iterator[MicroBatch]:
         """Run passes 1 and 2; return the same micro-batches for pass 3."""
         if not self._caches:
             return cut
@@ -65,18 +65,18 @@ class CachedGradients(Engine):
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
         return self._third_pass(embedded, gradients)
 
-    def _embed(self, cut: Iterator[MicroBatch], watched: Watched) -> tuple[deque[_Embedded], Any]:
+    def _embed(self, cut: Iterator[MicroBatch], watched: Around) -> tuple[deque[_Embedded], Any]:
         """Pass 1; its side effects are undone. Also returns one micro-batch's embeddings as the task returned them."""
         found = deque[_Embedded]()
         structure: Any = None
         for micro in cut:
-            self.attempt.phase = Phase.FORWARD
+            self.phase = Phase.FORWARD
             with watched(micro.data):
                 structure = self._without_gradients(micro)
             # Without `piece`, which holds the larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
             found.append(_Embedded(micro, tensors_in(structure)))
-            self.attempt.phase = Phase.DATA
+            self.phase = Phase.DATA
         self.snapshot.restore(but=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
@@ -99,13 +99,13 @@ class CachedGradients(Engine):
         return contrastive.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
-        self, embedded: deque[_Embedded], structure: Any, watched: Watched
+        self, embedded: deque[_Embedded], structure: Any, watched: Around
     ) -> tuple[Totals, deque[list[Tensor | None]]]:
         """Pass 2. Returns the step's totals (on rank 0 only, since all ranks compute the same) and, per micro-batch,
         the gradients of its embeddings: None for an embedding that needs none.
         """
         task, precision, step = self._own, self.state.precision, self.step
-        self.attempt.phase = Phase.FORWARD
+        self.phase = Phase.FORWARD
         with watched([own.micro.data for own in embedded]):
             whole, start, end = gather_rows(self.ranks, _joined(embedded, task.setting), task.setting)
             if self.is_first:
@@ -116,16 +116,16 @@ class CachedGradients(Engine):
                 loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
             if self.is_first:
                 _require_of_embeddings(loss, task.setting)
-            self.attempt.phase = Phase.METRIC
+            self.phase = Phase.METRIC
             finished = evaluate_metrics(metrics, self.stateful_metrics) if step.is_logged else {}
             del metrics
             totals = Totals().plus(loss, count, finished, real=self.ranks.is_rank_zero)
-            self.attempt.phase = Phase.BACKWARD
+            self.phase = Phase.BACKWARD
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             weight = self.weight_of(step.samples).to(loss.dtype)
             found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
             own = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        self.attempt.phase = Phase.DATA
+        self.phase = Phase.DATA
         return totals, _cut(embedded, [None if gradient is None else gradient[start:end] for gradient in own])
 
     def _third_pass(self, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]) -> Iterator[MicroBatch]:

@@ -25,11 +25,11 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
-from trainapp.training.phase import Attempt, Phase, Step
+from trainapp.training.phase import Phase, Step
 
 Number = Tensor | float
 Compute = Callable[[Task, Any], tuple[Any, ...]]
-Watched = Callable[[Any], contextlib.AbstractContextManager[None]]  # context manager for the work on a batch
+Around = Callable[[Any], contextlib.AbstractContextManager[None]]  # wraps the work on a batch or micro-batch
 
 
 class Metric(NamedTuple):
@@ -100,8 +100,9 @@ class Engine:
 
     evaluated_task: the evaluation loss; `tasks`: each update's loss by name, if there are several. around: wraps
     `strategy.compute`, for example with offload. stateful_metrics: names of metrics that are not numbers.
-    Attributes: is_first, whether nothing has been committed in this process, in which case losses and gradients are
-    checked more closely; rehearses, whether gradients are computed only for comparison (`train.check_exactness`).
+    Attributes: phase, where in a step, or between two, the run is; is_first, whether nothing has been committed in this
+    process, in which case losses and gradients are checked more closely; rehearses, whether gradients are computed only
+    for comparison (`train.check_exactness`).
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Engine:
     ):
         self.state, self.strategy, self.ranks = state, strategy, strategy.ranks
         self.evaluated_task, self.tasks = evaluated_task, tasks
-        self.settings, self.attempt = settings, Attempt()
+        self.settings, self.phase = settings, Phase.START
         self.snapshot = Snapshot.of(state.stateful, verified=2 * len(state.updates))
         self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
@@ -154,7 +155,7 @@ class Engine:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def micro_batches(self, cut: Iterator[MicroBatch], watched: Watched) -> Iterator[MicroBatch]:
+    def micro_batches(self, cut: Iterator[MicroBatch], watched: Around) -> Iterator[MicroBatch]:
         """The micro-batches to run forward and backward on. cut: the fetched and cut micro-batches."""
         return cut
 
@@ -163,13 +164,13 @@ class Engine:
 
         A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
         """
-        self.attempt.phase = Phase.FORWARD
+        self.phase = Phase.FORWARD
         before = [p.grad for p in self.parameters] if self.is_first else None
         with self.step.update.precision.autocast:
             loss, count, metrics = self.compute(micro.data)
         if before is not None:
             require_same_gradients(self.parameters, before)
-        self.attempt.phase = Phase.METRIC
+        self.phase = Phase.METRIC
         finished = evaluate_metrics(metrics, self.stateful_metrics) if self.step.is_logged else {}
         del metrics  # functions among them hold large tensors, such as logits, which must not live through the backward
         return loss, totals.plus(loss, count, finished, real=micro.real)
@@ -186,9 +187,11 @@ class Engine:
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients in `p.grad`."""
-        self.attempt.phase = Phase.BACKWARD
+        self.phase = Phase.BACKWARD
         with self._around_backward(loss, micro):
             backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
+        if not self.phase.is_partial:  # else it stays so until the commit
+            self.phase = Phase.DATA
 
     def _around_backward(self, loss: Tensor, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         if self.is_first and micro.last:
@@ -201,17 +204,17 @@ class Engine:
 
     def reduce(self, totals: Totals) -> Totals:
         """Sum gradients and totals over all ranks. Collective."""
-        if not self.attempt.phase.is_partial:
-            self.attempt.phase = Phase.GRADIENTS
+        if not self.phase.is_partial:
+            self.phase = Phase.GRADIENTS
         self.strategy.finish_accumulation()
         return totals.over(self.ranks)
 
     def clip(self, totals: Totals) -> Tensor:
         """Unscale, divide by the true count, clip to `train.grad_clip`. Returns the gradient norm before clipping."""
-        self.attempt.phase = Phase.UNSCALE
+        self.phase = Phase.UNSCALE
         update = self.step.update
         update.precision.unscale(update.optimizer, self.strategy.all_reduce_found_inf)
-        self.attempt.phase = Phase.CLIP
+        self.phase = Phase.CLIP
         gradients = locals_of(self.gradients())
         norm = self.strategy.grad_norm(gradient_norm(gradients, self.norm_dtype(totals)))
         factor = count_factor(totals.count, self.step.samples, norm.device)
@@ -238,7 +241,7 @@ class Engine:
         applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
         if applied:
             self.set_rates()
-            self.attempt.phase = Phase.COMMIT
+            self.phase = Phase.COMMIT
             applied = update.precision.step(update.optimizer)
             self.nonfinite.count(applied, progress.step, update=update.name)
         else:

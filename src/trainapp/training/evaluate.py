@@ -35,10 +35,10 @@ def evaluate(session: Session) -> None:
 
     Raises UserError for a metric that the task does not have, and errors of metrics.
     """
-    progress, attempt, started = session.state.progress, session.attempt, time.monotonic()
+    progress, started = session.state.progress, time.monotonic()
     assert session.eval_sets, "evaluation without evaluation data"
     session.engine.nonfinite.check()
-    attempt.phase, attempt.started = Phase.EVALUATE, started
+    session.engine.phase, session.attempt.started = Phase.EVALUATE, started
     note_refused(session)
     for name, batches in session.eval_sets.items():
         if name not in session.evaluation.finished:

@@ -16,11 +16,11 @@ from torch import Tensor
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.memory.live_tensors import Picture
-from trainapp.models.inspect import evaluation_mode
+from trainapp.models.inspect import evaluation_mode, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import Step
 from trainapp.training.session import Session
 
 
@@ -119,7 +119,6 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
 
 def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Collect this update's metrics; write them after the step's last update. Waits for the device."""
-    session.attempt.phase = Phase.LOG
     progress, batches = session.state.progress, session.batches
     if applied:
         session.engine.nonfinite.check()
@@ -135,9 +134,19 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
 
 
+def note_batchnorm(session: Session, step: Step) -> None:
+    """Note once that BatchNorm depends on the micro-batch."""
+    size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
+    if session.batches.accumulation(size) > 1 and has_batchnorm(session.state.model):
+        session.tracker.warn_once(
+            f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
+            f"of the global batch; {instead_of_batchnorm(session.config.model)} does not depend on it",
+            topic="batchnorm",
+        )
+
+
 def draw_timeline(session: Session) -> None:
     """Queue a plot of this step's memory, by category; on CUDA, write the allocator's snapshot instead."""
-    session.attempt.phase = Phase.LOG
     step, started = session.state.progress.step, time.monotonic()
     events, kinds = session.memory.events(session.engine.gradients())
     path = session.tracker.run_dir / "memory_timeline.png"

@@ -4,6 +4,8 @@ It finds causes for which a retry would silently differ: state that no snapshot 
 of a task, a global variable or a file, and kernels that add in no fixed order.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import checksum
 from trainapp.torch_private import local
 from trainapp.training.engine import Totals
-from trainapp.training.phase import Step
+from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
+from trainapp.training.transaction import around, micro_batches, rollback, seed
 
 STEPS = 3
 MOST_FINDINGS = 5
@@ -25,12 +28,27 @@ PROTOCOL = (
 )
 
 
-def require_same(session: Session, step: Step, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Raises TrainingStopped if two outcomes of the step differ on any rank. Collective."""
+def rehearse(session: Session, step: Step, accumulate: Callable[..., Totals]) -> None:
+    """Accumulate the step's gradients twice, undo both, and compare. accumulate: see `training.loop`.
+
+    Raises TrainingStopped if the outcomes differ on any rank. Collective.
+    """
+    engine, outcomes = session.engine, []
+    engine.rehearses = True
+    for _ in range(2):
+        totals = accumulate(engine, micro_batches(session), functools.partial(around, session))
+        outcomes.append(outcome(session, totals))
+        rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
+        seed(session, step)
+    engine.rehearses, engine.phase = False, Phase.DATA
+    first, second = outcomes
     changed = [name for name in first | second if first.get(name) != second.get(name)]
     by_rank = [names for names in session.ranks.all_gather_object(changed) if names]
     if by_rank:
         raise TrainingStopped(_message(by_rank[0], step, session.config.train.deterministic, session.state.device))
+    session.rehearsals -= 1
+    if not session.rehearsals:
+        session.tracker.note(f"check_exactness: the first {STEPS} steps are the same when they are retried")
 
 
 def outcome(session: Session, totals: Totals) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class InBackward(Engine):
     def _updating(self) -> Iterator[None]:
         """Around the backward that completes the gradients. Everything that the update needs is known by now."""
         totals = self._totals
-        self.attempt.phase = Phase.CLIP  # not BACKWARD: reads here do not belong to the model
+        self.phase = Phase.CLIP  # not BACKWARD: reads here do not belong to the model
         self.snapshot.note_step()
         self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
         if not self._applies:
@@ -84,8 +84,8 @@ class InBackward(Engine):
                         f"({str(error).splitlines()[0]}); use optimizer.in_backward=false"
                     ) from error
                 raise
-        if self.attempt.phase.is_partial:
-            self.attempt.phase = Phase.UPDATE_IN_BACKWARD  # reads from here on do not belong to the model either
+        if self.phase.is_partial:
+            self.phase = Phase.UPDATE_IN_BACKWARD  # reads from here on do not belong to the model either
 
     def _update(self, parameter: Tensor) -> None:
         if id(parameter) in self._norms:
@@ -94,7 +94,7 @@ class InBackward(Engine):
                 f"{list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); use "
                 "optimizer.in_backward=false"
             )
-        phase, self.attempt.phase = self.attempt.phase, Phase.UPDATE_IN_BACKWARD
+        phase, self.phase = self.phase, Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
         self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
         if id(parameter) in self._groups:
@@ -105,7 +105,7 @@ class InBackward(Engine):
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
         if phase is not Phase.UPDATE_IN_BACKWARD:
-            self.attempt.phase = Phase.BACKWARD_AFTER_UPDATES
+            self.phase = Phase.BACKWARD_AFTER_UPDATES
 
     def clip(self, totals: Totals) -> Tensor:
         """Update parameters that had gradients only in earlier micro-batches. Returns the norm. Raises TrainingStopped
@@ -113,7 +113,7 @@ class InBackward(Engine):
         """
         if not self._applies:
             return gradient_norm(self.gradients())
-        self.attempt.phase = Phase.UPDATE_IN_BACKWARD
+        self.phase = Phase.UPDATE_IN_BACKWARD
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._update(parameter)

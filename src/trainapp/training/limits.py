@@ -1,65 +1,78 @@
 """The length of a run, and the intervals at which it logs, evaluates and saves."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Train
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 from trainapp.units import RunLength, parse_duration, to_steps
 
 
+class Interval(NamedTuple):
+    """An interval in optimizer steps, or in epochs where their length is unknown; 0 is never."""
+
+    steps: int = 0
+    epochs: int = 0
+
+    @classmethod
+    def of(cls, setting: str, value: int | str | None, length: RunLength) -> "Interval":
+        """The interval of a setting; raises as `_steps`."""
+        if value is not None and length.steps_per_epoch is None:
+            amount, unit = parse_duration(value)
+            if unit == "epochs" and amount == int(amount):
+                return cls(epochs=int(amount))
+        return cls(_steps(setting, value, length))
+
+    def ends_at(self, progress: Progress) -> bool:
+        """Whether an interval ends at this position."""
+        epoch_has_ended = self.epochs > 0 and progress.consumed == 0 and progress.epoch % self.epochs == 0
+        return epoch_has_ended or (self.steps > 0 and progress.step % self.steps == 0)
+
+
 @dataclass
 class Limits:
-    """The run's length, and the intervals at which it logs, evaluates and saves, in optimizer steps; 0 is never.
-
-    evaluate_epochs, save_epochs: interval in epochs, used if an epoch's length is unknown.
-    """
+    """The run's length, and the intervals at which it logs (in steps), evaluates and saves."""
 
     length: RunLength
+    train: Train
     log: int
-    evaluate: int
-    save: int
-    evaluate_epochs: int = 0
-    save_epochs: int = 0
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the run evaluates at all."""
-        return self.evaluate > 0 or self.evaluate_epochs > 0
-
-    @property
-    def saves(self) -> bool:
-        """Whether the run saves before its end."""
-        return self.save > 0 or self.save_epochs > 0
+    evaluate: Interval
+    save: Interval
 
     @classmethod
     def of(cls, config: Config, batches: TrainBatches, progress: Progress) -> "Limits":
         """The limits of a run at this position. Raises UserError for a duration that its length cannot express."""
-        every, steps, length = config.every, {}, run_length(config, batches, progress)
-        epochs = {"eval": _epochs(every.eval, length), "save": _epochs(every.save, length)}
-        for name, value in {"log": every.log, "eval": every.eval, "save": every.save}.items():
-            try:
-                steps[name] = 0 if epochs.get(name) else to_steps(value, length)
-            except ValueError as error:
-                raise UserError(f"every.{name}: {error}") from None
-        return cls(length, steps["log"], steps["eval"], steps["save"], epochs["eval"], epochs["save"])
+        every, length = config.every, run_length(config.train, batches, progress)
+        return cls(
+            length,
+            config.train,
+            log=_steps("every.log", every.log, length),
+            evaluate=Interval.of("every.eval", every.eval, length),
+            save=Interval.of("every.save", every.save, length),
+        )
+
+    def end_at(self, step: int, epoch: int) -> bool:
+        """Whether the run ends after this many steps and epochs."""
+        most_steps, most_epochs = self.train.max_steps, self.train.max_epochs
+        return (most_steps is not None and step >= most_steps) or (most_epochs is not None and epoch >= most_epochs)
 
 
-def _epochs(value: int | str | None, length: RunLength) -> int:
-    """A duration in whole epochs of unknown length; 0 for any other duration."""
-    if value is None or length.steps_per_epoch is not None:
-        return 0
-    amount, unit = parse_duration(value)
-    return int(amount) if unit == "epochs" and amount == int(amount) else 0
+def _steps(setting: str, value: int | str | None, length: RunLength) -> int:
+    """A duration in steps. Raises UserError for one that the run's length cannot express."""
+    try:
+        return to_steps(value, length)
+    except ValueError as error:
+        raise UserError(f"{setting}: {error}") from None
 
 
-def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
+def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLength:
     """The lengths that durations refer to: the steps so far plus those left.
 
     The same at every position unless the data or the global batch has changed: skipped steps also count.
     """
-    train, steps_per_epoch = config.train, batches.steps_per_epoch
     rest = batches.steps_left(progress.consumed)
+    steps_per_epoch = batches.steps_per_epoch
     ends = [] if train.max_steps is None else [train.max_steps]
     if train.max_epochs is not None and steps_per_epoch is not None and rest is not None:
         epochs = train.max_epochs - progress.epoch

@@ -6,14 +6,16 @@ out-of-memory error leaves `train`; the runner rolls the step back outside `exce
 calls `train` again. With several optimizers, a step is a transaction for each, on the same samples.
 """
 
+import functools
 import time
+from collections.abc import Iterator
 
 from torch import Tensor
 
-from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
+from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_of, shown
-from trainapp.training import events
-from trainapp.training.engine import Totals
+from trainapp.training import events, exactness
+from trainapp.training.engine import Around, Engine, Totals
 from trainapp.training.evaluate import evaluate
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
@@ -22,7 +24,7 @@ from trainapp.training.transaction import around, micro_batches, transaction
 
 def train(session: Session) -> None:
     """Train until the run ends or all ranks agree to stop. An error leaves parameters and optimizer as they were after
-    the last finished step, unless `session.attempt.phase.is_partial`.
+    the last finished step, unless `session.engine.phase.is_partial`.
     """
     while True:
         update_weight_average(session)
@@ -40,19 +42,26 @@ def train_step(session: Session) -> None:
     """One optimizer step over the global batch; with several optimizers, one update of each in turn. Nothing changes
     before `commit`.
     """
-    engine = session.engine
+    engine, within = session.engine, functools.partial(around, session)
     for step in session.coming_updates():
         with transaction(session, step):  # until the commit, `rollback` leaves no trace of the step
-            totals = Totals()
-            for micro in micro_batches(session):  # the step's samples, cut to the size that fits
-                with around(session, micro):  # ranks, watched memory
-                    loss, totals = engine.forward(micro, totals)
-                    engine.backward(loss, micro)  # gradients add up
-            totals = engine.reduce(totals)  # over all ranks
+            if step.is_rehearsed:
+                exactness.rehearse(session, step, accumulate)
+            totals = accumulate(engine, micro_batches(session), within)  # the samples, cut to the size that fits
             norm = engine.clip(totals)  # divided by the true count, clipped
             applied = engine.commit(totals, norm)  # optimizer.step()
             count(session, step, totals, applied)
         after_update(session, step, totals, norm, applied)
+
+
+def accumulate(engine: Engine, micro_batches: Iterator[MicroBatch], around: Around) -> Totals:
+    """The gradients of these micro-batches in `p.grad`, and their totals, both summed over all ranks."""
+    totals = Totals()
+    for micro in micro_batches:
+        with around(micro):  # ranks, watched memory
+            loss, totals = engine.forward(micro, totals)
+            engine.backward(loss, micro)  # gradients add up
+    return engine.reduce(totals)  # over all ranks
 
 
 def count(session: Session, step: Step, totals: Totals, applied: bool) -> None:
@@ -61,7 +70,7 @@ def count(session: Session, step: Step, totals: Totals, applied: bool) -> None:
     if progress.finish_update(applied, session.state.every):
         session.meter.count(step.samples, totals.count)
         session.batches.advance(progress)
-    session.attempt.phase = Phase.COMMITTED
+    session.engine.phase = Phase.COMMITTED
 
 
 def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
@@ -92,36 +101,24 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     """
     sizes = session.sizes.train
     was_searching = not sizes.search_has_ended
-    session.attempt.phase = Phase.SEARCH
     for bucket, size in sizes.succeeded(session.ranks, news).items():
         session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
     if sizes.record(step.attempt):
-        note_batchnorm(session, step)
+        events.note_batchnorm(session, step)
     if was_searching and sizes.search_has_ended:
         session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
 
 
-def note_batchnorm(session: Session, step: Step) -> None:
-    """Note once that BatchNorm depends on the micro-batch."""
-    size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
-    if session.batches.accumulation(size) > 1 and has_batchnorm(session.state.model):
-        session.tracker.warn_once(
-            f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
-            f"of the global batch; {instead_of_batchnorm(session.config.model)} does not depend on it",
-            topic="batchnorm",
-        )
-
-
 def update_weight_average(session: Session) -> None:
     """Update the weight average. Runs between steps, so a retry resumes the update instead of repeating it."""
-    session.attempt.phase = Phase.WEIGHT_AVERAGE
+    session.engine.phase = Phase.WEIGHT_AVERAGE
     if session.state.average.averages:
         session.state.average.catch_up(session.state.progress.step)
 
 
 def save(session: Session) -> None:
     """Save a checkpoint of the current step."""
-    session.attempt.phase = Phase.SAVE
+    session.engine.phase = Phase.SAVE
     started, progress = time.monotonic(), session.state.progress
     session.engine.nonfinite.check()
     session.strategy.broadcast_buffers()
@@ -133,5 +130,5 @@ def save(session: Session) -> None:
 
 def finish_saving(session: Session) -> None:
     """Commit the checkpoint written in the background, if any."""
-    session.attempt.phase = Phase.SAVE
+    session.engine.phase = Phase.SAVE
     session.checkpointer.finish()

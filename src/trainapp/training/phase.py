@@ -1,6 +1,5 @@
-"""The phases of a step, and the state of the step in progress, which recovery needs after an error."""
+"""The phases of a step, which recovery needs to know after an error."""
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -41,9 +40,7 @@ class Phase(str, Enum):
     UPDATE_IN_BACKWARD = "update in backward", False, False, True, True
     BACKWARD_AFTER_UPDATES = "backward after updates", False, False, True, True
     COMMIT = "commit", False, False, True, True
-    COMMITTED = "committed"
-    LOG = "log"
-    SEARCH = "search"
+    COMMITTED = "after the commit"  # the step is logged, a larger micro-batch chosen
     WEIGHT_AVERAGE = "weight average"
     EVALUATE = "evaluate", False, True, True
     SAVE = "save"
@@ -65,18 +62,5 @@ class Step(NamedTuple):
     attempt: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
     samples: int  # over all ranks
     is_logged: bool
-    is_drawn: bool  # whether to plot its memory
-
-
-@dataclass
-class Attempt:
-    """State of the current attempt at a step or evaluation."""
-
-    phase: Phase = Phase.START
-    started: float = 0.0  # time.monotonic()
-    retried: int = -1  # the last step retried at the same size
-    refused: int = 0  # failed allocations before the attempt
-    step: Step | None = None  # the last started one
-    micro_batches: int = 0  # started in this step
-    logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
-    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
+    is_drawn: bool = False  # whether to plot its memory
+    is_rehearsed: bool = False  # whether to check it first: see `training.exactness`

@@ -22,8 +22,8 @@ from trainapp.snapshot import Snapshot
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.limits import Limits
-from trainapp.training.phase import Attempt, Phase, Step
+from trainapp.training.limits import Interval, Limits
+from trainapp.training.phase import Phase, Step
 
 EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
 
@@ -66,6 +66,16 @@ class Evaluation:
 
 
 @dataclass
+class Attempt:
+    """State of the current attempt at a step or evaluation."""
+
+    started: float = 0.0  # time.monotonic()
+    retried: int = -1  # the last step retried at the same size
+    refused: int = 0  # failed allocations before the attempt
+    logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
+
+
+@dataclass
 class Session:
     """The objects that the loop works with, one per room."""
 
@@ -84,6 +94,8 @@ class Session:
     metrics: StatefulMetrics
     callbacks: Callbacks
     evaluation: Evaluation = field(default_factory=Evaluation)
+    attempt: Attempt = field(default_factory=Attempt)
+    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
     @property
@@ -102,25 +114,18 @@ class Session:
         return self.engine.snapshot
 
     @property
-    def attempt(self) -> Attempt:
-        """State of the current attempt."""
-        return self.engine.attempt
-
-    @property
     def evaluation_is_due(self) -> bool:
         """Whether an evaluation is due and not yet done at this step."""
-        return bool(self.eval_sets) and self._is_due(
-            self.limits.evaluate, self.limits.evaluate_epochs, self.state.progress.evaluated_at
-        )
+        return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
 
     @property
     def save_is_due(self) -> bool:
         """Whether a checkpoint of this step is due: by cadence, for the best evaluation so far, or at the run's end."""
-        limits, saved_at, progress = self.limits, self.checkpointer.saved_at, self.state.progress
+        every, saved_at, progress = self.limits.save, self.checkpointer.saved_at, self.state.progress
         if saved_at == progress.step:
             return False
-        is_best = progress.best_step == progress.step and limits.saves
-        return is_best or self.is_ending or self._is_due(limits.save, limits.save_epochs, saved_at)
+        is_best = progress.best_step == progress.step and any(every)
+        return is_best or self.is_ending or self._is_due(every, saved_at)
 
     @property
     def is_ending(self) -> bool:
@@ -132,7 +137,7 @@ class Session:
     def is_finished(self) -> bool:
         """Whether the run has reached its end, or a callback has ended it."""
         progress = self.state.progress
-        return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
+        return progress.stopped is not None or self.limits.end_at(progress.step, progress.epoch)
 
     @property
     def task(self) -> Task:
@@ -147,16 +152,16 @@ class Session:
 
     def begin_update(self) -> Step:
         """Start the next update; for a stream, read its samples. Logged: every `every.log` steps, and the last step."""
-        progress, every, self.attempt.phase = self.state.progress, self.limits.log, Phase.READ
+        progress, limits, self.engine.phase = self.state.progress, self.limits, Phase.READ
         update = self.state.updates[progress.update]
         if update.name:  # if there are several
             self.sizes.turn_to(update.name)
         if not progress.update:
             self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)
-        is_logged = every > 0 and (number % every == 0 or self._is_end(number, share.after[0]))
+        is_logged = limits.log > 0 and (number % limits.log == 0 or limits.end_at(number, share.after[0]))
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # the step must be typical
-        return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn)
+        return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn, self.rehearsals > 0)
 
     @property
     def eval_ranks(self) -> Ranks:
@@ -203,7 +208,7 @@ class Session:
 
     def _require_evaluations(self) -> None:
         """Raises UserError if the schedule needs evaluations and there are none."""
-        if self.config.mode == "train" and not (self.eval_sets and self.limits.evaluates):
+        if self.config.mode == "train" and not (self.eval_sets and any(self.limits.evaluate)):
             why = "every.eval=null" if self.eval_sets else "the data has no validation split"
             raise UserError(
                 f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
@@ -218,14 +223,6 @@ class Session:
         self.callbacks.close()
         self.tracker.close()
 
-    def _is_end(self, step: int, epoch: int) -> bool:
-        train = self.config.train
-        by_steps = train.max_steps is not None and step >= train.max_steps
-        return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
-
-    def _is_due(self, every: int, every_epochs: int, done_at: int) -> bool:
+    def _is_due(self, every: Interval, done_at: int) -> bool:
         progress = self.state.progress
-        if (every == 0 and every_epochs == 0) or progress.step == done_at:
-            return False
-        epoch_has_ended = every_epochs > 0 and progress.consumed == 0 and progress.epoch % every_epochs == 0
-        return epoch_has_ended or (every > 0 and progress.step % every == 0) or self.is_finished
+        return any(every) and progress.step != done_at and (every.ends_at(progress) or self.is_finished)

@@ -20,8 +20,6 @@ from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_from
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.training import exactness
-from trainapp.training.engine import Totals
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
 
@@ -38,55 +36,26 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
     unvalidated, enables votes before each collective on whether any rank ran out of memory; also in the step in which
     cuDNN autotunes.
     """
-    attempt, sizes, engine = session.attempt, session.sizes, session.engine
-    attempt.phase, attempt.started, attempt.step = Phase.START, time.monotonic(), step  # no restore point yet
-    attempt.micro_batches = 0
+    sizes, engine = session.sizes, session.engine
+    engine.phase, session.attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.train.follow_schedule(step.attempt)
     with engine.alone(step.update):
         engine.begin(step)
-        session.snapshot.take("all" if attempt.rehearsals else "written")
+        session.snapshot.take("all" if step.is_rehearsed else "written")
         seed(session, step)
         if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
-        attempt.phase = Phase.DATA
+        engine.phase = Phase.DATA
         session.ranks.start_flag_exchange(session.flags)  # overlaps with the step
         tunes = sizes.autotuner.follow(sizes.train)
         session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
-            if attempt.rehearsals:
-                _rehearse(session, step)
             yield
 
 
 def seed(session: Session, step: Step) -> None:
     """Seed the global generators, with numbers that are equal in a retry and in a resumed run."""
     seed_from(session.state.device, session.state.seed, step.attempt, step.update.number, session.ranks.rank)
-
-
-def _rehearse(session: Session, step: Step) -> None:
-    """`train.check_exactness`: accumulate the gradients of one of the first steps twice, undo both, and compare."""
-    outcomes = []
-    for _ in range(2):
-        outcomes.append(exactness.outcome(session, accumulated(session)))
-        rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
-        seed(session, step)
-    exactness.require_same(session, step, *outcomes)
-    session.attempt.phase = Phase.DATA
-    session.attempt.rehearsals -= 1
-    if not session.attempt.rehearsals:
-        session.tracker.note(f"check_exactness: the first {exactness.STEPS} steps are the same when they are retried")
-
-
-def accumulated(session: Session) -> Totals:
-    """Accumulate the current step's gradients; returns its totals."""
-    engine, totals = session.engine, Totals()
-    engine.rehearses, session.attempt.micro_batches = True, 0
-    for micro in micro_batches(session):
-        with around(session, micro):
-            loss, totals = engine.forward(micro, totals)
-            engine.backward(loss, micro)
-    engine.rehearses, session.attempt.micro_batches = False, 0
-    return engine.reduce(totals)
 
 
 def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
@@ -126,17 +95,14 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
 @contextlib.contextmanager
 def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     """Around the forward and backward of a micro-batch. Only a step's last one sums gradients over ranks."""
-    attempt, sizes, step = session.attempt, session.sizes.train, session.engine.step
+    sizes, step = session.sizes.train, session.engine.step
     sizes.current_bucket = micro.bucket
-    is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
-    watching = watched(session, sizes, session.ranks, micro.data, None if is_first else micro.samples)
+    watching = watched(session, sizes, session.ranks, micro.data, micro.samples)
     flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if step.is_logged and micro.real:  # counts FLOPs of the samples since this update was last made
         flops = session.meter.counting_flops(step.update.name, micro.samples * step.update.every)
     with session.strategy.micro_batch(micro.last), watching, flops:
         yield
-    if not attempt.phase.is_partial:  # a partially applied step stays so until its commit
-        attempt.phase = Phase.DATA
 
 
 # --- watched memory
@@ -171,8 +137,7 @@ def watched(
     batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
     sizes: the search that chose this size. ranks: ranks running this batch together. samples: reported with the peak;
-    None if the peak is not representative, as in a step's first micro-batch, without gradients in memory. always: watch
-    whatever the sizes say.
+    None if the peak is not representative. always: watch whatever the sizes say.
     """
     if always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated:
         return _watched(session, sizes, ranks, batch, samples)
@@ -181,12 +146,14 @@ def watched(
 
 @contextlib.contextmanager
 def _watched(session: Session, sizes: MicroBatchSizes, ranks: Ranks, batch: Any, samples: int | None) -> Iterator[None]:
+    # A step's first micro-batch is not typical: no gradients are in memory yet.
+    is_typical = sizes is session.sizes.evaluation or bool(session.engine.gradients())
     with session.memory.watch(session.meter.resident()):
         before = session.memory.lap()
         with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # innermost, so that an error names it
             yield
         after = session.memory.lap()
-    if samples and before and after:
+    if is_typical and samples and before and after:
         sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
         _require_all_allocated(session, sizes, ranks)
