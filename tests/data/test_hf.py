@@ -110,7 +110,7 @@ def test_long_texts_are_cut(tmp_path):
             {"context_length": 5000},
             r"data\.context_length=5000: the texts of the train split are shorter than",
         ),
-        ({"path": "./none.parquet"}, r"data\.path=\./none\.parquet: names 0 files"),
+        ({"path": "./none.parquet"}, r"data\.path=\./none\.parquet: cannot be read: Unable to find"),
         ({"path": None}, r"data\.path=null: name a data set"),
         ({"label": "tags"}, r"data\.label=tags: a text has one class"),
     ],

@@ -10,9 +10,9 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import cut, cut_evenly, pieces_of
+from trainapp.data.batch import cut, cut_evenly, own_part, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
-from trainapp.data.sampler import epoch_order, own_part
+from trainapp.data.sampler import epoch_order
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.data.source import EvalBatches, Progress, TrainBatches

@@ -60,7 +60,7 @@ def test_rows_of_both_kinds_are_read_once(make, monkeypatch, tmp_path, tokenizer
     rows = [{"prompt": "the fox:", "answer": " the dog"}, {"messages": turns}]
     data = make(rows)
     assert [answers(data, index)[0] for index in range(2)] == [" the dog<|endoftext|>", "jumps<|endoftext|>"]
-    monkeypatch.setattr("trainapp.data.sets.sft._pair", None)  # would be called
+    monkeypatch.setattr(SupervisedFineTuning, "_pair", None)  # would be called
     again = SupervisedFineTuning("train", str(tmp_path / "chat.jsonl"), tokenizer, context_length=64, val_fraction=0.0)
     assert torch.equal(again[0]["inputs"], data[0]["inputs"])
 
@@ -124,7 +124,7 @@ def test_packed_sequences_hold_the_same_targets_with_positions_of_their_own(make
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_keeps_every_document_within_its_room(seed):
     lengths = np.random.default_rng(seed).integers(2, 40, 200)
-    sequences = packed(lengths, range(200), 33)
+    sequences = packed(np.minimum(lengths, 33) - 1, 32)
     assert sorted(index for sequence in sequences for index in sequence) == list(range(200))
     filled = [sum(min(lengths[index], 33) - 1 for index in sequence) for sequence in sequences]
     assert max(filled) <= 32
@@ -135,7 +135,7 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_out(make, caplog
     rows = [{"prompt": "fox", "answer": " dog" * 90}, {"prompt": "fox " * 90, "answer": " dog"}]
     data = make([*rows, {"prompt": "a", "answer": "b"}])
     assert len(data) == 2
-    assert "of 3 examples of the train split 2 are longer and cut, and 1 are left out" in caplog.text
+    assert "of 3 examples of the train split 1 are longer and cut, and 1 are left out" in caplog.text
     assert data[0]["inputs"].shape == (64,)
     with pytest.raises(UserError, match=r"data\.context_length=64: no example of the train split has an answer"):
         make(rows[1:])
@@ -168,7 +168,7 @@ def test_a_line_that_is_no_example(tmp_path, tokenizer, line, message):
 
 
 def test_other_mistakes(make, tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: names 0 files"):
+    with pytest.raises(UserError, match=r"data\.files=no\.jsonl: cannot be read: Unable to find"):
         SupervisedFineTuning("train", "no.jsonl", tokenizer)
     with pytest.raises(UserError, match=r"data\.tokenizer=null: name a folder"):
         make(tokenizer=None)

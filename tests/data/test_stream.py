@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainapp.data.source import EvalBatches, Progress, TrainBatches
-from trainapp.data.stream_reader import Place, Position, Reader, is_stream, shards_per_rank
+from trainapp.data.stream_reader import END, Place, Position, Reader, is_stream, shards_per_rank
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 
@@ -89,9 +89,9 @@ def test_what_is_a_stream():
 def until_the_end(reader, position):
     """What is read from there to the end of the epoch."""
     reads = [reader[position]]
-    while not reads[-1].is_last:
+    while reads[-1].sample is not END:
         reads.append(reader[None])
-    return reads
+    return reads[:-1]
 
 
 KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late]

@@ -6,7 +6,7 @@ Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses
 
 import copy
 import dataclasses
-import itertools
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
 class MicroBatch(NamedTuple):
     """A batch of `samples` samples.
 
-    last: whether it is its step's last. real: False for a dummy that keeps this rank in step with the others.
+    last: whether it is a training step's last. real: False for a dummy that keeps this rank in step with the others.
     piece: `piece(start, end)` is the batch of only its samples [start, end), on the device.
     """
 
@@ -131,9 +131,14 @@ def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Split indices into up to `parts` micro-batches whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
-    short, longer = divmod(len(indices), parts)
-    ends = [short * part + min(part, longer) for part in range(parts + 1)]
-    return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
+    parts = min(parts, len(indices))
+    return [indices[slice(*own_part(len(indices), part, parts))] for part in range(parts)]
+
+
+def own_part(samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Where a part of consecutive samples begins and ends. The first parts have one more than the others."""
+    least, more = divmod(samples, parts)
+    return part * least + min(part, more), (part + 1) * least + min(part + 1, more)
 
 
 def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
@@ -144,9 +149,9 @@ def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[Mi
     for number, piece in enumerate(ranges, start=1):
         start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
-        own = _shifted(micro.piece, start)
+        own = functools.partial(_piece_of_piece, micro.piece, start)
         yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, own, micro.bucket)
 
 
-def _shifted(piece: Callable[[int, int], Any], by: int) -> Callable[[int, int], Any]:
-    return lambda start, end: piece(by + start, by + end)
+def _piece_of_piece(piece: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:
+    return piece(first + start, first + end)

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.sampler import Draw
@@ -99,19 +99,44 @@ class BatchedDataset(Dataset):
         return positions
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _leave_ctrl_c(worker: int) -> None:
+    """Ignore Ctrl-C, which a terminal also sends to workers: the step in progress still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Requests:
+    """What a DataLoader's workers are to fetch."""
+
+    coming: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.coming
+
+
 class Results:
     """`results(requests)` yields `dataset[request]` in order, computed on demand, or by `workers` processes that each
-    work `ahead` requests in advance.
+    work `ahead` requests in advance. send: what a process does to a result before it is sent.
     """
 
-    def __init__(self, dataset: Dataset, workers: int, pinned: bool = False, ahead: int = 2):
+    def __init__(
+        self,
+        dataset: Dataset,
+        workers: int,
+        pinned: bool = False,
+        ahead: int = 2,
+        send: Callable[[Any], Any] = _unchanged,
+    ):
         self.workers, self._dataset, self._requests = workers, dataset, _Requests()
         self._loader = None
         if workers:
             self._loader = DataLoader(
                 dataset,
                 batch_size=None,  # a request is a batch already
-                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
+                collate_fn=send,  # torch's default makes lists of tuples, and loses attributes of mappings
                 sampler=self._requests,
                 num_workers=workers,
                 prefetch_factor=ahead,
@@ -133,24 +158,6 @@ class Results:
         """End the processes. Discards prefetched results."""
         self._requests.coming = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
-
-
-class _Requests(IterableDataset):
-    """The requests for a DataLoader's workers."""
-
-    coming: Iterable[Any] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.coming)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _leave_ctrl_c(worker: int) -> None:
-    """Ignore Ctrl-C, which a terminal also sends to workers: the step in progress still needs them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class BatchLoader:

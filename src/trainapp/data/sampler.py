@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainapp.data.batch import own_part
 from trainapp.errors import UserError
 
 BLOCK = 8192  # positions computed at a time: 0.01 ms per step instead of 0.2 ms for one step's positions only
@@ -30,12 +31,6 @@ class Share(NamedTuple):
     total: int
     largest: int
     after: tuple[int, int]
-
-
-def own_part(samples: int, rank: int, world: int) -> tuple[int, int]:
-    """Where this rank's part of consecutive samples begins and ends. The first ranks have one more than the others."""
-    least, more = divmod(samples, world)
-    return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
 
 
 class Draw(int):
@@ -242,11 +237,6 @@ def key(seed: int, epoch: int) -> np.uint64:
     return splitmix64(hashed + np.uint64((epoch + 1) * GAMMA % _WORD))[0]
 
 
-@lru_cache(maxsize=64)
-def _steps(count: int) -> np.ndarray:
-    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
-
-
 def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     """Random numbers in [0, 1): float64 [len(indices), count], row i a function of (seed, epoch, indices[i]).
 
@@ -255,7 +245,7 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
     """
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     streams = splitmix64((index + np.uint64(1)) * np.uint64(GAMMA) + key(seed, epoch))
-    bits = splitmix64(streams[:, None] + _steps(count))
+    bits = splitmix64(streams[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA))
     return (bits >> np.uint64(11)) * 2.0**-53
 
 

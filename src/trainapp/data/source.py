@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import MicroBatch, cut, cut_evenly, ranges
+from trainapp.data.batch import MicroBatch, cut, cut_evenly, own_part, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
-from trainapp.data.sampler import Sampler, Share, Source, own_part
+from trainapp.data.sampler import Sampler, Share, Source
 from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -245,18 +245,17 @@ class EvalBatches:
         if self.equal and self._stream is not None:
             pieces = _while_any_has_one(pieces, ranks)
         asked, used = itertools.tee(pieces)  # buffers the prefetched pieces
-        batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers, _ in asked)
-        for numbers, is_last in used:
-            yield _micro_batch(self._loader, next(batches), 0, numbers, is_last)
+        batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers in asked)
+        for numbers in used:
+            yield _micro_batch(self._loader, next(batches), 0, numbers)
 
-    def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[tuple[Sequence[int], bool]]:
-        """The samples of each batch, and whether it is the last. Lazy: a list would grow with the data set."""
+    def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
+        """The samples of each batch. Lazy: a list would grow with the data set."""
         start = min(self.start + done, self.end)
         own = -(-(self.end - start) // size)
         count = ranks.all_reduce_max(own)[0] if self.equal else own
-        dummies: Iterator[Any] = itertools.repeat((0, 0), count - own)
-        for number, piece in enumerate(itertools.chain(ranges(start, self.end, size), dummies), start=1):
-            yield list(range(*piece)), number == count
+        yield from (list(range(*piece)) for piece in ranges(start, self.end, size))
+        yield from itertools.repeat([], count - own)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -265,18 +264,16 @@ class EvalBatches:
             self._stream.close()
 
 
-def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[int], last: bool) -> MicroBatch:
+def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[int], last: bool = False) -> MicroBatch:
     """A fetched batch of these samples; a dummy without any."""
     indices = numbers or DUMMY
     piece = functools.partial(loader.piece, batch, epoch, indices)
     return MicroBatch(batch, last, bool(numbers), len(indices), piece)
 
 
-def _while_any_has_one(
-    pieces: Iterator[tuple[Sequence[int], bool]], ranks: Ranks
-) -> Iterator[tuple[Sequence[int], bool]]:
+def _while_any_has_one(pieces: Iterator[Sequence[int]], ranks: Ranks) -> Iterator[Sequence[int]]:
     """This rank's pieces, followed by empty ones while another rank has samples. Collective."""
-    for piece in itertools.chain(pieces, itertools.repeat(([], True))):
-        if ranks.all_reduce_max(len(piece[0]))[0] == 0:
+    for piece in itertools.chain(pieces, itertools.repeat([])):
+        if ranks.all_reduce_max(len(piece))[0] == 0:
             return
         yield piece

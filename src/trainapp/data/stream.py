@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from trainapp.data.sampler import Share, Source, own_part
+from trainapp.data.batch import own_part
+from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Place, Position, Reader, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
@@ -150,8 +151,8 @@ class Stream(Source):
             )
         start, end = own_part(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
-        self.ranks.check_peers()
         ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))
+        self.ranks.check_peers()
         spare = samples[0] if samples else None
         if self.is_sharded:
             by_rank = self.ranks.all_gather_object((len(samples), ends))
@@ -201,20 +202,21 @@ class EvalStream:
         self._shard = Shard(Reader(dataset, seed), in_process)
         self.close = self._shard.close
 
-    def pieces(self, done: int, size: int) -> Iterator[tuple[list[int], bool]]:
-        """The numbers of this rank's samples in each batch, after its first `done` ones, and whether it is the last.
-
-        The samples are held until the next piece is requested.
+    def pieces(self, done: int, size: int) -> Iterator[list[int]]:
+        """The numbers of this rank's samples in each batch, after its first `done` ones. The samples are held until the
+        next piece is requested.
         """
         self._shard.go_to(Position())
-        shard, skipped, first, spare = self._shard, done * self.world, 0, None
-        while read := shard.available(0, 1 if first < skipped else size * self.world):
-            if first >= skipped:
-                numbers = [number for number in range(first, first + read) if number % self.world == self.rank]
-                spare = shard.sample(read - 1)
-                self.fetched.hold(numbers, [shard.sample(number - first) for number in numbers], spare)
-                if numbers:
-                    yield numbers, shard.ends_after(0, read)
-            shard.advance(read)
+        first, spare = 0, None
+        while read := self._shard.available(0, size * self.world):
+            samples = {first + number: self._shard.sample(number) for number in range(read)}
+            spare = samples[first + read - 1]
+            numbers = [
+                number for number in samples if number % self.world == self.rank and number // self.world >= done
+            ]
+            self.fetched.hold(numbers, [samples[number] for number in numbers], spare)
+            if numbers:
+                yield numbers
+            self._shard.advance(read)
             first += read
         self.fetched.hold([], [], spare)

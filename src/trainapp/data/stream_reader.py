@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
 from trainapp.data.loader import Results
 from trainapp.errors import UserError
@@ -103,8 +103,8 @@ class Place(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position after `number` samples of an epoch. base: the nearest earlier place from which the source can be
-    read, possibly in the previous epoch.
+    """The position after `number` samples of an epoch. base: an earlier place from which the source can be read,
+    possibly in the previous epoch.
     """
 
     epoch: int = 0
@@ -113,83 +113,80 @@ class Position(NamedTuple):
 
 
 class _End(Enum):
-    END = "after the last sample"  # takes the place of a sample
+    END = "after the last sample"
+
+
+END = _End.END  # takes the place of a sample; an enum's member, for a worker to send
 
 
 class Read(NamedTuple):
-    """A sample, or END if the epoch has no more. base: the place from which it can be read again."""
+    """A sample, or END after the epoch's last. base: the place from which it can be read again."""
 
     sample: Any
     base: Place
-    is_last: bool  # whether it is its epoch's last sample
 
 
 class Reader(Dataset):
-    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one. A worker
-    process returns it pickled, because torch sends every tensor of a worker through an open file.
+    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one.
 
     The end of an epoch is followed by the next one, announced by `set_epoch` if the source has it.
     """
 
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1):
         self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
-        self._tells, self._pickles = _tells_position(self.source), False
+        self._tells = _tells_position(self.source)
         self._iterator: Iterator[Any] = iter(())
         self._reads: Iterator[Read] = iter(())
 
-    def __getitem__(self, start: Position | None) -> Any:
-        if get_worker_info() is not None:
-            become_main_process()
-            self._pickles = True
+    def __getitem__(self, start: Position | None) -> Read:
+        become_main_process()
         if start is not None:
             self._reads = self._from(start)
         with preserved_rng(CPU):
-            read = next(self._reads)
-        return pickle.dumps(read, pickle.HIGHEST_PROTOCOL) if self._pickles else read
+            return next(self._reads)
 
     def _from(self, start: Position) -> Iterator[Read]:
         """The samples of this and all later epochs. Raises UserError if the stream ends before the position."""
         place = base = start.base
         while True:
             epoch, number, _ = place
-            sample = self._open(place)
+            opened = self._open(place)
             if not self._tells:
                 base = place  # else: read from the previous epoch, until there is a state in this one
-            while sample is not _End.END:
-                number, before = number + 1, base
-                if self._tells and (number == 1 or number % STATE_EVERY == 0):
-                    base = Place(epoch, number, self._state())
-                following = self._read(epoch, number)
+            while (sample := self._read(epoch, number)) is not END:
+                number += 1
                 if (epoch, number) > start[:2]:
-                    yield Read(sample, before, following is _End.END)
-                sample = following
+                    yield Read(sample, base)
+                if self._tells and (number == 1 or number % STATE_EVERY == 0):
+                    # Never the state after the last trained sample: that of an epoch's end may begin it anew.
+                    state = self._state()
+                    if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
+                        self._tells = False  # it counts a sample only after it was yielded: its states are one too low
+                    else:
+                        base = Place(epoch, number, state)
             if epoch == start.epoch and number < start.number:
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
                     f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
                     "these weights, model.init_from=RUN"
                 )
-            if epoch >= start.epoch and number == (start.number if epoch == start.epoch else 0):
-                yield Read(_End.END, base, True)
+            if epoch >= start.epoch:
+                yield Read(END, base)
             place = Place(epoch + 1)
 
     def _open(self, place: Place) -> Any:
-        """Begin at the place. Returns the first sample."""
+        """Begin at the place. Returns the source's state at the start of an epoch, if it has one."""
         seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(place.epoch)
         if place.state is not None:
             self.source.load_state_dict(copy.deepcopy(place.state))
         self._iterator = iter(self.source)
-        before = self._state() if self._tells and place.state is None else None
-        sample = self._read(place.epoch, place.number)
-        if before is not None and sample is not _End.END and pickle.dumps(before) == pickle.dumps(self._state()):
-            self._tells = False  # it counts a sample only after it was yielded: its states are one too low
-        return sample
+        return self._state() if self._tells and place.state is None else None
 
     def _read(self, epoch: int, number: int) -> Any:
         seed_from(CPU, self.seed, epoch, *self.shard, number)
-        return next(self._iterator, _End.END)
+        return next(self._iterator, END)
 
     def _state(self) -> Any:
         return copy.deepcopy(self.source.state_dict())
@@ -203,7 +200,8 @@ class Shard:
     """
 
     def __init__(self, reader: Reader, in_process: bool):
-        self._results = Results(reader, workers=0 if in_process else 1, ahead=AHEAD)
+        # Pickled, because torch sends every tensor of a worker through an open file.
+        self._results = Results(reader, workers=0 if in_process else 1, ahead=AHEAD, send=pickle.dumps)
         self.go_to(Position())
 
     def go_to(self, position: Position) -> None:
@@ -227,7 +225,7 @@ class Shard:
 
     def ends_after(self, epoch: int, count: int) -> bool:
         """Whether the shard has no sample of the epoch after its next `count`, which are `available`."""
-        return self.position.epoch > epoch or (self._ended and len(self._buffer) == count)
+        return self.available(epoch, count + 1) <= count
 
     def advance(self, count: int) -> None:
         """Count the next `count` samples as trained."""
@@ -248,7 +246,7 @@ class Shard:
         self._results.close()
 
     def _read(self) -> None:
-        """Read the next sample."""
+        """Read the next sample, or the end of the epoch."""
         started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
         try:
             if self._reads is None:
@@ -266,6 +264,7 @@ class Shard:
                 epoch,
                 time.monotonic() - started,
             )
-        if read.sample is not _End.END:
+        if read.sample is END:
+            self._ended = True
+        else:
             self._buffer.append(read)
-        self._ended = read.is_last

@@ -1,11 +1,9 @@
 """Texts read with the package `datasets` and tokenised with Transformers: `data=hf`. Both are imported late."""
 
 import contextlib
-import glob
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +23,6 @@ log = logging.getLogger(__name__)
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 VALIDATION = ("validation", "valid", "val", "dev", "eval")  # usual names of the split
-END = "<|endoftext|>"  # end-of-document token of a BPE trained here
 
 
 def open_dataset(
@@ -56,14 +53,7 @@ def open_dataset(
     if path is None:
         raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
     directory = cache_directory(cache_dir)
-    splits = open_rows(path, name, directory)
-    train, validation, held_out = split_rows(splits, train_split, val_split, val_fraction)
-    rows = train if split == "train" else validation
-    if held_out and split == "val":
-        log.info(
-            "data.path=%s has no split for validation: the last %d of its %d rows (data.val_fraction=%s); all of them "
-            "with data.val_split=%s", path, len(rows), len(train) + len(rows), val_fraction, train_split,
-        )  # fmt: skip
+    rows, train = split_rows(open_rows(path, name, directory), split, train_split, val_split, val_fraction)
     for setting, column in (("text", text), *([("label", label)] if label else [])):
         if column not in rows.column_names:
             raise UserError(f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}")
@@ -97,69 +87,47 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
     import datasets  # late: only these data sets need it
 
     datasets.disable_progress_bars()
-    paths, loaded = [path] if isinstance(path, str) else list(path), None
-    cache = str(directory / "datasets")
-    files = [match for entry in paths for match in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-    kinds = {BUILDERS.get(Path(file).suffix, "") for file in files}
-    is_name = len(paths) == 1 and not paths[0].startswith((".", "/", "~")) and Path(paths[0]).suffix not in BUILDERS
+    entries = [os.path.expanduser(entry) for entry in ([path] if isinstance(path, str) else path)]
+    kinds, cache = {BUILDERS.get(Path(entry).suffix) for entry in entries}, str(directory / "datasets")
+    alone = Path(entries[0]) if len(entries) == 1 else None
     try:
-        if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
-            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
-                loaded = datasets.load_from_disk(str(folder))
-            else:
-                loaded = datasets.load_dataset(str(folder), cache_dir=cache)
-        elif len(kinds) == 1 and "" not in kinds:
-            loaded = datasets.load_dataset(kinds.pop(), data_files=files, cache_dir=cache)
-        elif not files and is_name:
-            loaded = datasets.load_dataset(paths[0], name)
-    except Exception as error:  # a damaged file, a name unknown to the hub, no network
+        if alone is not None and alone.is_dir():
+            is_saved = any((alone / file).exists() for file in ("state.json", "dataset_dict.json"))
+            folder = str(alone)
+            loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(folder, cache_dir=cache)
+        elif len(kinds) == 1 and None not in kinds:
+            loaded = datasets.load_dataset(kinds.pop(), data_files=entries, cache_dir=cache)
+        elif alone is not None and not alone.exists() and not entries[0].startswith((".", "/")):
+            loaded = datasets.load_dataset(entries[0], name)
+        else:
+            raise ValueError(f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub")
+    except Exception as error:  # a missing or damaged file, a name unknown to the hub, no network
         raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
-    if loaded is None:
-        raise UserError(
-            f"data.{setting}={path}: names {len(files)} files, searched from {Path.cwd()}, which are not a data set; "
-            f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub"
-        )
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
 def split_rows(
-    splits: dict[str, Any], train_split: str, val_split: str | None, val_fraction: float
-) -> tuple[Any, Any, bool]:
-    """`(training rows, validation rows, whether these are held out of the training rows)`."""
+    splits: dict[str, Any], split: str, train_split: str, val_split: str | None, val_fraction: float
+) -> tuple[Any, Any]:
+    """The rows of this split, and the training rows. Raises UserError for a name that no split has."""
     for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
         if chosen is not None and chosen not in splits:
             raise UserError(f"data.{setting}={chosen}: there is no such split; there are {listed(sorted(splits))}")
     train = splits[train_split]
     named = val_split or next((usual for usual in VALIDATION if usual in splits), None)
     if named is not None:
-        return train, splits[named], False
+        return train if split == "train" else splits[named], train
     border = len(train) - int(len(train) * val_fraction)
-    return train.select(range(border)), train.select(list(range(border, len(train)))), True
-
-
-def tokenized(
-    rows: Any, function: Callable[..., dict[str, Any]], directory: Path, *parts: Any, numbers: Sequence[str] = ()
-) -> Any:
-    """`rows.map(function)`, written into the directory once, and memory-mapped; read as Arrow, see `documents`.
-
-    function: takes a batch of rows and their indices, and returns `tokens`; with `numbers`, takes a single row and also
-    returns these values. parts: everything else that determines the result; `datasets` knows whether the rows' files
-    have changed.
-    """
-    import datasets
-
-    key = key_of(rows._fingerprint, len(rows), *parts)
-    features = {"tokens": datasets.Sequence(datasets.Value("int32"))} | {n: datasets.Value("int64") for n in numbers}
-    with once(directory, f"tokens-{key}"):
-        return rows.map(
-            function,
-            with_indices=True,
-            batched=not numbers,
-            remove_columns=rows.column_names,
-            features=datasets.Features(features),
-            cache_file_name=str(directory / f"tokens-{key}.arrow"),
-            new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
-        ).with_format("arrow")
+    kept, held_out = train.select(range(border)), train.select(list(range(border, len(train))))
+    if split == "train":
+        return kept, kept
+    log.info(
+        "the data has no split for validation, which gets the last %d of its %d rows (data.val_fraction=%s)",
+        len(held_out),
+        len(train),
+        val_fraction,
+    )
+    return held_out, kept
 
 
 @contextlib.contextmanager
@@ -177,13 +145,6 @@ def once(directory: Path, name: str) -> Iterator[None]:
         raise UserError(
             f"data.cache_dir={directory}: cannot be written ({error}); name another folder, or set TRAINAPP_CACHE"
         ) from error
-
-
-def documents(rows: Any, indices: list[int]) -> list[np.ndarray]:
-    """The tokens of these rows of `tokenized`, int64 [n] each."""
-    tokens = rows[indices]["tokens"].combine_chunks()
-    ends = np.cumsum(tokens.value_lengths().to_numpy())
-    return np.split(tokens.flatten().to_numpy().astype(np.int64), ends[:-1])
 
 
 def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
@@ -227,12 +188,12 @@ def load_tokenizer(name: str) -> Any:
     require_package("transformers", f"data.tokenizer={name}")
     import transformers  # late: only these data sets need it
 
-    path = Path(name).expanduser()
+    path = os.path.expanduser(name)
     try:
-        if path.is_file():
-            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if os.path.isfile(path):
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # missing files raise nearly anything
         reason = " ".join(str(error).split())[:300]
         raise UserError(
@@ -244,42 +205,22 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def digest_of(tokenizer: Any) -> str:
-    """A digest of everything that affects its tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    return key_of(type(tokenizer).__name__, rules, special)
-
-
 def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: int, directory: Path) -> Path:
     """A folder with a byte-level BPE of at most `vocab_size` tokens, trained on the texts or by an earlier run.
 
     fingerprint: identifies the texts. Raises UserError for a vocabulary smaller than the bytes.
     """
     if vocab_size < 257:
-        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and {END}")
-    folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
-    if (folder / "tokenizer.json").is_file():
-        return folder
+        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and the end of a text")
     require_package("transformers", "data=hf")
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts(), trainer)
-    ready = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=directory) as temporary:
-        ready.save_pretrained(f"{temporary}/bpe")
-        with contextlib.suppress(OSError):  # another process was first
-            os.rename(f"{temporary}/bpe", folder)
+    folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
+    with once(directory, folder.name):
+        if not folder.is_dir():
+            trained = transformers.GPT2Tokenizer().train_new_from_iterator(texts(), vocab_size, show_progress=False)
+            trained.save_pretrained(f"{folder}.tmp")
+            os.rename(f"{folder}.tmp", folder)
     return folder
 
 
@@ -287,7 +228,7 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
 
 
 class Tokenized(BatchedDataset):
-    """name: the tokenizer: a folder, a tokenizer.json or a name on the hub.
+    """The base of data sets with a tokenizer. name: a folder, a tokenizer.json or a name on the hub.
 
     Attributes: `tokenizer`; `padding`, the token that pads batches, never counted in a loss; `vocabulary`, a digest of
     the tokens' meaning, stable across versions of the packages.
@@ -296,7 +237,39 @@ class Tokenized(BatchedDataset):
     def __init__(self, name: str):
         self.tokenizer = load_tokenizer(name)
         self.padding = int(self.tokenizer.pad_token_id or 0)
-        self.vocabulary = hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+        self.vocabulary = key_of(sorted(self.tokenizer.get_vocab().items()))
+
+    def _tokenize(self, rows: Any, function: Callable[..., dict[str, Any]], directory: Path, *parts: Any) -> None:
+        """Apply a function to the rows, once: its tokens are in a file in the directory, and memory-mapped.
+
+        function: takes a batch of rows and their indices, and returns `tokens`, a list of documents. parts: what
+        determines these besides rows and tokenizer; `datasets` knows whether the rows' files have changed.
+        """
+        import datasets
+
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = self.vocabulary if backend is None else backend.to_str()
+        special = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
+        key = key_of(rows._fingerprint, len(rows), type(self.tokenizer).__name__, rules, special, *parts)
+        with once(directory, f"tokens-{key}"):
+            self._documents = rows.map(
+                function,
+                with_indices=True,
+                batched=True,
+                remove_columns=rows.column_names,
+                features=datasets.Features(tokens=datasets.Sequence(datasets.Value("int32"))),
+                cache_file_name=str(directory / f"tokens-{key}.arrow"),
+                new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
+            ).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def _tokens(self, indices: list[int]) -> list[np.ndarray]:
+        """The tokens of these documents, int64 [n] each."""
+        tokens = self._documents[indices]["tokens"].combine_chunks()
+        ends = np.cumsum(tokens.value_lengths().to_numpy())
+        return np.split(tokens.flatten().to_numpy().astype(np.int64), ends[:-1])
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer into a folder."""
@@ -341,19 +314,16 @@ class Blocks(Tokenized):
             del rest[: len(starts) * context_length]
             return {"tokens": found}
 
-        self._blocks = tokenized(rows, blocks, directory, "blocks", text, digest_of(self.tokenizer), context_length)
+        self._tokenize(rows, blocks, directory, "blocks", text, context_length)
         if not len(self) and (split == "train" or len(rows)):
             raise UserError(
                 f"data.context_length={context_length}: the texts of the {split} split are shorter than one block, "
                 f"{context_length + 1} tokens; give more text, a shorter context or another data.val_fraction"
             )
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these blocks, collated. Raises IndexError for an index outside the data."""
-        blocks = torch.from_numpy(np.stack(documents(self._blocks, self._positions(indices).tolist())))
+        blocks = torch.from_numpy(np.stack(self._tokens(self._positions(indices).tolist())))
         return {"inputs": blocks[:, :-1].contiguous(), "targets": blocks[:, 1:].contiguous()}
 
 
@@ -385,7 +355,7 @@ class Labelled(Tokenized):
             ids = self.tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
             return {"tokens": [own or [self.padding] for own in ids]}  # a model has at least one
 
-        self._texts = tokenized(rows, cut, directory, "labelled", text, digest_of(self.tokenizer), context_length)
+        self._tokenize(rows, cut, directory, "labelled", text, context_length)
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
@@ -394,13 +364,10 @@ class Labelled(Tokenized):
             "pad_token_id": self.padding,
         }
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these texts, collated. Raises IndexError for an index outside the data."""
         positions = self._positions(indices).tolist()
-        texts = list(map(torch.from_numpy, documents(self._texts, positions)))
+        texts = list(map(torch.from_numpy, self._tokens(positions)))
         mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
         inputs = pad_sequence(texts, batch_first=True, padding_value=self.padding)
         batch = {"inputs": inputs, "attention_mask": mask}

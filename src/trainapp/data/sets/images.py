@@ -5,6 +5,7 @@ Random resized crop: Szegedy et al., "Going Deeper with Convolutions" (arXiv:140
 """
 
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -25,7 +26,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 SPLITS = {"train", "val", "validation", "test"}  # folders that are not classes
 RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
 CENTER = 0.875  # fraction of the shorter side used in evaluation: 224 of 256
-ATTEMPTS = 10
 
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 PositiveShare = Annotated[float, Field(gt=0, le=1, strict=True)]
@@ -98,29 +98,27 @@ class Images(torch.utils.data.Dataset):
         if not self.is_training:
             image, label = self._readable(index)
             return {"inputs": torch.from_numpy(self._resized(image, center_box(*image.size))), "targets": label}
-        rng = np.random.default_rng(np.random.randint(2**63, dtype=np.int64))
-        pixels, label = self._augmented(index, rng)
+        pixels, label = self._augmented(index)
         if not (self.mixup or self.cutmix):
             return {"inputs": torch.from_numpy(pixels), "targets": label}
-        pixels, shares = self._mixed(pixels, label, rng)
+        pixels, shares = self._mixed(pixels, label)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(shares)}
 
-    def _augmented(self, index: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    def _augmented(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self._readable(index)
-        width, height = image.size
-        pixels = self._resized(image, random_box(rng, width, height, self.scale))
-        if rng.random() < self.flip:
+        pixels = self._resized(image, random_box(*image.size, self.scale))
+        if np.random.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
         return pixels, label
 
-    def _mixed(self, pixels: np.ndarray, label: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _mixed(self, pixels: np.ndarray, label: int) -> tuple[np.ndarray, np.ndarray]:
         """The sample mixed with another image: `(pixels, shares of the classes)`."""
-        cuts = bool(self.cutmix) and (not self.mixup or rng.random() < 0.5)
+        cuts = bool(self.cutmix) and (not self.mixup or np.random.random() < 0.5)
         alpha = self.cutmix if cuts else self.mixup
-        share = float(rng.beta(alpha, alpha))  # the other image's share
-        other, other_label = self._augmented(int(rng.integers(len(self))), rng)
+        share = np.random.beta(alpha, alpha)  # the other image's share
+        other, other_label = self._augmented(np.random.randint(len(self)))
         if cuts:
-            left, top, right, bottom = cut_box(rng, self.image_size, share)
+            left, top, right, bottom = cut_box(self.image_size, share)
             pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
             share = (right - left) * (bottom - top) / self.image_size**2
         else:
@@ -142,14 +140,13 @@ class Images(torch.utils.data.Dataset):
     def _readable(self, index: int) -> tuple[Any, int]:
         """The image and its class; with on_error=skip, of the next readable image. Raises UserError."""
         reason = ""
-        for number in range(len(self)):
-            place = (index + number) % len(self)
+        for place in itertools.chain(range(index, len(self)), range(index)):
             path = os.fsdecode(self._files[place])
             try:
                 return read(path), int(self.targets[place])
             except MemoryError:
                 raise
-            except Exception as error:
+            except Exception as error:  # decoders also raise SyntaxError, struct.error, EOFError and others
                 reason = f"{path} cannot be read as an image ({type(error).__name__}: {error})"
             if self.on_error == "stop":
                 raise UserError(
@@ -177,11 +174,21 @@ def find(
     """
     root = os.path.expanduser(path)
     if not os.path.isdir(root):
-        what = "is not a folder" if os.path.exists(root) else f"there is no such folder, searched from {os.getcwd()}"
-        raise UserError(f"data.path={path}: {what}; name the one that holds the class folders")
+        raise UserError(
+            f"data.path={path}: there is no such folder, searched from {os.getcwd()}; name the one that holds the "
+            "class folders"
+        )
     training, validation = _split_folders(path, root)
     folder, divides = (validation or training) if split == "val" else training, validation is None
-    names = _class_names(path, training, classes)
+    found = _folders_in(training)
+    names = found if classes is None else list(classes)
+    if not found:
+        raise UserError(
+            f"data.path={path}: {training} has no folders; each class needs one with its images, as in "
+            f"{training}/cat/1.jpg"
+        )
+    if not names or len(set(names)) < len(names) or not set(names) <= set(found):
+        raise UserError(f"data.classes={names}: must name folders of {training}, each once: {listed(found)}")
     unknown = sorted(set(_folders_in(folder)) - set(names))
     if unknown and classes is None:
         raise UserError(
@@ -216,22 +223,6 @@ def _split_folders(path: str, root: str) -> tuple[str, str | None]:
             listed(sorted(names)),
         )
     return root, None
-
-
-def _class_names(path: str, folder: str, classes: Sequence[str] | None) -> list[str]:
-    """The class names: `classes` if given, otherwise sorted, independent of the file system."""
-    found = _folders_in(folder)
-    if classes is not None:
-        missing = [name for name in classes if name not in found]
-        if missing or len(set(classes)) < len(classes) or not classes:
-            wrong = f"{folder} has no folder {listed(missing)}" if missing else "a name must be there, and each once"
-            raise UserError(f"data.classes={list(classes)}: {wrong}; name folders among {listed(found)}")
-        return list(classes)
-    if not found:
-        raise UserError(
-            f"data.path={path}: {folder} has no folders; each class needs one with its images, as in {folder}/cat/1.jpg"
-        )
-    return found
 
 
 def _folders_in(folder: str) -> list[str]:
@@ -277,45 +268,34 @@ def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -
 def read(path: str) -> Any:
     """The image at `path` as a PIL image of mode RGB, upright. The first one, of a file with several.
 
-    For a damaged file decoders raise OSError, SyntaxError, struct.error, EOFError and others.
+    Transparent images are put on white; of 16 bits the upper 8 are kept. Raises ValueError for pixels without a
+    standard range (floats, 32-bit integers), and a decoder's many errors for a damaged file.
     """
     from PIL import Image, ImageOps  # late: only this data set needs it
 
-    with Image.open(path) as image:
-        image.load()
-        # Older versions of Pillow have the 16 bits of a PNG in mode I.
-        return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
-
-
-def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
-    """The image in 8-bit RGB. Transparent images are put on white; of 16 bits the upper 8 are kept.
-
-    is_16_bit: whether integers of mode I have 16 bits. Raises ValueError for pixels without a standard range: floats,
-    and other 32-bit integers.
-    """
-    from PIL import Image
-
-    if image.mode == "F" or (image.mode == "I" and not is_16_bit):
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+    if image.mode in ("F", "I"):
         raise ValueError("its pixels have no standard range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
-def random_box(rng: np.random.Generator, width: int, height: int, scale: tuple[float, float]) -> Box:
+def random_box(width: int, height: int, scale: tuple[float, float]) -> Box:
     """A crop of random area and aspect ratio; the central one if ten draws do not fit the image.
 
     scale: smallest and largest fraction of the area.
     """
-    for _ in range(ATTEMPTS):
-        area = width * height * rng.uniform(*scale)
-        ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+    for _ in range(10):
+        area = width * height * np.random.uniform(*scale)
+        ratio = math.exp(np.random.uniform(*np.log(RATIO)))
         columns, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < columns <= width and 0 < rows <= height:
-            left, top = int(rng.integers(width - columns + 1)), int(rng.integers(height - rows + 1))
+            left, top = np.random.randint(width - columns + 1), np.random.randint(height - rows + 1)
             return left, top, left + columns, top + rows
     return center_box(width, height, 1.0)
 
@@ -327,10 +307,8 @@ def center_box(width: int, height: int, share: float = CENTER) -> Box:
     return left, top, left + side, top + side
 
 
-def cut_box(rng: np.random.Generator, size: int, share: float) -> Box:
+def cut_box(size: int, share: float) -> Box:
     """A square with this fraction of the area, centred anywhere and clipped at the border."""
-    side = size * math.sqrt(share)
-    row, column = rng.uniform(0, size, 2)
-    left, right = (int(np.clip(round(column + sign * side / 2), 0, size)) for sign in (-1, 1))
-    top, bottom = (int(np.clip(round(row + sign * side / 2), 0, size)) for sign in (-1, 1))
+    half, center = size * math.sqrt(share) / 2, np.random.uniform(0, size, 2)
+    (left, top), (right, bottom) = (np.clip(np.round(center + offset), 0, size).astype(int) for offset in (-half, half))
     return left, top, right, bottom

@@ -65,7 +65,7 @@ class Text(BatchedDataset):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these bytes; invalid UTF-8 becomes U+FFFD."""
-        return b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens).decode(errors="replace")
+        return bytes(min(token, 255) for token in tokens).decode(errors="replace")
 
 
 def find_files(files: str | Sequence[str]) -> list[str]:
@@ -77,11 +77,11 @@ def find_files(files: str | Sequence[str]) -> list[str]:
     for entry in [files] if isinstance(files, str) else files:
         path = os.path.expanduser(entry)
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-        if os.path.isdir(path):
-            raise UserError(f"data.files={entry}: is a directory; name its files, as in {entry}/**/*.txt")
         matches = [match for match in matches if not os.path.isdir(match)]
         if not matches:
-            raise UserError(f"data.files={entry}: there is no such file, searched from {os.getcwd()}")
+            raise UserError(
+                f"data.files={entry}: names no file, searched from {os.getcwd()}; those of a folder are FOLDER/**/*.txt"
+            )
         found.update(dict.fromkeys(matches))
     return list(found)
 
