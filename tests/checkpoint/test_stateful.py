@@ -93,14 +93,14 @@ def test_an_error_in_a_users_method_keeps_its_class_and_its_place(tmp_path):
 def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
     stateful = (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits", "data.num_workers=1")
     run = runs.prepare(tmp_path / "s", *stateful)
-    assert run.batches._loader._results.workers == 0
+    assert run.batches._loader.workers == 0
     run.close()
     noisy = (*MLP, "~data.augment", "data._target_=test_stateful.NoisyDigits", "checkpointing=off")
     runs.prepare(tmp_path / "a", *noisy, "data.num_workers=1").close()
     assert "the data has a state (data.digits.noise, eval_data.digits.noise)" in caplog.text
     assert "may see other numbers" in caplog.text
     run = runs.prepare(tmp_path / "b", *noisy)
-    assert run.batches._loader._results.workers == 0
+    assert run.batches._loader.workers == 0
     run.close()
 
 

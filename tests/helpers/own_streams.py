@@ -1,6 +1,7 @@
 """Streams as users write them: digits with noise, one after the other."""
 
 import copy
+import multiprocessing
 
 import numpy as np
 import torch
@@ -71,26 +72,23 @@ class Popping(Plain):
 class Hungry(Plain):
     """Memory runs out once, at one of its samples, after which the iterator has ended."""
 
-    hungry = True
+    def __init__(self, split):
+        super().__init__(split)
+        self.hungry = multiprocessing.Value("i", 1)  # shared with the processes that read
+
+    def sample(self, number):
+        if number == 38 and self.hungry.value:
+            self.hungry.value = 0
+            raise MemoryError
+        return super().sample(number)
 
     def __iter__(self):
         for number in self.numbers:
-            if number == 38 and self.hungry:
-                self.hungry = False
-                raise MemoryError
             yield self.sample(number)
 
 
-class HungryWithState(Stateful):
+class HungryWithState(Hungry, Stateful):
     """The same, but its iterator continues after the sample that is lost."""
-
-    hungry = True
-
-    def sample(self, number):
-        if number == 38 and self.hungry:
-            self.hungry = False
-            raise MemoryError
-        return super().sample(number)
 
     def __iter__(self):
         self.position, self.start = self.start, 0

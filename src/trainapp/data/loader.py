@@ -99,8 +99,16 @@ class BatchedDataset(Dataset):
         return positions
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+def loader_of(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
+    """A DataLoader of items that are complete as the data set returns them, by worker processes."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=_leave_ctrl_c,
+        generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
+        **options,
+    )
 
 
 def _leave_ctrl_c(worker: int) -> None:
@@ -108,56 +116,17 @@ def _leave_ctrl_c(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
 class _Requests:
     """What a DataLoader's workers are to fetch."""
 
-    coming: Iterator[Any] = iter(())
+    coming: Iterator[Request] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Request]:
         return self.coming
-
-
-class Results:
-    """`results(requests)` yields `dataset[request]` in order, computed on demand, or by `workers` processes that each
-    work `ahead` requests in advance. send: what a process does to a result before it is sent.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        workers: int,
-        pinned: bool = False,
-        ahead: int = 2,
-        send: Callable[[Any], Any] = _unchanged,
-    ):
-        self.workers, self._dataset, self._requests = workers, dataset, _Requests()
-        self._loader = None
-        if workers:
-            self._loader = DataLoader(
-                dataset,
-                batch_size=None,  # a request is a batch already
-                collate_fn=send,  # torch's default makes lists of tuples, and loses attributes of mappings
-                sampler=self._requests,
-                num_workers=workers,
-                prefetch_factor=ahead,
-                pin_memory=pinned,
-                persistent_workers=True,
-                worker_init_fn=_leave_ctrl_c,
-                generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
-            )
-
-    def __call__(self, requests: Iterator[Any]) -> Iterator[Any]:
-        """Start a new iteration; ends the previous one. Raises the data set's errors."""
-        if self._loader is None:
-            return map(self._dataset.__getitem__, requests)
-        self._requests.coming = requests
-        with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
-            return iter(self._loader)
-
-    def close(self) -> None:
-        """End the processes. Discards prefetched results."""
-        self._requests.coming = iter(())
-        self._loader = None  # torch ends the workers with the last reference to their iterator
 
 
 class BatchLoader:
@@ -171,20 +140,41 @@ class BatchLoader:
         self.fetcher, self.seed, self.device = Fetcher(dataset, seed), seed, device
         # Data sets often have an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
-        self._pinned = device.type == "cuda"
-        self._results = Results(self.fetcher, workers, self._pinned)
-        self.close = self._results.close
+        self._pinned, self.workers, self._requests = device.type == "cuda", workers, _Requests()
+        self._loader: DataLoader | None = None
+        if workers:
+            self._loader = loader_of(
+                self.fetcher,
+                workers,
+                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
+                sampler=self._requests,
+                pin_memory=self._pinned,
+                persistent_workers=True,
+            )
 
     def example(self, dataset: Any, samples: int) -> Any:
         """The first `samples` samples of an indexable data set as a batch, on the CPU, fetched in this process."""
         return Fetcher(dataset, self.seed)[Request(0, list(range(min(samples, len(dataset)))))]
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Batches on the device, in the order of the requests; copies from pinned memory do not block the host."""
-        fetched = self._results(requests)
-        if self._pinned and not self._results.workers:
-            fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+        """Batches on the device, in the order of the requests; copies from pinned memory do not block the host.
+
+        Starts a new iteration, which ends the previous one. Raises the data set's errors.
+        """
+        if self._loader is None:
+            fetched = map(self.fetcher.__getitem__, requests)
+            if self._pinned:
+                fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+        else:
+            self._requests.coming = requests
+            with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
+                fetched = iter(self._loader)
         return map(self._move, fetched)
+
+    def close(self) -> None:
+        """End the processes. Discards prefetched batches."""
+        self._requests.coming = iter(())
+        self._loader = None  # torch ends the workers with the last reference to their iterator
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
         """The batch of only the samples [start, end) of a fetched batch, on the device.

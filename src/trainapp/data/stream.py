@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from trainapp.data.batch import own_part
 from trainapp.data.sampler import Share, Source
-from trainapp.data.stream_reader import Place, Position, Reader, Shard, has_shards
+from trainapp.data.stream_reader import Place, Position, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 
@@ -74,7 +74,7 @@ class Stream(Source):
         count, rank = self.ranks.world * shards, self.ranks.rank
         self.is_sharded = count > 1 and has_shards(self.dataset)
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
-        self._shards = [Shard(Reader(self.dataset, self.seed, *place), self._in_process) for place in places]
+        self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
         self._turn, self._step = 0, _Step()
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
@@ -199,7 +199,7 @@ class EvalStream:
 
     def __init__(self, dataset: Any, seed: int, rank: int, world: int, in_process: bool):
         self.rank, self.world, self.fetched = rank, world, HeldSamples(dataset)
-        self._shard = Shard(Reader(dataset, seed), in_process)
+        self._shard = Shard(dataset, seed, in_process=in_process)
         self.close = self._shard.close
 
     def pieces(self, done: int, size: int) -> Iterator[list[int]]:

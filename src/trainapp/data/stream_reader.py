@@ -6,8 +6,8 @@ other is read again from the start of the epoch, and trained samples are skipped
 before each sample, so that random transforms and shuffles repeat.
 """
 
+import contextlib
 import copy
-import itertools
 import logging
 import pickle
 import time
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from trainapp.data.loader import Results
+from trainapp.data.loader import loader_of
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
-from trainapp.torch_private import become_main_process
+from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
@@ -126,82 +126,16 @@ class Read(NamedTuple):
     base: Place
 
 
-class Reader(Dataset):
-    """Reads one shard of a stream: `reader[position]` is the `Read` there, `reader[None]` the next one.
-
-    The end of an epoch is followed by the next one, announced by `set_epoch` if the source has it.
-    """
-
-    def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1):
-        self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
-        self._tells = _tells_position(self.source)
-        self._iterator: Iterator[Any] = iter(())
-        self._reads: Iterator[Read] = iter(())
-
-    def __getitem__(self, start: Position | None) -> Read:
-        become_main_process()
-        if start is not None:
-            self._reads = self._from(start)
-        with preserved_rng(CPU):
-            return next(self._reads)
-
-    def _from(self, start: Position) -> Iterator[Read]:
-        """The samples of this and all later epochs. Raises UserError if the stream ends before the position."""
-        place = base = start.base
-        while True:
-            epoch, number, _ = place
-            opened = self._open(place)
-            if not self._tells:
-                base = place  # else: read from the previous epoch, until there is a state in this one
-            while (sample := self._read(epoch, number)) is not END:
-                number += 1
-                if (epoch, number) > start[:2]:
-                    yield Read(sample, base)
-                if self._tells and (number == 1 or number % STATE_EVERY == 0):
-                    # Never the state after the last trained sample: that of an epoch's end may begin it anew.
-                    state = self._state()
-                    if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
-                        self._tells = False  # it counts a sample only after it was yielded: its states are one too low
-                    else:
-                        base = Place(epoch, number, state)
-            if epoch == start.epoch and number < start.number:
-                raise UserError(
-                    f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
-                    f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
-                    "these weights, model.init_from=RUN"
-                )
-            if epoch >= start.epoch:
-                yield Read(END, base)
-            place = Place(epoch + 1)
-
-    def _open(self, place: Place) -> Any:
-        """Begin at the place. Returns the source's state at the start of an epoch, if it has one."""
-        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(place.epoch)
-        if place.state is not None:
-            self.source.load_state_dict(copy.deepcopy(place.state))
-        self._iterator = iter(self.source)
-        return self._state() if self._tells and place.state is None else None
-
-    def _read(self, epoch: int, number: int) -> Any:
-        seed_from(CPU, self.seed, epoch, *self.shard, number)
-        return next(self._iterator, END)
-
-    def _state(self) -> Any:
-        return copy.deepcopy(self.source.state_dict())
-
-
-class Shard:
+class Shard(IterableDataset):
     """One shard of a stream. Samples are held until `advance`, so that a retried step has the same ones.
 
     in_process: read by the calling process; otherwise ahead, by a separate process. Attribute: `position` of the
     trained samples.
     """
 
-    def __init__(self, reader: Reader, in_process: bool):
-        # Pickled, because torch sends every tensor of a worker through an open file.
-        self._results = Results(reader, workers=0 if in_process else 1, ahead=AHEAD, send=pickle.dumps)
+    def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
+        self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
+        self._in_process, self._tells = in_process, _tells_position(self.source)
         self.go_to(Position())
 
     def go_to(self, position: Position) -> None:
@@ -242,20 +176,19 @@ class Shard:
 
     def close(self) -> None:
         """End the process that reads ahead. Discards its samples."""
-        self._reads = None
-        self._results.close()
+        self.go_to(self.position)
 
     def _read(self) -> None:
         """Read the next sample, or the end of the epoch."""
         started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
         try:
             if self._reads is None:
-                self._reads = self._results(itertools.chain([self.position], itertools.repeat(None)))
-            read = next(self._reads)
+                self._reads = iter(self) if self._in_process else self._ahead()
+            with preserved_rng(CPU) if self._in_process else contextlib.nullcontext():
+                read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position)
             raise
-        read = pickle.loads(read) if isinstance(read, bytes) else read
         if is_first and number and base.state is None:
             log.info(
                 "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
@@ -268,3 +201,58 @@ class Shard:
             self._ended = True
         else:
             self._buffer.append(read)
+
+    def _ahead(self) -> Iterator[Read]:
+        # Pickled, because torch sends every tensor of a worker through an open file.
+        with outside_dispatch_modes():  # the process inherits active modes: a memory counter, with its limit
+            return map(pickle.loads, iter(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
+
+    def __iter__(self) -> Iterator[Read]:
+        """What comes after `position`, in this and all later epochs. Seeds the global generators. Raises UserError if
+        the stream ends before the position.
+        """
+        become_main_process()
+        start = self.position
+        place = base = start.base
+        while True:
+            epoch, number, _ = place
+            opened = self._open(place)
+            if not self._tells:
+                base = place  # else: read from the previous epoch, until there is a state in this one
+            while (sample := self._next(epoch, number)) is not END:
+                number += 1
+                if (epoch, number) > start[:2]:
+                    yield Read(sample, base)
+                if self._tells and (number == 1 or number % STATE_EVERY == 0):
+                    # Never the state after the last trained sample: that of an epoch's end may begin it anew.
+                    state = self._state()
+                    if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
+                        self._tells = False  # it counts a sample only after it was yielded: its states are one too low
+                    else:
+                        base = Place(epoch, number, state)
+            if epoch == start.epoch and number < start.number:
+                raise UserError(
+                    f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
+                    f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
+                    "these weights, model.init_from=RUN"
+                )
+            if epoch >= start.epoch:
+                yield Read(END, base)
+            place = Place(epoch + 1)
+
+    def _open(self, place: Place) -> Any:
+        """Begin at the place. Returns the source's state at the start of an epoch, if it has one."""
+        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(place.epoch)
+        if place.state is not None:
+            self.source.load_state_dict(copy.deepcopy(place.state))
+        self._iterator = iter(self.source)
+        return self._state() if self._tells and place.state is None else None
+
+    def _next(self, epoch: int, number: int) -> Any:
+        seed_from(CPU, self.seed, epoch, *self.shard, number)
+        return next(self._iterator, END)
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self.source.state_dict())
