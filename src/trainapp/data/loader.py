@@ -161,6 +161,7 @@ class BatchLoader:
 
         Starts a new iteration, which ends the previous one. Raises the data set's errors.
         """
+        fetched: Iterator[Any]
         if self._loader is None:
             fetched = map(self.fetcher.__getitem__, requests)
             if self._pinned:

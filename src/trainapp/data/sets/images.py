@@ -106,7 +106,8 @@ class Images(torch.utils.data.Dataset):
 
     def _augmented(self, index: int) -> tuple[np.ndarray, int]:
         image, label = self._readable(index)
-        pixels = self._resized(image, random_box(*image.size, self.scale))
+        width, height = image.size
+        pixels = self._resized(image, random_box(width, height, self.scale))
         if np.random.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
         return pixels, label

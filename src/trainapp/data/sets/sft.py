@@ -147,10 +147,9 @@ class SupervisedFineTuning(Tokenized):
 
     def _sizes(self, split: str, rows: int) -> np.ndarray:
         """The number of inputs of each example. Logs what is cut and left out. Raises UserError if nothing is left."""
-        import pyarrow.compute as arrow  # as late as `datasets`, which needs it
-
-        table = self._documents[:]
-        lengths = np.asarray(arrow.list_value_length(table["tokens"]) if table.num_rows else [], np.int64)
+        # Of Arrow's chunks only the offsets are read.
+        chunks = self._documents[:]["tokens"].chunks if len(self._documents) else []
+        lengths = np.concatenate([np.empty(0, np.int64), *(chunk.value_lengths().to_numpy() for chunk in chunks)])
         cut, left_out = int((lengths > self._longest + 1).sum()), rows - len(lengths)
         if cut or left_out:
             log.warning(
