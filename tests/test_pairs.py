@@ -77,7 +77,7 @@ REFUSED |= {
     frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"
     for kind in ("int8", "fp8")
 }
-REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16: gradients"
+REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16 with "
 REFUSED |= {
     frozenset(("optimizer.in_backward=true", other)): "optimizer.in_backward=true: a parameter is updated"
     for other in (
@@ -107,7 +107,9 @@ REFUSED |= {
 }
 REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
 REFUSED |= {
-    frozenset((f"optimizer={kind}", f"parallel={strategy}")): "optimizer=adamw_8bit, adamw_4bit or adafactor with par"
+    frozenset(
+        (f"optimizer={kind}", f"parallel={strategy}")
+    ): r"optimizer\.\w+=[\w.]+ with parallel=fsdp: (the|its) state"
     for kind in ("adamw_8bit", "adamw_4bit", "adafactor")
     for strategy in ("fsdp", "hsdp")
 }

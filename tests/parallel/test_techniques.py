@@ -107,7 +107,7 @@ def test_optimizers(cell: Cell, spread, optimizer):
     """The same weights on all ranks, and nearly those of one process: what is rounded by chance is rounded alike."""
     (reference,) = cell.reference(0, *OPTIMIZERS[optimizer])
     if (optimizer, spread) in REFUSED:
-        with pytest.raises(UserError, match="adamw_4bit or adafactor with parallel=fsdp: their state"):
+        with pytest.raises(UserError, match=r"with parallel=fsdp: (the|its) state"):
             cell.run(2, f"parallel={spread}", *OPTIMIZERS[optimizer])
         return
     records = cell.run(2, f"parallel={spread}", *OPTIMIZERS[optimizer])

@@ -131,7 +131,7 @@ def _with_optimizer(update: Any, common: Any) -> Any:
         return update
     own = update.get("optimizer") or {}
     if isinstance(own, dict) and "_target_" not in own and isinstance(common, dict):
-        own = {key: value for key, value in common.items() if key != "groups"} | own
+        own = common | own
     return _with_task(update) | {"optimizer": own}
 
 

@@ -3,10 +3,12 @@
 Rules that need the built model, the data or the machine are checked where those exist.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from trainapp.config.schema import ABOUT_A_RUN, Config, Optimizer
+from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.config.targets import as_yaml
 
 # Settings that users set by choosing a group's option.
@@ -18,52 +20,60 @@ OF_GROUP = {
 }
 
 
-class Exclusion(NamedTuple):
-    """Settings that conflict if `when` is true of the configuration.
-
-    settings: names for the message, which adds their values; a text that is not a setting is used as is. The message
-    is `a.b=1 with c=2: reason; remedy`.
+@dataclass(frozen=True)
+class Exclusion:
+    """Settings that conflict: each with its value, or a test of its value; also `when`, if that is given. A setting or
+    argument of `optimizer` is that of any of the optimizers. The message is `a.b=1 with c=2: reason; remedy`.
     """
 
-    settings: tuple[str, ...]
-    when: Callable[[Config], bool]
+    settings: dict[str, Any]
     reason: str
     remedy: str
+    when: Callable[[Config], bool] = lambda config: True
+
+    def applies(self, config: Config) -> bool:
+        """Whether the configuration has these settings."""
+        found = ((value_of(config, name), expected) for name, expected in self.settings.items())
+        return all(expected(v) if callable(expected) else v == expected for v, expected in found) and self.when(config)
+
+    def message(self, config: Config) -> str:
+        """What the user reads."""
+        shown = " with ".join(_with_value(name, value_of(config, name)) for name in self.settings)
+        return f"{shown}: {self.reason}; {self.remedy}"
 
 
 def conflicts(config: Config) -> list[str]:
     """The message of each row that applies."""
-    return [message(row, config) for row in EXCLUSIONS if row.when(config)]
+    alone = [config, *(dataclasses.replace(config, optimizer=update.optimizer) for update in config.updates)]
+    return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in alone if row.applies(own)))
 
 
-def message(row: Exclusion, config: Config) -> str:
-    """The message of a row."""
-    shown = " with ".join(_with_value(name, config) for name in row.settings)
-    return f"{shown}: {row.reason}; {row.remedy}"
-
-
-def _with_value(name: str, config: Config) -> str:
-    if "=" in name:
-        return name
-    value = value_of(config, OF_GROUP.get(name, name))
+def _with_value(name: str, value: Any) -> str:
+    name = name.replace(".target", "._target_")
     return name if isinstance(value, list | dict) and value else f"{name}={as_yaml(value)}"
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The value of a setting with a dotted name."""
+    """The value of a setting or of a class's argument with a dotted name; None for an argument that is not given."""
     value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
+    for part in OF_GROUP.get(name, name).split("."):
+        value = getattr(value, part) if hasattr(value, part) else value.arguments.get(part)
     return value
+
+
+def one_of(*values: Any) -> Callable[[Any], bool]:
+    """A test of a setting's value."""
+    return lambda value: value in values
+
+
+def other_than(*values: Any) -> Callable[[Any], bool]:
+    """A test of a setting's value."""
+    return lambda value: value not in values
 
 
 def _misses_updates(config: Config) -> bool:
     """Whether `batch.micro_schedule` has other names than the updates, or names without updates."""
-    names = {update.name for update in config.updates} or {""}
-    return config.batch.micro_schedule is not None and not config.batch.schedules.keys() <= names
-
-
-_HUGGING_FACE = "trainapp.models.huggingface.build"
+    return not config.batch.schedules.keys() <= ({update.name for update in config.updates} or {""})
 
 
 def _is_not_in_backward(config: Config) -> bool:
@@ -79,176 +89,152 @@ def _is_not_in_backward(config: Config) -> bool:
     )
 
 
-def _is_with_fsdp(config: Config, is_own: Callable[[Optimizer], bool]) -> bool:
-    """Whether FSDP is used with an optimizer for which `is_own` holds."""
-    return config.parallel.strategy == "fsdp" and any(map(is_own, config.optimizers.values()))
-
-
 EXCLUSIONS = (
     # The length of a run and its batches
     Exclusion(
-        ("train.max_steps", "train.max_epochs"),
-        lambda c: c.mode == "train" and c.train.max_steps is None and c.train.max_epochs is None,
+        {"train.max_steps": None, "train.max_epochs": None, "mode": "train"},
         "the run would never end",
         "set one of them",
     ),
     Exclusion(
-        ("accumulation.steps", "batch.micro_size"),
-        lambda c: c.accumulation.steps != "auto" and c.batch.micro_size != "auto",
+        {"accumulation.steps": other_than("auto"), "batch.micro_size": other_than("auto")},
         "both fix the micro-batch",
         "set one of them to auto",
     ),
     Exclusion(
-        ("train.detect_anomaly", "precision"),
-        lambda c: c.train.detect_anomaly and c.precision.mode == "fp16" and c.precision.initial_scale > 1,
+        {"train.detect_anomaly": True, "precision": "fp16", "precision.initial_scale": lambda scale: scale > 1},
         "gradients overflow until its loss scale has settled, and the detection would stop at the first overflow",
         "use precision=bf16, or precision.initial_scale=1",
     ),
     Exclusion(
-        ("stopping.patience", "every.eval"),
-        lambda c: c.stopping.patience is not None and c.mode == "train" and c.every.eval is None,
+        {"stopping.patience": other_than(None), "every.eval": None, "mode": "train"},
         "it counts evaluations, and there are none",
         "set every.eval, or stopping.patience=null",
     ),
     # Several optimizers
     Exclusion(
-        ("updates",),
-        lambda c: len({update.name for update in c.updates}) < len(c.updates),
+        {"updates": lambda updates: len({update.name for update in updates}) < len(updates)},
         "two of them have the same name",
         "give each update a name of its own",
     ),
     Exclusion(
-        ("updates",),
-        lambda c: bool(c.updates) and c.updates[0].every > 1,
+        {"updates": lambda updates: bool(updates) and updates[0].every > 1},
         "the first update is made in every step",
         "put one with every=1 first",
     ),
     Exclusion(
-        ("optimizer.groups", "updates"),
-        lambda c: bool(c.updates) and bool(c.optimizer.groups),
-        "its patterns would apply to the parameters of every update",
-        "give them in the optimizer of their update (updates: [{name: ..., optimizer: {groups: ...}}])",
-    ),
-    Exclusion(
-        ("batch.micro_schedule", "updates"),
-        _misses_updates,
+        {"batch.micro_schedule": other_than(None), "updates": lambda updates: True},
         "with updates it needs sizes for each update's name, and without updates no names",
         "write {NAME: {1: 64, 30: 32}} with updates, otherwise {1: 64, 30: 32}",
+        when=_misses_updates,
     ),
     Exclusion(
-        ("optimizer.in_backward=true", "updates"),
-        lambda c: bool(c.updates) and any(own.in_backward for own in (c.optimizer, *c.optimizers.values())),
+        {"optimizer.in_backward": True, "updates": bool},
         "the backward of one update passes through parameters of others, which it must not change",
         "use in_backward=false",
     ),
     # Techniques that save memory
     Exclusion(
-        ("memory.offload_activations", "train.compile"),
-        lambda c: c.memory.offload_activations != "none" and c.train.compile,
+        {"memory.offload_activations": other_than("none"), "train.compile": True},
         "a compiled graph saves its tensors itself",
         "use train.compile=false, or leave the setting out",
     ),
     Exclusion(
-        ("memory.offload_activations", "activation_checkpointing"),
-        lambda c: c.memory.offload_activations == "inputs" and c.activation_checkpointing.mode == "none",
+        {"memory.offload_activations": "inputs", "activation_checkpointing": "none"},
         "it moves the inputs of checkpointed blocks, and no block is checkpointed",
         "use activation_checkpointing=full, or memory.offload_activations=all",
     ),
     Exclusion(
-        ("memory.offload_activations", "parallel"),
-        lambda c: c.memory.offload_activations == "all" and c.parallel.strategy == "fsdp",
+        {"memory.offload_activations": "all", "parallel": "fsdp"},
         "parameters gathered by FSDP would also be moved if autocast casts them",
         "use memory.offload_activations=inputs with activation_checkpointing=full",
     ),
     Exclusion(
-        ("precision", "train.ema"),
-        lambda c: c.precision.mode == "bf16_pure" and c.train.ema is not None,
+        {"precision": "bf16_pure", "train.ema": other_than(None)},
         "an average in bf16 would not move, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
     ),
     Exclusion(
-        ("optimizer.in_backward=true",),
-        lambda c: c.optimizer.in_backward and _is_not_in_backward(c),
+        {"optimizer.in_backward": True},
         "a parameter is updated during the backward, as soon as its gradient is complete, which rules out clipping, a "
         "loss scale, skipping steps, other ranks and the host",
         "use train.grad_clip=null, train.nonfinite=stop, train.compile=false, parallel=single, optimizer.offload=false "
         "and another precision than fp16",
+        when=_is_not_in_backward,
     ),
     Exclusion(
-        ("optimizer.offload=true", "parallel"),
-        lambda c: _is_with_fsdp(c, lambda own: own.offload),
+        {"optimizer.offload": True, "parallel": "fsdp"},
         "FSDP keeps its shards on the host itself",
         "use parallel.fsdp.cpu_offload=true",
     ),
-    Exclusion(  # torch 2.13 has no rule for some of Adafactor's sums on shards
-        ("optimizer=adamw_8bit, adamw_4bit or adafactor", "parallel"),
-        lambda c: _is_with_fsdp(
-            c,
-            lambda own: own.arguments.get("state_dtype") in ("8bit", "4bit") or own.target == "torch.optim.Adafactor",
-        ),
-        "their state belongs to whole matrices or blocks of values, of which each rank has only a part",
+    Exclusion(
+        {"optimizer.state_dtype": one_of("8bit", "4bit"), "parallel": "fsdp"},
+        "the state belongs to blocks of values, of which each rank has only a part",
         "use optimizer=adamw_bf16, or parallel=ddp",
     ),
-    Exclusion(
-        ("parallel.fsdp.cpu_offload", "parallel.fsdp.meta_init", "parallel"),
-        lambda c: (c.parallel.fsdp.cpu_offload or c.parallel.fsdp.meta_init) and c.parallel.strategy != "fsdp",
-        "both apply only to shards",
-        "use parallel=fsdp, or leave them out",
+    Exclusion(  # torch 2.13 has no rule for some of its sums on shards
+        {"optimizer.target": "torch.optim.Adafactor", "parallel": "fsdp"},
+        "its state belongs to whole matrices, of which each rank has only a part",
+        "use optimizer=adamw_bf16, or parallel=ddp",
+    ),
+    *(
+        Exclusion({name: True, "parallel": other_than("fsdp")}, "it applies only to shards", "use parallel=fsdp")
+        for name in ("parallel.fsdp.cpu_offload", "parallel.fsdp.meta_init")
     ),
     # Adapters
     Exclusion(
-        ("adapter.base_dtype", "precision"),
-        lambda c: c.adapter.base_dtype == "bf16" and c.precision.mode in ("fp32", "tf32", "fp16"),
+        {"adapter.base_dtype": "bf16", "precision": one_of("fp32", "tf32", "fp16")},
         "matmuls with a base in bf16 are in bf16",
         "use precision=bf16",
     ),
     Exclusion(
-        ("adapter", "model=hf", "parallel.fsdp.meta_init"),
-        lambda c: (
-            c.parallel.fsdp.meta_init
-            and (c.adapter.kind != "none" or (c.model.target == _HUGGING_FACE and bool(c.model.arguments.get("path"))))
-        ),
-        "weights would be initialised shard by shard, replacing those of model.path or of an adapter's base",
+        {"adapter": other_than("none"), "parallel.fsdp.meta_init": True},
+        "the adapters' base would be initialised shard by shard, instead of loaded",
+        "use parallel.fsdp.meta_init=false",
+    ),
+    Exclusion(
+        {"model.target": "trainapp.models.huggingface.build", "model.path": bool, "parallel.fsdp.meta_init": True},
+        "the weights would be initialised shard by shard, instead of loaded from model.path",
         "use parallel.fsdp.meta_init=false",
     ),
     # Checkpoints and the modes that are about one
     Exclusion(
-        ("mode", "checkpointing.resume"),
-        lambda c: c.mode in ABOUT_A_RUN and c.checkpointing.resume in ("auto", "none"),
+        {"mode": one_of(*ABOUT_A_RUN), "checkpointing.resume": one_of("auto", "none")},
         "it needs a trained model",
         "name the checkpoint or the run directory, as checkpointing.resume=RUN",
     ),
     Exclusion(
-        ("mode", "parallel"),
-        lambda c: (
-            c.mode in ("export", "generate", "lr_find", "predict")
-            and c.parallel.strategy not in ("single", "ddp" if c.mode == "predict" else "single")
-        ),
-        "each process of this mode loads the whole model, from checkpoints of any number of ranks",
-        "use parallel=single, or with mode=predict parallel=ddp",
+        {"mode": one_of("export", "generate", "lr_find"), "parallel": other_than("single")},
+        "this mode is one process, which loads checkpoints of any number of ranks",
+        "use parallel=single",
     ),
     Exclusion(
-        ("mode", "generate.prompts"),
-        lambda c: c.mode == "generate" and not all([c.generate.prompts, *c.generate.prompts]),
+        {"mode": "predict", "parallel": "fsdp"},
+        "each process loads the whole model, from checkpoints of any number of ranks",
+        "use parallel=single or parallel=ddp",
+    ),
+    Exclusion(
+        {"mode": "generate", "generate.prompts": lambda prompts: not all([prompts, *prompts])},
         "there is nothing to continue: a prompt has at least one token",
         "give texts, as in 'generate.prompts=[\"import \"]'",
     ),
     # mode=lr_find
     Exclusion(
-        ("mode", "updates"),
-        lambda c: c.mode == "lr_find" and bool(c.updates),
+        {"mode": "lr_find", "updates": bool},
         "the losses of several optimizers depend on each other's rates, so no curve shows which rate is good",
         "try rates by a sweep, such as -m optimizer.lr=1e-4,1e-3",
     ),
     Exclusion(
-        ("mode", "checkpointing.resume"),
-        lambda c: c.mode == "lr_find" and c.checkpointing.resume not in ("auto", "none"),
+        {"mode": "lr_find", "checkpointing.resume": other_than("auto", "none")},
         "it starts from initial weights",
         "to start from trained ones, set model.init_from=RUN",
     ),
     Exclusion(
-        ("mode", "optimizer.groups", "optimizer.lr"),
-        lambda c: c.mode == "lr_find" and c.optimizer.lr is None and any("lr" in own for own in c.optimizer.groups),
+        {
+            "mode": "lr_find",
+            "optimizer.groups": lambda groups: any("lr" in own for own in groups),
+            "optimizer.lr": None,
+        },
         "the groups' rates keep their ratio to it",
         "set optimizer.lr",
     ),
