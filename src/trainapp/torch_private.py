@@ -264,16 +264,6 @@ may_view = operator.attrgetter("is_view")
 # `torch.tensor(data)` dispatches to this, with the tensor that it has just made.
 LIFT = torch.ops.aten.lift_fresh.default
 
-# Operators that draw random numbers only if they drop elements, but always have the tag.
-_MAY_DROP = ("attention", "sdp", "rnn", "lstm", "gru")
-
-
-def draws_numbers(func: Any) -> bool:
-    """Whether an operator draws from a torch generator. (OpOverload's `tags` are undocumented.)"""
-    tags = getattr(func, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and not any(word in func.name() for word in _MAY_DROP)
-
-
 # Attention kernels whose results selective activation checkpointing keeps. Every backend has its own operator.
 ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention",

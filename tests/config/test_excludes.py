@@ -7,19 +7,13 @@ from trainapp.errors import UserError
 
 TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, parameters: [y]}]"
 REFUSED = [
-    (
-        "train.max_epochs=null",
-        "train.max_steps=null with train.max_epochs=null with mode=train: the run would never end",
-    ),
+    ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
     (
         "train.detect_anomaly=true precision=fp16",
         "train.detect_anomaly=true with precision=fp16 with precision.initial_scale=65536.0: gradients",
     ),
-    (
-        "stopping.patience=2 every.eval=null",
-        "stopping.patience=2 with every.eval=null with mode=train: it counts evaluations",
-    ),
+    ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
     (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),
     (TWO.replace("{name: a", "{every: 2, name: a"), "updates: the first update is made in every step"),
     (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it needs sizes for each"),
@@ -47,10 +41,7 @@ REFUSED = [
     ("optimizer.offload=true parallel=fsdp", "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards"),
     ("precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16", "precision=bf16_pure with train.ema=0.9: an average"),
     ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel=single: it applies only"),
-    (
-        "adapter=lora adapter.base_dtype=bf16",
-        "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in",
-    ),
+    ("adapter=lora adapter.base_dtype=bf16", "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in"),
     ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with parallel.fsdp.meta_init=true: the"),
     (
         "model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true",

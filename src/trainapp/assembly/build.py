@@ -16,7 +16,6 @@ from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_tensors, load_weights
-from trainapp.optim.on_host import copies_of
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
@@ -24,7 +23,6 @@ from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
 from trainapp.training.limits import Limits
 from trainapp.training.session import Objective, Session
-from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +37,10 @@ def build(
     """
     parts = load_parts(config, ranks, memory=memory, resumes=resumes)
     try:
-        session = session_of(config, parts, stop, ranks)
+        return session_of(config, parts, stop, ranks)
     except BaseException:
         parts.close()  # reader processes may be running for a stream's first samples
         raise
-    _warn_of_host_copies(session.state)
-    return session
 
 
 def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) -> Session:
@@ -79,14 +75,13 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
             memory,
             engine.strategy.communication_buffers,
             metrics.tensors,
-            # the last update's task, whose count is the finished step's
-            losses.counts_tokens([engine.evaluated_task, *engine.tasks.values()][-1]),
+            losses.counts_tokens(components.training_tasks[-1]),  # whose count is the finished step's
             hooks.utilisation_of(config, engine),
         ),
-        tracker=SilentTracker(Path(config.run_dir), components.hooks.loggers),
+        tracker=SilentTracker(Path(config.run_dir), components.hooks["tracker"]),
         checkpointer=checkpointer,
         stop=stop,
-        objective=Objective.of(config, components.task, sets),
+        objective=Objective.of(config.objective, components.task, sets),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
     )
@@ -108,16 +103,6 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
     elif source is not None and base is None:
         load_weights(state.model, source, strict)
     state.average.start_at_weights()
-
-
-def _warn_of_host_copies(state: TrainState) -> None:
-    copies = sum(t.nbytes for optimizer in state.optimizers for t in copies_of(optimizer))
-    if copies and state.device.type == "cpu":
-        log.warning(
-            "optimizer.offload=true: saves nothing on the CPU, where the optimizer's state is in host memory anyway, "
-            "and costs %s for copies of parameters and gradients; remove it",
-            bytes_text(copies),
-        )
 
 
 def start_tracking(session: Session) -> None:

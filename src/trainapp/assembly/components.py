@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from trainapp.assembly.hooks import Hooks, load_hooks
 from trainapp.checkpoint.directory import names_checkpoint, read_manifest, resolve
 from trainapp.config import targets
-from trainapp.config.schema import Config
-from trainapp.config.targets import check_arguments
+from trainapp.config.schema import Config, Target
 from trainapp.data.stream_reader import is_empty
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.contrastive import Contrastive
+from trainapp.losses.losses import CheckedTask
 from trainapp.models.adapters import adapted
 from trainapp.units import listed
 
@@ -26,7 +25,6 @@ BUILT_IN_TASKS: dict[str, Any] = {
     "next_token": losses.next_token,
     "contrastive": Contrastive,
 }
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,15 +32,15 @@ class Components:
     """The classes named by `_target_`s and `task`, and the data sets."""
 
     model: Callable[..., Any]
-    task: losses.Task
+    task: CheckedTask  # of evaluations
     train_data: Any
     eval_data: dict[str, Any]  # the data's own split under "", if any; then the sets in `eval`, by name
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
-    hooks: Hooks = field(default_factory=Hooks)
-    updates: dict[str, losses.Task] = field(default_factory=dict)  # the task of each update, by name
+    hooks: Hooks
+    updates: dict[str, CheckedTask] = field(default_factory=dict)  # the task of each update, by name
 
     @property
-    def training_tasks(self) -> list[losses.Task]:
+    def training_tasks(self) -> list[CheckedTask]:
         """The tasks of a step's updates, or the only one."""
         return list(self.updates.values()) or [self.task]
 
@@ -60,22 +58,13 @@ class Components:
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
     found = _locate_all(config)
-    train, evaluated = _datasets(config, found["data"])
-    evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
+    train, evaluated = _datasets(config, found)
     if not evaluated and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
     if config.mode == "predict" and config.predict.split == "train":
         evaluated["train"] = train
-    for name, data in evaluated.items():
-        _require_same_classes(config, train, name, data)
     spec = dict(getattr(train, "spec", {}))
-    updates = {
-        update.name: built_task(config, found[setting], setting, update.task, update.task_arguments)
-        for setting, update in ((f"updates.{number}.task", update) for number, update in enumerate(config.updates))
-    }
-    task = built_task(config, found["task"], "task", config.task, config.task_arguments) or _default_task(
-        config, train, updates
-    )
+    task, updates = _tasks(config, found, train)
     return Components(
         model=adapted(found["model"], config, _base_weights(config)),
         task=task,
@@ -85,6 +74,30 @@ def load_components(config: Config) -> Components:
         spec=spec,
         hooks=load_hooks(config, spec),
     )
+
+
+def _locate_all(config: Config) -> dict[str, Any]:
+    """What `data`, `model`, `eval`, the optimizers and the tasks name, by setting. Raises UserError with all errors at
+    once.
+    """
+    errors: list[str] = []
+    found: dict[str, Any] = {}
+    built = {"data": config.data, "model": config.model} | {f"eval.{name}": own for name, own in config.eval.items()}
+    tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
+    tasks |= {} if config.task == "auto" else {"task": config.task}
+    for name, target in ({name: own.target for name, own in (built | config.optimizers).items()} | tasks).items():
+        setting = name if name in tasks else f"{name}._target_"
+        try:
+            own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
+            found[name] = own_task or targets.locate(target, setting, config.user_packages)
+            if name in built:
+                open_ended = set(_parameters(found[name])) if name == "model" else {"split", "seed"}
+                errors += targets.check_arguments(found[name], built[name].arguments, name, open_ended)
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError("\n".join(errors))
+    return found
 
 
 def _base_weights(config: Config) -> str | None:
@@ -97,9 +110,38 @@ def _base_weights(config: Config) -> str | None:
     return source
 
 
-def built_task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> Any:
-    """An instance of the class that a setting names, or the named function (with arguments bound) or object. None if no
-    task is named. Raises UserError for arguments that do not fit.
+# The losses
+
+
+def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTask, dict[str, CheckedTask]]:
+    """The task of evaluations and those of the updates. For task=auto, the first is the data set's or, with updates,
+    the last one's; data for several losses need not declare one.
+    """
+    updates = {}
+    for number, update in enumerate(config.updates):
+        setting = f"updates.{number}.task"
+        task = updates[update.name] = _task(config, found[setting], setting, update.task, update.task_arguments)
+        if losses.needs_whole_batch(task):
+            raise UserError(
+                f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is cut separately; "
+                "use a loss that is a sum over samples, or one of embeddings (trainapp.tasks.EmbeddingTask)"
+            )
+    if config.task != "auto":
+        return _task(config, found["task"], "task", config.task, config.task_arguments), updates
+    if updates:
+        return list(updates.values())[-1], updates
+    declared = getattr(data, "task", None)
+    if declared not in BUILT_IN_TASKS:
+        raise UserError(
+            f"task=auto: {config.data.target} declares the task {declared!r}, which must be one of "
+            f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to your own function"
+        )
+    return _task(config, BUILT_IN_TASKS[declared], "task", "auto", config.task_arguments), updates
+
+
+def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> CheckedTask:
+    """An instance of the class that a setting names, or the named function (with arguments bound) or object. Raises
+    UserError for arguments that do not fit.
     """
     task = found
     if inspect.isclass(found):
@@ -116,17 +158,61 @@ def built_task(config: Config, found: Any, setting: str, name: str, arguments: d
         task = functools.partial(found, **own) if own else found
     elif arguments:
         raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
-    return task
+    return CheckedTask(task, f"{setting}={name}")
 
 
-def _default_task(config: Config, data: Any, updates: dict[str, losses.Task]) -> losses.Task:
-    """The task for task=auto: the data set's or, with updates, the last one's; data for several losses need not declare
-    one.
+# The data
+
+
+def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The training data, and the evaluation data: see `Components`."""
+
+    def opened(setting: str, node: Target, split: str) -> Any:
+        provided = {"split": split, "seed": config.train.seed}
+        return targets.construct(found[setting], node.arguments, setting, config.user_packages, provided)
+
+    if "split" not in _parameters(found["data"]):
+        raise UserError(
+            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
+            'split="train" and split="val"'
+        )
+    train, own = (opened("data", config.data, split) for split in ("train", "val"))
+    if is_empty(train):
+        raise UserError(f"data={config.data.target}: the training split is empty")
+    evaluated = {} if own is None or is_empty(own) else {"": own}
+    for name, node in config.eval.items():
+        evaluated[name] = opened(f"eval.{name}", node, "val")
+        if evaluated[name] is None or is_empty(evaluated[name]):
+            raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
+    for name, data in evaluated.items():
+        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
+        _require_same_classes(train, data, setting)
+    return train, evaluated
+
+
+def _require_same_classes(train: Any, data: Any, setting: str) -> None:
+    """Raises UserError for an evaluation set whose class names, their order, or tokenizer differ: all its metrics would
+    be wrong.
     """
-    if updates:
-        return list(updates.values())[-1]
-    task: losses.Task = built_task(config, BUILT_IN_TASKS[data.task], "task", data.task, {})
-    return task
+    known, own = (getattr(of, "vocabulary", None) for of in (train, data))
+    if known and own and known != own:
+        raise UserError(
+            f"{setting}: its tokenizer is not that of the training data (one that is trained on the data differs with "
+            "them); give both the same `tokenizer`"
+        )
+    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
+    if known and own and known != own:
+        raise UserError(
+            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
+            "the same, in the same order (a folder of images takes them as `classes`)"
+        )
+
+
+def _parameters(target: Any) -> list[str]:
+    return list(inspect.signature(target).parameters)
+
+
+# The device
 
 
 def choose_device(setting: str) -> torch.device:
@@ -148,85 +234,3 @@ def set_global_switches(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False  # an earlier run in this process may have enabled it
         torch.backends.cudnn.deterministic = config.train.deterministic
-
-
-def _locate_all(config: Config) -> dict[str, Any]:
-    """`data`, `model`, `task` (None: from the data set) and the updates' tasks, by setting. Raises UserError with all
-    errors at once.
-    """
-    errors: list[str] = []
-    found: dict[str, Any] = {"task": None}
-    built = {"data": config.data, "model": config.model} | {f"eval.{name}": own for name, own in config.eval.items()}
-    tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
-    tasks |= {} if config.task == "auto" else {"task": config.task}
-    for name, target in ({name: own.target for name, own in (built | config.optimizers).items()} | tasks).items():
-        setting = name if name in tasks else f"{name}._target_"
-        try:
-            own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
-            found[name] = own_task or targets.locate(target, setting, config.user_packages)
-            if name in built:
-                open_ended = set(_parameters(found[name])) if name == "model" else {"split", "seed"}
-                errors += check_arguments(found[name], built[name].arguments, name, open_ended)
-        except UserError as error:
-            errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(errors))
-    return found
-
-
-def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
-    """Raises UserError for an evaluation set whose class names, their order, or tokenizer differ: all its metrics would
-    be wrong.
-    """
-    setting = (
-        f"eval.{name}._target_={config.eval[name].target}" if name in config.eval else f"data={config.data.target}"
-    )
-    known, own = (getattr(of, "vocabulary", None) for of in (train, data))
-    if known and own and known != own:
-        raise UserError(
-            f"{setting}: its tokenizer is not that of the training data (one that is trained on the data differs with "
-            "them); give both the same `tokenizer`"
-        )
-    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
-    if known and own and known != own:
-        raise UserError(
-            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
-            "the same, in the same order (a folder of images takes them as `classes`)"
-        )
-
-
-def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
-    """The training data, and evaluation data with the data's own validation split under "", if there is one."""
-    if "split" not in _parameters(kind):
-        raise UserError(
-            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
-            'split="train" and split="val"'
-        )
-    train, evaluation = (
-        targets.construct(
-            kind, config.data.arguments, "data", config.user_packages, {"split": split, "seed": config.train.seed}
-        )
-        for split in ("train", "val")
-    )
-    task = getattr(train, "task", None)
-    if config.task == "auto" and not config.updates and task not in BUILT_IN_TASKS:
-        raise UserError(
-            f"task=auto: {config.data.target} declares the task {task!r}, which must be one of "
-            f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to your own function"
-        )
-    if is_empty(train):
-        raise UserError(f"data={config.data.target}: the training split is empty")
-    return train, {} if evaluation is None or is_empty(evaluation) else {"": evaluation}
-
-
-def _eval_set(config: Config, name: str, kind: Any) -> Any:
-    """The data set `eval.name`: its validation split, unless its arguments say otherwise."""
-    node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
-    found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
-    if found is None or is_empty(found):
-        raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
-    return found
-
-
-def _parameters(target: Any) -> list[str]:
-    return list(inspect.signature(target).parameters)

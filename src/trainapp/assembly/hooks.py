@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from trainapp.config import targets
-from trainapp.config.schema import Config, Target
+from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
@@ -25,16 +24,8 @@ from trainapp.training.session import Objective, Session
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 SAMPLES = 2  # no fewer: the last evaluation batch may be this small
 NOT_EVALUATED = -1  # step of the last evaluation that makes one due before the first step
+Hooks = dict[str, dict[str, Any]]  # the objects of `metrics`, `callbacks` and `tracker`, by section and name
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Hooks:
-    """The objects configured by `metrics`, `callbacks` and `tracker`, by name."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    loggers: dict[str, Any] = field(default_factory=dict)
 
 
 def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
@@ -42,14 +33,9 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     errors in names and arguments.
     """
     errors: list[str] = []
-    hooks = Hooks()
-    sections: tuple[tuple[str, Mapping[str, Target], dict[str, Any]], ...] = (
-        ("metrics", config.metrics, hooks.metrics),
-        ("callbacks", config.callbacks, hooks.callbacks),
-        ("tracker", config.tracker, hooks.loggers),
-    )
-    for group, nodes, built in sections:
-        for name, node in nodes.items():
+    hooks: Hooks = {"metrics": {}, "callbacks": {}, "tracker": {}}
+    for group, built in hooks.items():
+        for name, node in getattr(config, group).items():
             setting = f"{group}.{name}"
             try:
                 kind = targets.locate(node.target, f"{setting}._target_", config.user_packages)
@@ -58,9 +44,9 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
                 built[name] = targets.construct(kind, node.arguments, setting, config.user_packages, dict(spec))
             except UserError as error:
                 errors.append(str(error))
-    for name in losses.RESERVED & hooks.metrics.keys():
+    for name in losses.RESERVED & hooks["metrics"].keys():
         errors.append(f"metrics.{name}: the log itself records this name; choose another one")
-    if EARLY_STOPPING in hooks.callbacks and config.stopping.patience is not None:
+    if EARLY_STOPPING in hooks["callbacks"] and config.stopping.patience is not None:
         errors.append(f"callbacks.{EARLY_STOPPING}: stopping.patience has a callback of this name; choose another one")
     if errors:
         raise UserError("\n".join(errors))
@@ -74,32 +60,28 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
     task, sets: see `Objective.of`.
     """
     stopping = config.stopping
-    chosen_by_name = dict(hooks.callbacks)
     if stopping.patience is None or config.mode != "train":
-        return chosen_by_name
+        return hooks["callbacks"]
     if not sets:
         raise UserError(
             f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
             "counts evaluations; set stopping.patience=null"
         )
-    if stopping.metric == "auto":
-        direction, metric = Objective.of(config, task, sets)
-    else:
-        direction, metric = stopping.metric.split()
+    direction, metric = Objective.of(config.objective if stopping.metric == "auto" else stopping.metric, task, sets)
     early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
-    return {**chosen_by_name, EARLY_STOPPING: early}
+    return {**hooks["callbacks"], EARLY_STOPPING: early}
 
 
 def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
     """The metrics, on the device, where their states count as memory. Raises UserError if they do not fit the loss."""
-    metrics, task = StatefulMetrics(hooks.metrics), engine.evaluated_task
+    metrics, task = StatefulMetrics(hooks["metrics"]), engine.evaluated_task
     loss_chunk = config.memory.loss_chunk
     if metrics.names and loss_chunk is not None and losses.is_built_in(task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
             "in chunks never has as a whole; use memory.loss_chunk=null, or your own task"
         )
-    for metric in hooks.metrics.values():
+    for metric in hooks["metrics"].values():
         if isinstance(metric, FirstPredictions) and metric.class_dim is None:
             metric.class_dim = losses.class_dim(task)
     metrics.to(engine.state.device)
@@ -167,7 +149,7 @@ def _tried(session: Session) -> set[str]:
 
 def _metrics_of_first(session: Session, batch: Any) -> Any:
     """What the task returns as metrics for a batch. Collective with FSDP."""
-    for module in session.state.modules:
+    for module in session.state.modules:  # the snapshot restores their modes
         module.eval()
     batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
     session.ranks.enable_votes(False)

@@ -56,17 +56,15 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     if lazy := lazy_modules(model):
         example = None if is_meta else parts.batches.example
         materialise(model, lazy, example, components.training_tasks, device, precision)
-    if dense := _make_gradients_dense(model):
-        log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
+    _make_gradients_dense(model)
     freeze_matching(model, config.model.freeze)
     names = updates.names_of(config, model)
-    for own in updates.with_one_optimizer(config):
+    for own in config.by_optimizer():
         require_suited(Situation(own, model, components.knows_loss))
     precision.cast_parameters(model)
-    losses_to_check = updates.with_one_loss(config, components)
     if config.mode == "train" and config.train.check_loss:
-        for setting, loss_config, loss_parts in losses_to_check:
-            checks.require_sum(setting, loss_config, loss_parts, model, device, precision, ranks, parts.first)
+        for task in components.training_tasks:
+            checks.require_sum(task, config, parts, model, ranks)
         if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
             _require_same_forward(config, model, parts)
     if config.precision.mode in ("int8", "fp8"):
@@ -74,7 +72,9 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config)
     if config.train.compile:
-        _compile(config, model)
+        # With FSDP, torch compiles each block separately, from shared code: for different shapes it would compile for
+        # dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
+        model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
     strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
     if not strategy.recovers_in_place:
         ranks.disable_votes()
@@ -91,15 +91,18 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     )
     for module in state.stateful.modules.values():
         module.to(device)
-    evaluated_task, tasks = _checked_tasks(config, components)
+
+    def with_chunks(task: losses.CheckedTask) -> losses.CheckedTask:
+        return losses.CheckedTask(losses.in_chunks(task.unchecked, config.memory.loss_chunk), task.setting)
+
     return _kind_of_engine(config, components)(
         state,
         strategy,
-        evaluated_task,
-        tasks,
+        with_chunks(components.task),
+        {name: with_chunks(task) for name, task in components.updates.items()},
         config.train,
         around=None if offloading is None else offloading.around,
-        stateful_metrics=frozenset(components.hooks.metrics),
+        stateful_metrics=frozenset(components.hooks["metrics"]),
     )
 
 
@@ -114,22 +117,6 @@ class CachedInBackward(InBackward, CachedGradients):
     """Both; the update happens during pass 3."""
 
 
-def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task, dict[str, losses.Task]]:
-    """The evaluation task, and the task of each update."""
-
-    def checked(task: losses.Task, setting: str) -> losses.Task:
-        return losses.CheckedTask(losses.in_chunks(task, config.memory.loss_chunk), setting)
-
-    own = {
-        update.name: checked(components.updates[update.name], f"updates.{number}.task={update.task}")
-        for number, update in enumerate(config.updates)
-    }
-    evaluated = f"task={config.task}"
-    if config.updates and config.task == "auto":  # use the last update's
-        evaluated = f"updates.{len(config.updates) - 1}.task={config.updates[-1].task}"
-    return checked(components.task, evaluated), own
-
-
 def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
     """The model in training mode on `device`, initialised on device `initial`: see `assemble`."""
     with torch.device(initial) if initial else contextlib.nullcontext():
@@ -140,23 +127,12 @@ def _on_device(config: Config, components: Components, device: torch.device, ini
     return model
 
 
-def _compile(config: Config, model: nn.Module) -> None:
-    """Compile the model. With FSDP, torch compiles each block separately, from shared code: for different shapes it
-    would compile for dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
-    """
-    model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
-
-
-def _make_gradients_dense(model: nn.Module) -> list[str]:
-    """Switch off `sparse=True` of embeddings. Returns their names.
-
-    A sparse gradient has the same values, but clipping and most optimizers do not support it.
-    """
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    sparse = {name: m for name, m in model.named_modules() if isinstance(m, embeddings) and m.sparse}
-    for module in sparse.values():
-        module.sparse = False
-    return list(sparse)
+def _make_gradients_dense(model: nn.Module) -> None:
+    """Switch off `sparse=True` of embeddings, whose gradients clipping and most optimizers do not support."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            module.sparse = False
+            log.info("the gradient of %s is made dense: a sparse one cannot be clipped", name)
 
 
 def materialise(

@@ -20,7 +20,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
-from trainapp.stateful import Owner, Stateful
+from trainapp.stateful import Stateful
 from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ class Parts:
     @property
     def owners(self) -> dict[str, Any]:
         """Owners of state other than the model's tensors, by their names in checkpoints."""
-        components = self.components
-        tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
-        evaluated = eval_roots({name: own.state_owner for name, own in self.eval_sets.items()})
-        return {**tasks, "data": self.batches.source.state_owner, **evaluated}
+        tasks = {"task": self.components.task.unchecked}
+        tasks |= {f"{name}'s task": task.unchecked for name, task in self.components.updates.items()}
+        evaluated = {name: own.state_owner for name, own in self.eval_sets.items()}
+        return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
 
     def close(self) -> None:
         """End the reader processes."""
@@ -85,39 +85,29 @@ def load_parts(
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    batches, eval_sets = data_batches(config, components, device, ranks)
+    batches, eval_sets = _data_batches(config, components, device, ranks)
     return Parts(components, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
-def data_batches(
+def _data_batches(
     config: Config, components: Components, device: torch.device, ranks: Ranks
 ) -> tuple[TrainBatches, EvalSets]:
     """Training batches, and evaluation batches by name. Raises UserError for settings that do not suit the data."""
-    arguments = _batch_arguments(config, components, device, ranks)
-    batches = _train_batches(config, components, arguments)
-    forward_is_collective = ranks.world > 1 and config.parallel.strategy == "fsdp"
-    arguments |= {"split": attribute(components.task, "split"), "equal": forward_is_collective}
-    return batches, {name: EvalBatches(data, **arguments) for name, data in components.eval_data.items()}
-
-
-def eval_roots(evaluated: dict[str, Any]) -> dict[str, Any]:
-    """Evaluation data by its names in `Stateful`."""
-    return {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
-
-
-def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """Arguments common to training and evaluation batches."""
-    local_ranks = min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)))  # of this machine
-    evaluated = {name: data for name, data in components.eval_data.items() if not is_stream(data)}
-    train = None if is_stream(components.train_data) else components.train_data  # a stream's state is its position
-    owners = Stateful(data=train, **eval_roots(evaluated)).owners
-    return {
+    common: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _workers(config, components, local_ranks, owners),
+        "workers": _workers(config, components, ranks.world),
         "ranks": ranks,
-        "split": _split_of_training(components),
     }
+    batches = _train_batches(config, components, common)
+    common["equal"] = ranks.world > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
+    split = attribute(components.task, "split")
+    return batches, {name: EvalBatches(data, split=split, **common) for name, data in components.eval_data.items()}
+
+
+def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:
+    """Training and evaluation data by their names in `Stateful`."""
+    return {"data": train} | {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
 
 
 def _split_of_training(components: Components) -> Any:
@@ -133,14 +123,13 @@ def _split_of_training(components: Components) -> Any:
     return splits[0]
 
 
-def _train_batches(config: Config, components: Components, arguments: dict[str, Any]) -> TrainBatches:
+def _train_batches(config: Config, components: Components, common: dict[str, Any]) -> TrainBatches:
     size, data, settings = config.batch.global_size, components.train_data, config.data
+    common = common | {"global_size": size, "split": _split_of_training(components)}
     if is_stream(data):
         _require_streamable(config)
-        shards = shards_per_rank(data, settings.num_workers, arguments["workers"])
-        return TrainBatches(data, global_size=size, shards=shards, **arguments)
-    weights = settings.sampling.weights
-    batches = TrainBatches(data, global_size=size, drop_last=settings.drop_last, weights=weights, **arguments)
+        return TrainBatches(data, shards=shards_per_rank(data, settings.num_workers, common["workers"]), **common)
+    batches = TrainBatches(data, drop_last=settings.drop_last, weights=settings.sampling.weights, **common)
     if batches.epoch_samples == 0:
         raise UserError(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
@@ -164,12 +153,14 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
+def _workers(config: Config, components: Components, world: int) -> int:
     """The number of loader processes; none for data with a state, of which each would change its own copy, ahead of the
-    steps.
+    steps. (A stream's state is its position.)
     """
-    setting = config.data.num_workers
+    setting, local_ranks = config.data.num_workers, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     count = worker_count(setting, components.train_data, local_ranks)
+    sets = _data_roots(components.train_data, components.eval_data)
+    owners = Stateful(**{name: data for name, data in sets.items() if not is_stream(data)}).owners
     if not (count and owners):
         return count
     is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())

@@ -3,7 +3,6 @@
 Rules that need the built model, the data or the machine are checked where those exist.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +43,8 @@ class Exclusion:
 
 def conflicts(config: Config) -> list[str]:
     """The message of each row that applies."""
-    alone = [config, *(dataclasses.replace(config, optimizer=update.optimizer) for update in config.updates)]
-    return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in alone if row.applies(own)))
+    views = [config, *config.by_optimizer()]
+    return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in views if row.applies(own)))
 
 
 def _with_value(name: str, value: Any) -> str:
@@ -92,9 +91,10 @@ def _is_not_in_backward(config: Config) -> bool:
 EXCLUSIONS = (
     # The length of a run and its batches
     Exclusion(
-        {"train.max_steps": None, "train.max_epochs": None, "mode": "train"},
+        {"train.max_steps": None, "train.max_epochs": None},
         "the run would never end",
         "set one of them",
+        when=lambda config: config.mode == "train",
     ),
     Exclusion(
         {"accumulation.steps": other_than("auto"), "batch.micro_size": other_than("auto")},
@@ -107,9 +107,10 @@ EXCLUSIONS = (
         "use precision=bf16, or precision.initial_scale=1",
     ),
     Exclusion(
-        {"stopping.patience": other_than(None), "every.eval": None, "mode": "train"},
+        {"stopping.patience": other_than(None), "every.eval": None},
         "it counts evaluations, and there are none",
         "set every.eval, or stopping.patience=null",
+        when=lambda config: config.mode == "train",
     ),
     # Several optimizers
     Exclusion(

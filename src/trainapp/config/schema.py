@@ -406,6 +406,10 @@ class Config:
             return {"optimizer": self.optimizer}
         return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
 
+    def by_optimizer(self) -> list["Config"]:
+        """The configuration with each of its optimizers as `optimizer`: for rules about one."""
+        return [dataclasses.replace(self, optimizer=own) for own in self.optimizers.values()]
+
     def chooses(self, name: str) -> bool:
         """Whether the command line names this section or setting, or one within it."""
         return any(f"{given}.".startswith(f"{name}.") for given in self.given)

@@ -35,14 +35,14 @@ class Objective(NamedTuple):
     metric: str
 
     @classmethod
-    def of(cls, config: Config, task: Task, sets: Sequence[str]) -> "Objective":
-        """The objective from `objective`; auto is the accuracy for classification, the loss for any other task.
+    def of(cls, setting: str, task: Task, sets: Sequence[str]) -> "Objective":
+        """From `objective`; auto is the accuracy for classification, the loss for any other task.
 
         task: the evaluation task. sets: names of the evaluation sets; auto uses the first, the data's own validation
         split ("") if it has one.
         """
-        if config.objective != "auto":
-            direction, metric = config.objective.split()
+        if setting != "auto":
+            direction, metric = setting.split()
             return cls(direction, metric)
         prefix = f"{sets[0]}/" if sets and sets[0] else ""
         return cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
