@@ -73,6 +73,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         meter=Meter(
             state,
             memory,
+            engine.gradients,
             engine.strategy.communication_buffers,
             metrics.tensors,
             losses.counts_tokens(components.training_tasks[-1]),  # whose count is the finished step's

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity
 
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import logged_name
-from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.tracker import Tracker
 from trainapp.validation import NonNegativeInt, PositiveInt
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class View:
     samples: int
     model: nn.Module
     run_dir: Path
-    tracker: Tracker | SilentTracker
+    tracker: Tracker
     rank: int
     world: int
     waited: float

@@ -80,7 +80,7 @@ def describe(session: Session, error: BaseException) -> OomReport:
     memory, progress = session.memory, session.state.progress
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(session, error)
-    events, kinds = memory.events(session.meter.gradients())
+    events, kinds = memory.events(session.engine.gradients())
     first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return OomReport(
         step=progress.step + (phase.can_be_undone or phase.is_partial or phase is Phase.READ),
@@ -110,7 +110,7 @@ def _by_category(
     """`used` by category; everything without another category counts as activations."""
     memory, meter = session.memory, session.meter
     sizes: dict[Category, int] = {kind: size for kind, size in meter.static.items() if kind is not Category.GRADIENTS}
-    buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
+    buffers, gradients = _storages(meter.communication_buffers()), _storages(session.engine.gradients())
     sizes[Category.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
     if buffers:  # gradients may be views of them
         sizes[Category.COMMUNICATION_BUFFERS] = sum(buffers.values())

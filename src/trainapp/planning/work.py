@@ -45,10 +45,10 @@ class Work:
     fetched: Fetched = iter
 
     def __post_init__(self) -> None:
-        self.memory = self.parts.memory
-        self.meter = Meter(self.engine.state, self.memory, self.engine.strategy.communication_buffers)
+        self.memory, engine = self.parts.memory, self.engine
+        self.meter = Meter(engine.state, self.memory, engine.gradients, engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
-            self.memory.engine, self.memory.resident = self.engine, self.meter.resident
+            self.memory.engine, self.memory.resident = engine, self.meter.resident
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
         """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as

@@ -6,12 +6,11 @@ error is logged; then the run continues without it.
 
 import csv
 import json
-import logging
 import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +20,7 @@ import numpy as np
 from trainapp.files import atomic_write, json_lines
 from trainapp.validation import Str
 
-log = logging.getLogger(__name__)
-LONGEST = 500  # characters per MLflow parameter, the limit of older servers
-MOST_PARAMETERS, MOST_METRICS = 100, 1000  # per request to MLflow
+LONGEST, MOST = 500, 100  # characters per MLflow parameter, parameters per request: limits of servers
 
 
 @dataclass(frozen=True)
@@ -64,26 +61,6 @@ class Logger:
 
     def close(self) -> None:
         """End this process's part of the run."""
-
-
-class Guarded:
-    """Guards a run against a logger's errors: after one, a warning is logged and the logger is not called again."""
-
-    def __init__(self, name: str, logger: Any):
-        self.name, self._logger = name, logger
-
-    def call(self, method: str, *arguments: Any) -> None:
-        """Call a method, if the logger has it."""
-        function = getattr(self._logger, method, None)
-        if function is None:
-            return
-        try:
-            function(*arguments)
-        except Exception as error:
-            self._logger = None
-            reason = str(error).strip().partition("\n")[0] or "no message"
-            text = "tracker.%s failed in %s (%s: %s); the run continues without it"
-            log.warning(text, self.name, method, type(error).__name__, reason)
 
 
 def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -143,18 +120,15 @@ class Csv(Logger):
 
 
 def remembered(run_dir: Path, name: str) -> dict[str, Any]:
-    """A logger's values for a resume, such as a service's run id. Empty if they cannot be read."""
-    try:
-        return dict(json.loads((run_dir / "trackers" / f"{name}.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    """A logger's values for a resume, such as a service's run id. Empty if there are none."""
+    return next(iter(json_lines(run_dir / "trackers" / f"{name}.json")), {})
 
 
-def remember(run_dir: Path, name: str, values: Mapping[str, Any]) -> None:
+def remember(run_dir: Path, name: str, **values: str) -> None:
     """Write a logger's values for a resume to a file in the run directory. Raises OSError."""
-    (run_dir / "trackers").mkdir(parents=True, exist_ok=True)
+    (run_dir / "trackers").mkdir(exist_ok=True)
     with atomic_write(run_dir / "trackers" / f"{name}.json") as file:
-        json.dump(dict(values), file)
+        json.dump(values, file)
 
 
 class Wandb(Logger):
@@ -181,7 +155,7 @@ class Wandb(Logger):
 
         self._wandb: Any = wandb
         run_id = remembered(start.run_dir, "wandb").get("id") or uuid.uuid4().hex[:12]
-        remember(start.run_dir, "wandb", {"id": run_id, "project": self.project})
+        remember(start.run_dir, "wandb", id=run_id)
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -241,20 +215,20 @@ class Mlflow(Logger):
         found = self._client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
         self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
-        remember(start.run_dir, "mlflow", {"uri": uri, "id": self._id})
+        remember(start.run_dir, "mlflow", uri=uri, id=self._id)
         # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
-        parameters = [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()]
-        for part in parts_of(parameters, MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=part)
+        self._send("params", [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()])
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         finite = {name: float(value) for name, value in tagged(group, values).items() if math.isfinite(value)}
-        metrics = [Metric(name, value, now, step) for name, value in finite.items()]
-        for part in parts_of(metrics, MOST_METRICS):
-            self._client.log_batch(self._id, metrics=part)
+        self._send("metrics", [Metric(name, value, now, step) for name, value in finite.items()])
+
+    def _send(self, kind: str, entities: Sequence[Any]) -> None:
+        for first in range(0, len(entities), MOST):
+            self._client.log_batch(self._id, **{kind: entities[first : first + MOST]})
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._client.log_text(self._id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")
@@ -264,11 +238,6 @@ class Mlflow(Logger):
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def parts_of(entities: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Slices of at most `most` entities."""
-    return (entities[first : first + most] for first in range(0, len(entities), most))
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

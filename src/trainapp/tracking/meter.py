@@ -30,14 +30,10 @@ OF_EVERY_RANK = tuple(
 # manufacturers' data sheets. The first match counts.
 PEAKS = (
     ("B200", 2250e12),
-    ("H200", 989.4e12),
-    ("GH200", 989.4e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
-    ("H100", 989.4e12),
-    ("H800", 989.4e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
+    ("H100|H200|GH200|H800", 989.4e12),
+    ("A100|A800", 312e12),
     ("A6000", 154.8e12),
     ("A40", 149.7e12),
     ("A30", 165e12),
@@ -73,34 +69,35 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 class Meter:
     """Counts samples and seconds since the last log step, and since the start.
 
-    communication_buffers, hook_tensors: functions returning tensors held by neither model nor optimizer, the latter
-    those of metrics.
+    gradients, communication_buffers, hook_tensors: functions returning tensors that currently exist; the last are those
+    of metrics.
     counts_tokens: whether the loss's counts are numbers of tokens. utilisation: None if unknown.
+    Attributes: samples; waited, seconds spent waiting for batches; paused, seconds that are not training time; static,
+    bytes that persist between steps, by category.
     """
 
     def __init__(
         self,
         state: TrainState,
         memory: DeviceMemory,
+        gradients: Callable[[], Iterable[torch.Tensor]],
         communication_buffers: Callable[[], Iterable[torch.Tensor]],
         hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple,
         counts_tokens: bool = False,
         utilisation: "Utilisation | None" = None,
     ):
-        self.state, self.memory = state, memory
+        self.state, self.memory, self.gradients = state, memory, gradients
         self.communication_buffers, self.hook_tensors = communication_buffers, hook_tensors
         self.counts_tokens, self.utilisation = counts_tokens, utilisation
-        self._window_count: Any = 0  # number of tokens; a tensor stays on the device until a log step
-        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-        self.samples = self._window_samples = 0
-        self._waited = self.waited = 0.0
+        self.samples, self.waited = 0, 0.0
+        self._tokens: Any = 0  # since the last log step; a tensor stays on the device until then
         self.start()
 
     def start(self) -> None:
         """Start training time: earlier work, such as planning the first size, does not count."""
-        self.started = self._window_start = time.monotonic()
-        self.paused = self._window_paused = 0.0
+        self._started, self.paused = time.monotonic(), 0.0
+        self._logged = (0.0, self.samples, self.waited)  # seconds, samples and waiting until the last log step
 
     def resident(self) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by category."""
@@ -116,18 +113,12 @@ class Meter:
             Category.WEIGHT_AVERAGE: self.state.average.averages,
         }
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Gradients that currently exist."""
-        return [p.grad for p in self.parameters if p.grad is not None]
-
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches and counts the time spent waiting for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            seconds = time.perf_counter() - start
-            self._waited += seconds
-            self.waited += seconds
+            self.waited += time.perf_counter() - start
             if batch is None:
                 return
             yield batch
@@ -136,52 +127,43 @@ class Meter:
     def count(self, samples: int, divisor: Any = 0) -> None:
         """Count a finished step's samples. divisor: its loss's count, a number or a tensor."""
         if self.counts_tokens:
-            self._window_count = self._window_count + divisor
+            self._tokens = self._tokens + divisor
         self.samples += samples
-        self._window_samples += samples
-
-    def counting_flops(self, update: str, samples: int) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch of this update."""
-        own = self.utilisation
-        return contextlib.nullcontext() if own is None else own.counting(update, samples)
 
     def pause(self, seconds: float) -> None:
         """Exclude `seconds`, spent on evaluation, saving or planning, from training time."""
         self.paused += seconds
-        self._window_paused += seconds
 
-    @property
-    def static_bytes(self) -> int:
-        """Bytes that persist between steps."""
-        return sum(self.static.values())
+    def _seconds(self) -> float:
+        """This process's training time."""
+        return max(1e-9, time.monotonic() - self._started - self.paused)
 
     def samples_per_second(self) -> float:
         """Samples per second over this process's training time."""
-        return self.samples / max(1e-9, time.monotonic() - self.started - self.paused)
+        return self.samples / self._seconds()
 
     def scalars(self) -> dict[str, float]:
-        """Time, throughput and memory since the last call; starts a new window."""
-        now, state = time.monotonic(), self.state
-        seconds = max(1e-9, now - self._window_start - self._window_paused)
+        """Time, throughput and memory since the last call."""
+        before, self._logged = self._logged, (self._seconds(), self.samples, self.waited)
+        seconds, samples, waited = (now - then for now, then in zip(self._logged, before, strict=True))
+        seconds = max(1e-9, seconds)
         values = {
-            "samples_per_second": self._window_samples / seconds,
-            "data_wait": self._waited / seconds,
-            "skipped_steps": state.progress.skipped,
+            "samples_per_second": samples / seconds,
+            "data_wait": waited / seconds,
+            "skipped_steps": self.state.progress.skipped,
             **self.memory.window(),
             **{f"memory/{kind}": size for kind, size in self.static.items()},
-            "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
+            "memory/left_for_activations": max(0, self.memory.budget - sum(self.static.values())),
             **host.resident(),
         }
         if self.counts_tokens:
-            values["tokens_per_second"] = float(self._window_count) / seconds
-            self._window_count = 0
-        if self.utilisation is not None and self.utilisation.flops_per_sample:
-            values["mfu"] = self.utilisation.share(values["samples_per_second"])
-        for update in state.updates:
+            values["tokens_per_second"] = float(self._tokens) / seconds
+            self._tokens = 0
+        if self.utilisation is not None and (flops := sum(self.utilisation.flops_per_sample.values())):
+            values["mfu"] = flops * values["samples_per_second"] / self.utilisation.peak
+        for update in self.state.updates:
             if update.precision.scaler.is_enabled():
                 values[update.named("loss_scale")] = update.precision.scaler.get_scale()
-        self._window_start, self._window_samples = now, 0
-        self._window_paused = self._waited = 0.0
         return values
 
 
@@ -193,20 +175,24 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
     if given is not None or device.type != "cuda" or mode not in OF_MODE:
         return given
     name = torch.cuda.get_device_name(device)
-    half = next((peak for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
+    half = next((peak for part, peak in PEAKS if re.search(rf"\b({part})\b", name)), None)
     if half is None or (mode == "tf32" and any(part in name for part in WITHOUT_TF32)):
         return None
     return half * OF_MODE[mode]
 
 
-class Utilisation:
-    """The model's FLOPs per sample, and their fraction of the devices' peak.
+class Utilisation(DispatchMode):
+    """Counts the model's FLOPs per sample, whose fraction of the devices' peak is the utilisation.
+
+    Used in place of FlopCounterMode, whose hooks in all modules keep graphs alive and would change the memory of the
+    counted step.
 
     peak: FLOP/s of all ranks' devices together. in_backward: returns whether the current operation belongs to a
     backward. recomputes: whether backwards repeat forwards; their FLOPs are then taken as twice the forward's.
     """
 
     def __init__(self, peak: float, in_backward: Callable[[], bool], recomputes: bool):
+        super().__init__()
         self.peak, self._in_backward, self._recomputes = peak, in_backward, recomputes
         self.flops_per_sample: dict[str, float] = {}  # by update
 
@@ -216,33 +202,19 @@ class Utilisation:
         if update in self.flops_per_sample:
             yield
             return
-        with _Counter(self._in_backward) as counter:
+        self._forward = self._backward = 0
+        with self:
             yield
-        backward = 2 * counter.forward if self._recomputes else counter.backward
-        self.flops_per_sample[update] = (counter.forward + backward) / samples
-
-    def share(self, samples_per_second: float) -> float:
-        """The utilisation, from 0 to 1."""
-        return sum(self.flops_per_sample.values()) * samples_per_second / self.peak
-
-
-class _Counter(DispatchMode):
-    """Replaces FlopCounterMode, whose hooks in all modules keep graphs alive and would change the memory of the counted
-    step.
-    """
-
-    def __init__(self, in_backward: Callable[[], bool]):
-        super().__init__()
-        self._in_backward = in_backward
-        self.forward = self.backward = 0
+        backward = 2 * self._forward if self._recomputes else self._backward
+        self.flops_per_sample[update] = (self._forward + backward) / samples
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        flops = flops_of(func, args, kwargs or {}, result)
-        if flops and self._in_backward():
-            self.backward += flops
-        else:
-            self.forward += flops
+        if flops := flops_of(func, args, kwargs or {}, result):
+            if self._in_backward():
+                self._backward += flops
+            else:
+                self._forward += flops
         return result
 
 

@@ -2,7 +2,6 @@
 or progress bar. A full disk loses lines of the record, but does not end the run.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from typing import Any
 
 from trainapp.files import atomic_write, json_lines, strict_json
 from trainapp.memory.live_tensors import Picture, draw
-from trainapp.tracking.loggers import Guarded, Logger, Start
+from trainapp.tracking.loggers import Logger, Start
 from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
 
@@ -45,7 +44,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self.loggers: Mapping[str, Logger] = loggers or {}
-        self._loggers = [Guarded(name, logger) for name, logger in self.loggers.items()]
+        self._working = dict(self.loggers)
         self._tell("start", Start(run_dir, step, config, continues))
         for path in [run_dir / name for name in (METRICS, EVALUATIONS, CALLBACKS)] if continues else ():
             try:
@@ -97,8 +96,16 @@ class Tracker:
             self._tell("image", tag, path, step)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        for logger in self._loggers:
-            logger.call(method, *arguments)
+        """Call a method of the loggers that have it. After an error a logger is not called again."""
+        for name, logger in list(self._working.items()):
+            try:
+                if function := getattr(logger, method, None):
+                    function(*arguments)
+            except Exception as error:
+                del self._working[name]
+                reason = str(error).strip().partition("\n")[0] or "no message"
+                text = "tracker.%s failed in %s (%s: %s); the run continues without it"
+                log.warning(text, name, method, type(error).__name__, reason)
 
     def note(self, text: str, tag: str = "notes") -> None:
         """Report an event, on the terminal and as text to the loggers."""
@@ -137,28 +144,17 @@ class Tracker:
         self._tell("close")
 
 
-class SilentTracker:
+class SilentTracker(Tracker):
     """For ranks other than 0: writes only plots, next to the reports of errors."""
 
     def __init__(self, run_dir: Path, loggers: Mapping[str, Logger] | None = None):
-        self.run_dir, self.loggers = run_dir, loggers or {}
-        self.progress = Progress(None, 0, is_silent=True)
-        self._pictures: list[Picture] = []
-
-    def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """Queue a plot, to be drawn when the run closes."""
-        self._pictures.append(picture)
-
-    def close(self) -> None:
-        """Draw the plots."""
-        with contextlib.suppress(OSError, MemoryError):
-            for picture in self._pictures:
-                draw(picture)
+        self.run_dir, self.loggers, self.progress = run_dir, loggers or {}, Progress(None, 0, is_silent=True)
+        self._working, self._pictures = {}, []
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = scalars = text = image = note = warn_once = unwritable = oom_report = _nothing
+    log = evaluated = scalars = text = image = note = warn_once = unwritable = _nothing
 
 
 def _forget_after(path: Path, step: int) -> None:

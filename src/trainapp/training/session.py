@@ -20,7 +20,7 @@ from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.meter import Meter
-from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.limits import Interval, Limits
 from trainapp.training.phase import Phase, Step
@@ -87,7 +87,7 @@ class Session:
     limits: Limits  # the run's length and cadences
     memory: DeviceMemory
     meter: Meter
-    tracker: Tracker | SilentTracker
+    tracker: Tracker
     checkpointer: Checkpointer
     stop: StopRequest
     objective: Objective

@@ -99,8 +99,8 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     sizes.current_bucket = micro.bucket
     watching = watched(session, sizes, session.ranks, micro.data, micro.samples)
     flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if step.is_logged and micro.real:  # counts FLOPs of the samples since this update was last made
-        flops = session.meter.counting_flops(step.update.name, micro.samples * step.update.every)
+    if step.is_logged and micro.real and (meter := session.meter.utilisation):
+        flops = meter.counting(step.update.name, micro.samples * step.update.every)  # since this update was last made
     with session.strategy.micro_batch(micro.last), watching, flops:
         yield
 
