@@ -7,7 +7,7 @@ It is updated once per finished batch of an evaluation, merged over ranks, and c
 import contextlib
 import copy
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import held_tensors
+from trainapp.torch_private import tree_map
 
 EVERY = "*"  # the name under which a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # longest vector whose values are logged individually
@@ -34,7 +35,7 @@ class StatefulMetrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any]):
-        self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in metrics.items()}
+        self._held = {name: _held(metric, f"metrics.{name}") for name, metric in metrics.items()}
         self.names = frozenset(self._held)
         self._updated: set[str] = set()
         self._before: dict[str, Any] = {}  # states before an update that may be undone
@@ -42,12 +43,13 @@ class StatefulMetrics:
     def to(self, device: torch.device) -> None:
         """Move the metrics that have a method `to`."""
         for held in self._held.values():
-            held.to(device)
+            if callable(getattr(held.metric, "to", None)):
+                held.metric.to(device)
 
     def tensors(self) -> list[Tensor]:
         """All tensors retained between batches, and the copies for undoing an update in progress."""
-        kept = [tensor for held in self._held.values() for tensor in held.tensors()]
-        return kept + list(held_tensors([self._before], with_modules=True))
+        roots = [*(held.metric for held in self._held.values()), self._before]
+        return list(held_tensors(roots, with_modules=True))
 
     def reset(self) -> None:
         """Call before an evaluation, and after it to free the metrics' states."""
@@ -60,14 +62,25 @@ class StatefulMetrics:
         arguments, a mapping of keyword arguments, or a function that returns one of them. Raises UserError for anything
         else.
         """
-        arguments: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, held in self._held.items():
             key = name if name in passed else EVERY
             if key not in passed:
                 continue
-            if key not in arguments:
-                arguments[key] = passed[key]() if callable(passed[key]) else passed[key]
-            _update(held.metric, name, arguments[key])
+            if key not in found:
+                found[key] = passed[key]() if callable(passed[key]) else passed[key]
+            arguments, kind = found[key], type(held.metric).__name__
+            if not isinstance(arguments, (Mapping, tuple, list)):
+                raise UserError(
+                    f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a "
+                    "tuple of the arguments of the metric's `update` is expected; if the task has its own metric with "
+                    "this name, choose another one here"
+                )
+            with _named(f"metrics.{name}: update of a {kind} with what the task returns for it"):
+                if isinstance(arguments, Mapping):
+                    held.metric.update(**arguments)
+                else:
+                    held.metric.update(*arguments)
             self._updated.add(name)
 
     @contextlib.contextmanager
@@ -91,9 +104,7 @@ class StatefulMetrics:
         """
         if not self._held:
             return {}
-        silent = self._held.keys() - set().union(*ranks.all_gather_object(self._updated))
-        if silent:
-            name = sorted(silent)[0]
+        for name in sorted(self.names.difference(*ranks.all_gather_object(self._updated))):
             raise UserError(
                 f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
                 f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
@@ -102,26 +113,8 @@ class StatefulMetrics:
         results = {}
         for name, held in self._held.items():
             with _named(f"metrics.{name}: compute of a {type(held.metric).__name__}"):
-                by_rank = ranks.all_gather_object(held.exported()) if ranks.world > 1 else None
-                results[name] = held.computed(by_rank)
+                results[name] = held.computed(ranks.all_gather_object(held.exported()) if ranks.world > 1 else [])
         return results
-
-
-def _update(metric: Any, name: str, arguments: Any) -> None:
-    positional: Sequence[Any] = ()
-    named: Mapping[str, Any] = {}
-    if isinstance(arguments, Mapping):
-        named = arguments
-    elif isinstance(arguments, (tuple, list)):
-        positional = arguments
-    else:
-        raise UserError(
-            f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple "
-            "of the arguments of the metric's `update` is expected; if the task has its own metric with this "
-            "name, choose another one here"
-        )
-    with _named(f"metrics.{name}: update of a {type(metric).__name__} with what the task returns for it"):
-        metric.update(*positional, **named)
 
 
 @contextlib.contextmanager
@@ -143,11 +136,6 @@ class OwnMetric:
     def __init__(self, metric: Any, setting: str):
         self.metric, self._setting = metric, setting
 
-    def to(self, device: torch.device) -> None:
-        """Move the metric, if it can be moved."""
-        if callable(getattr(self.metric, "to", None)):
-            self.metric.to(device)
-
     def take(self) -> Any:
         """The state, for `restore`."""
         with _named(f"copying {self._setting}, which undoes an update that fails"):
@@ -156,10 +144,6 @@ class OwnMetric:
     def restore(self, state: Any) -> None:
         """Restore a state returned by `take`; only once."""
         self.metric = state
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the metric keeps from batch to batch."""
-        return list(held_tensors([self.metric], with_modules=True))
 
     def exported(self) -> Any:
         """The state to send to other ranks. Raises UserError if it cannot be merged."""
@@ -173,9 +157,11 @@ class OwnMetric:
         torch.save(self.metric, content)
         return content.getvalue()
 
-    def computed(self, by_rank: list[Any] | None) -> Any:
-        """The metric's result from the states exported by all ranks, on the host; None: from its own state."""
-        if by_rank is None:
+    def computed(self, by_rank: list[Any]) -> Any:
+        """The metric's result from the states exported by all ranks, on the host; from its own state if there are
+        none.
+        """
+        if not by_rank:
             return copy.deepcopy(self.metric.compute())  # it may share memory with the state, which is reset
         # The bytes are from this program's own ranks, which run the same code. map_location: for any source device.
         whole, *others = (torch.load(io.BytesIO(part), map_location="cpu", weights_only=False) for part in by_rank)
@@ -210,14 +196,14 @@ class TorchMetric(OwnMetric):
             part._update_count, part._computed = count, None
 
     def exported(self) -> Any:
-        return [({name: _on_host(value) for name, value in own.items()}, count) for own, count in self.take()]
+        return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, self.take())
 
-    def computed(self, by_rank: list[Any] | None) -> Any:
+    def computed(self, by_rank: list[Any]) -> Any:
         """Merged on the host: joined lists of all samples may be too large for the device. Keeps the state."""
         own, device = self.take(), self._parts()[0].device
         try:
             self.metric.to("cpu")
-            for part, *states in zip(self._parts(), *(by_rank or ()), strict=True):
+            for part, *states in zip(self._parts(), *by_rank, strict=True):
                 part._computed = None
                 if states:
                     _merge_into(part, states)
@@ -227,15 +213,15 @@ class TorchMetric(OwnMetric):
             self.metric.to(device)
 
 
-def _held(metric: Any, name: str) -> OwnMetric:
+def _held(metric: Any, setting: str) -> OwnMetric:
     lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
     if lacking:
         raise UserError(
-            f"metrics.{name}: a {type(metric).__name__} has no method {' and no method '.join(lacking)}; a metric has "
+            f"{setting}: a {type(metric).__name__} has no method {' and no method '.join(lacking)}; a metric has "
             "update(...), compute() and reset()"
         )
     is_declared = isinstance(metric, nn.Module) and any(map(_declares_states, metric.modules()))
-    return (TorchMetric if is_declared else OwnMetric)(metric, f"metrics.{name}")
+    return (TorchMetric if is_declared else OwnMetric)(metric, setting)
 
 
 def _declares_states(module: nn.Module) -> bool:
@@ -246,24 +232,17 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else list(value)
 
 
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else [item.cpu() for item in value]
-
-
 def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
     """Set a metric's states to the merged states of all ranks, ignoring ranks without an update."""
     updated = [values for values, count in states if count] or [states[0][0]]
     for name, reduce in part._reductions.items():
         by_rank = [values[name] for values in updated]
-        whole: Any
-        if len(by_rank) == 1:
-            whole = by_rank[0]
-        elif isinstance(by_rank[0], list):
-            whole = [item for items in by_rank for item in items]
-            whole = reduce(whole) if whole and reduce is not None else whole
-        else:
-            stacked = torch.stack(by_rank)
-            whole = stacked if reduce is None else reduce(stacked)
+        whole: Any = by_rank[0]
+        if len(by_rank) > 1:
+            is_list = isinstance(whole, list)
+            whole = [item for items in by_rank for item in items] if is_list else torch.stack(by_rank)
+            if reduce is not None and len(whole):
+                whole = reduce(whole)
         setattr(part, name, whole)
     part._update_count = sum(count for _, count in states)
 
@@ -274,20 +253,13 @@ def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name, value in results.items():
-        found |= dict(_scalars(name, value))
+        if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim <= 1:
+            value = value.tolist()
+        if isinstance(value, (bool, int, float)):
+            found[name] = float(value)
+        elif isinstance(value, Mapping):
+            found |= as_scalars({f"{name}/{key}": part for key, part in value.items()})
+        elif isinstance(value, (tuple, list)) and len(value) <= MOST_VALUES:
+            names = [name] if len(value) == 1 else [f"{name}/{place}" for place in range(len(value))]
+            found |= as_scalars(dict(zip(names, value, strict=True)))
     return found
-
-
-def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    value = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim <= 1 else value
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, (tuple, list)) and len(value) == 1:
-        yield from _scalars(name, value[0])
-    elif isinstance(value, (tuple, list)) and len(value) <= MOST_VALUES:
-        parts = enumerate(value)
-    elif isinstance(value, (bool, int, float)):
-        yield name, float(value)
-    for key, part in parts:
-        yield from _scalars(f"{name}/{key}", part)

@@ -5,7 +5,7 @@ torchmetrics).
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ MOST_LABELS = 30  # with more classes, an image has no room for names and number
 class Rows:
     """The metric's result: one mapping per sample, in the order of the data set."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]]
 
 
 def dim_of_classes(output: Tensor, targets: Tensor, known: int | None = None) -> int | None:
@@ -67,10 +67,14 @@ class FirstPredictions:
         unchanged. Raises ValueError for ambiguous shapes.
         """
         left = self.samples - len(self._rows)
-        if left > 0:
-            outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
-            dim = dim_of_classes(outputs, targets, self.class_dim)
-            self._rows += _values(outputs, targets) if dim is None else _classes(outputs.movedim(dim, -1), targets)
+        if left <= 0:
+            return
+        outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
+        columns = {"target": targets, "prediction": outputs}
+        if (dim := dim_of_classes(outputs, targets, self.class_dim)) is not None:
+            columns["probability"], columns["prediction"] = torch.softmax(outputs, dim).max(dim)
+        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+        self._rows += [dict(zip(columns, row, strict=True)) for row in rows]
 
     def merge(self, other: "FirstPredictions") -> None:
         self._rows = (self._rows + other._rows)[: self.samples]  # ranks have consecutive parts of a data set
@@ -80,19 +84,6 @@ class FirstPredictions:
 
     def reset(self) -> None:
         self._rows = []
-
-
-def _values(outputs: Tensor, targets: Tensor) -> list[dict[str, Any]]:
-    pairs = zip(outputs, targets, strict=True)
-    return [{"target": target.tolist(), "prediction": output.tolist()} for output, target in pairs]
-
-
-def _classes(logits: Tensor, targets: Tensor) -> list[dict[str, Any]]:
-    parts = zip(targets, *reversed(torch.softmax(logits, -1).max(-1)), strict=True)
-    return [
-        {"target": target.tolist(), "prediction": prediction.tolist(), "probability": probability.tolist()}
-        for target, prediction, probability in parts
-    ]
 
 
 class SamplePredictions:
@@ -139,9 +130,7 @@ def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
 
 def as_table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, with short cells."""
-    if not rows:
-        return ""
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines = [list(rows[0]), ["---"] * len(rows[0])] if rows else []
     lines += [[_cell(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -174,18 +163,13 @@ class ConfusionMatrix:
 
     def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
         labels = [str(label) for label in labels_of(data)] or [str(number) for number in range(len(matrix))]
-        write_table(view.new_file("confusion_matrix", name, ".csv"), labels, matrix.tolist())
+        with atomic_write(view.new_file("confusion_matrix", name, ".csv")) as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["true class / predicted", *labels])
+            writer.writerows([label, *row] for label, row in zip(labels, matrix.tolist(), strict=True))
         picture = view.new_file("confusion_matrix", name, ".png")
         draw(picture, labels, matrix, f"{name} step {view.step}".strip())
         view.tracker.image(logged_name(name, "confusion_matrix"), picture, view.step)
-
-
-def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Write one row per true class."""
-    with atomic_write(path) as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["true class / predicted", *names])
-        writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
 
 
 def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:

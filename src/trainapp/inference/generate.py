@@ -111,25 +111,21 @@ def by_position(
     model: nn.Module, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
     """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch."""
-    texts, new = [list(prompt) for prompt in prompts.values()], settings.max_new_tokens
-    lengths, finished = torch.tensor([len(text) for text in texts]), [False] * len(texts)
-    own = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
-    numbers = torch.stack([torch.rand(new, dtype=torch.float64, generator=generator) for generator in own])
-    decoder = decoder_of(model, int(lengths.max()) + new)
-    position, begun = int(lengths.min()), 0
-    while not all(finished):
-        # Finished sequences continue for the others' sake; their further tokens are dropped.
+    texts = [list(prompt) for prompt in prompts.values()]
+    lengths = [len(text) for text in texts]
+    generators = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
+    decoder = decoder_of(model, max(lengths) + settings.max_new_tokens)
+    unfinished, begun, position = set(range(len(texts))), 0, min(lengths)
+    while unfinished:
+        # Finished sequences continue for the others' sake.
         rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
-        logits = decoder(torch.tensor(rows, device=device))
-        places = (position - lengths).clamp(0, new - 1)[:, None]
-        # Waits for the device once per token: the sampled token is read next.
-        tokens = draw(logits.float().cpu(), numbers.gather(1, places).squeeze(1), settings).tolist()
-        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            if not finished[row] and len(text) == position:
-                text.append(token)
-                finished[row] = token in ends or len(text) == lengths[row] + new
+        logits = decoder(torch.tensor(rows, device=device)).float().cpu()  # waits: the sampled tokens are read next
+        for row in [row for row in unfinished if len(texts[row]) == position]:
+            texts[row].append(draw(logits[row], generators[row], settings))
+            if texts[row][-1] in ends or len(texts[row]) == lengths[row] + settings.max_new_tokens:
+                unfinished.remove(row)
         begun, position = position, position + 1
-    return [text[length:] for text, length in zip(texts, lengths.tolist(), strict=True)]
+    return [text[length:] for text, length in zip(texts, lengths, strict=True)]
 
 
 def _seed(settings: Generate, number: int) -> int:
@@ -167,25 +163,21 @@ def _last(logits: Any, tokens: Tensor) -> Tensor:
     return logits[:, -1]
 
 
-def draw(logits: Tensor, numbers: Tensor, settings: Generate) -> Tensor:
-    """Sample a token for each row, int64 [B]: temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
+def draw(logits: Tensor, generator: torch.Generator, settings: Generate) -> int:
+    """Sample a token by temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
 
-    logits: float [B, V] on the CPU. numbers: float64 [B], uniform in [0, 1): the token's position in its row's
-    cumulative distribution, by falling probability. A row's token depends only on that row. Raises TrainingStopped for
-    nan logits.
+    logits: float [V] on the CPU. Raises TrainingStopped for nan logits.
     """
     if logits.isnan().any():
         raise TrainingStopped("mode=generate: the model's logits are nan; choose an earlier checkpoint")
     if settings.temperature == 0:
-        return logits.argmax(-1)
-    ordered, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
-    probabilities = torch.softmax((ordered / settings.temperature)[:, : settings.top_k], -1)
+        return int(logits.argmax())
+    ordered, tokens = logits.double().sort(descending=True, stable=True)
+    probabilities = torch.softmax((ordered / settings.temperature)[: settings.top_k], -1)
     if settings.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the likeliest, which always stays
         probabilities = probabilities.where(before < settings.top_p, 0.0)
-    until = probabilities.cumsum(-1)
-    places = (until <= numbers[:, None] * until[:, -1:]).sum(-1, keepdim=True)
-    return tokens.gather(-1, places).squeeze(-1)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 # Converting between text and the tokens of a run's data
