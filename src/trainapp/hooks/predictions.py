@@ -29,13 +29,18 @@ class Rows:
     rows: list[dict[str, Any]]
 
 
-def dim_of_classes(output: Tensor, targets: Tensor, known: int | None = None) -> int | None:
+def dim_of_classes(output: Tensor, targets: Any, known: int | None = None) -> int | None:
     """The dimension of the classes in an output, 1 or -1, for targets [B, ...] and logits [B, ..., classes] or
     [B, classes, ...]. None if the output is not logits, which includes one value per sample.
 
-    known: used if both fit, as for [B, T, T]. Raises ValueError if both fit and `known` is None.
+    known: a built-in task's, or an earlier batch's; used if both fit, as for [B, T, T], and where no class numbers are
+    in the targets. Raises ValueError if both fit and `known` is None.
     """
-    if targets.is_floating_point() or output.ndim != targets.ndim + 1 or output.ndim < 2:
+    if not output.is_floating_point() or output.ndim < 2:
+        return None
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None if known is None or output.shape[known] == 1 else known
+    if output.ndim != targets.ndim + 1:
         return None
     is_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
     is_second = (output.shape[0], *output.shape[2:]) == targets.shape and output.shape[1] > 1

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from trainapp.inference.rows import Row, write_rows
 from trainapp.models.inspect import is_of_transformers, positions_of
 from trainapp.training.session import Session
 
-log = logging.getLogger(__name__)
-
 SHOWN = 16  # maximum number of prompts shown on the terminal
 Decoder = Callable[[Tensor], Tensor]  # next-token logits [B, V] after tokens [B, T], which follow earlier calls'
 
@@ -41,7 +38,8 @@ def generate(session: Session) -> None:
     settings, data = session.config.generate, session.batches.dataset
     ends = ends_of_text(settings, data, model)
     prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
-    _require_room(prompts, settings.max_new_tokens, context_of(model))
+    if (context := context_of(model)) is not None:
+        _require_room(prompts, settings.max_new_tokens, context)
     itself = is_of_transformers(model) and model.can_generate()
     continued = by_transformers if itself else by_position
 
@@ -54,10 +52,8 @@ def generate(session: Session) -> None:
     def fetched(done: int) -> Iterator[MicroBatch]:
         return batches_of(prompts, settings.max_new_tokens, done, session.sizes.evaluation.size)
 
-    written = write_rows(session, "generations.jsonl", fetched, rows_of)
-    if written is not None:
-        log.info("generations of %d prompts: %s", *written)
-        _show(*written)
+    if (path := write_rows(session, "generations", fetched, rows_of)) is not None:
+        _show(len(prompts), path)
 
 
 def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int) -> Iterator[MicroBatch]:
@@ -223,10 +219,10 @@ def context_of(model: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | None) -> None:
+def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int) -> None:
     """Raises UserError if a text would become longer than the model reads. The last token is not read."""
-    for number, prompt in enumerate(prompts if context is not None else ()):
-        room = (context or 0) + 1 - len(prompt)
+    for number, prompt in enumerate(prompts):
+        room = context + 1 - len(prompt)
         if room < new:
             advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
             raise UserError(

@@ -6,7 +6,6 @@ written twice.
 """
 
 import contextlib
-import functools
 import hashlib
 import heapq
 import itertools
@@ -29,7 +28,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import dim_of_classes
-from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, is_built_in, unchecked
+from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
 from trainapp.training.phase import Phase
@@ -60,52 +59,53 @@ def predict(session: Session) -> None:
     predictor = Predictor(unchecked(session.task), config.task, class_names(batches.dataset))
     # Each rank has every world-th sample of a stream.
     first, stride = (ranks.rank, ranks.world) if batches.is_stream else (batches.start, 1)
-    written = write_rows(
+    write_rows(
         session,
-        "predictions.jsonl",
+        "predictions",
         lambda done: batches.from_sample(done, session.sizes.evaluation.size, ranks),
-        functools.partial(predictor.rows, session.strategy.model),
+        lambda micro: predictor.rows(session.strategy.model, micro),
         lambda number: first + stride * number,
     )
-    if written is not None:
-        log.info("predictions of %d samples: %s", *written)
 
 
 def write_rows(
     session: Session,
-    name: str,
+    what: str,
     fetched: Callable[[int], Iterator[MicroBatch]],
     rows_of: Callable[[MicroBatch], Sequence[Row]],
     index: Callable[[int], int] = int,
-) -> tuple[int, Path] | None:
+) -> Path | None:
     """Write the rows that `rows_of` returns for each batch to the file named by the mode's `output`, otherwise to
-    `name` in the run directory. Resumes after the rows written before an error or by an earlier process. Collective.
+    `what`.jsonl in the run directory. Resumes after the rows written before an error or by an earlier process.
+    Collective.
 
-    fetched: the batches after a number of rows. index: as for `Rows`. Returns the number of rows and the file; None if
-    a signal ended it between two batches. Running out of memory halves the batches, as in an evaluation: the runner
-    calls again, and written rows are kept.
+    fetched: the batches after a number of rows. index: as for `Rows`. Returns the file; None if a signal ended it
+    between two batches. Running out of memory halves the batches, as in an evaluation: the runner calls again, and
+    written rows are kept.
     """
     config, mode = session.config, session.config.mode
     session.engine.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
     note_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
     given = getattr(config, mode).output
-    path = Path(config.run_dir) / name if given is None else Path(os.path.expanduser(given)).resolve()
+    path = Path(config.run_dir) / f"{what}.jsonl" if given is None else Path(os.path.expanduser(given)).resolve()
+
+    def compute(micro: MicroBatch) -> Sequence[Row]:
+        with torch.inference_mode(), session.state.precision.autocast:
+            return rows_of(micro)
+
     with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
-        if rows.done:
-            log.info("%d rows are in %s; continuing there", rows.done, rows.partial)
-
-        def compute(micro: MicroBatch) -> Sequence[Row]:
-            with torch.inference_mode(), session.state.precision.autocast:
-                return rows_of(micro)
-
         session.sizes.autotuner.follow(session.sizes.evaluation)
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
         with as_evaluated(session.engine, mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
         session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
         (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
-        return None if session.stop.agreed else (rows.publish(), path)
+        if session.stop.agreed:
+            return None
+        count = rows.publish()
+    log.info("%s of %d %s: %s", what, count, "samples" if mode == "predict" else "prompts", path)
+    return path
 
 
 def what_decides(config: Config) -> dict[str, Any]:
@@ -142,9 +142,11 @@ class Rows:
             self._file = open(self.partial, "ab", buffering=0)  # noqa: SIM115  # unbuffered: it survives a kill
         except OSError as error:
             raise UserError(f"{setting}={path}: cannot be written ({error.strerror}); name another file") from None
-        whole = self.partial.read_bytes().rpartition(b"\n")[0]
-        self._file.truncate(len(whole) + bool(whole))  # removes a row cut off by a kill
-        self.done = whole.count(b"\n") + bool(whole)
+        whole, end, _ = self.partial.read_bytes().rpartition(b"\n")
+        self._file.truncate(len(whole + end))  # removes a row cut off by a kill
+        self.done = (whole + end).count(b"\n")
+        if self.done:
+            log.info("%d rows are in %s; continuing there", self.done, self.partial)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append a line per row. Raises TrainingStopped if the disk is full."""
@@ -216,12 +218,16 @@ class Predictor:
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One row per sample. Raises UserError for outputs that cannot be split into samples."""
         output, targets = self._output(model, micro.data), _part(micro.data, "targets")
-        dim = self._dim_of_classes(output, targets, micro.samples)
+        dim = None
+        if isinstance(output, Tensor) and output.ndim and len(output) == micro.samples:
+            try:
+                dim = dim_of_classes(output, targets, self._dim)
+            except ValueError as error:
+                raise UserError(f"mode=predict with task={self.setting}: {error}") from None
         if dim is None:
             return [{"prediction": value} for value in self._by_sample(output, micro.samples)]
-        is_sequence = output.ndim == 3  # images keep their shape, padding or not
-        rows = _classified(output.movedim(dim, -1), targets if is_sequence else None)
-        return [self._named(row) for row in rows]
+        self._dim = dim  # a later batch may have as many positions as classes
+        return self._classified(output, targets, dim)
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
         own = attribute(self.task, "predict")
@@ -260,26 +266,21 @@ class Predictor:
             "these"
         )
 
-    def _dim_of_classes(self, output: Any, targets: Any, samples: int) -> int | None:
-        """The dimension of the classes; None if the output is not logits. Raises UserError for ambiguous shapes."""
-        if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
-            return None
-        if len(output) != samples:
-            return None
-        if not isinstance(targets, Tensor) or (is_built_in(self.task) and targets.is_floating_point()):
-            dim = class_dim(self.task)
-            return None if dim is None or output.shape[dim] == 1 else dim
-        try:
-            dim = dim_of_classes(output, targets, self._dim)
-        except ValueError as error:
-            raise UserError(f"mode=predict with task={self.setting}: {error}") from None
-        self._dim = dim or self._dim  # a later batch may have as many positions as classes
-        return dim
-
-    def _named(self, row: Row) -> Row:
-        number = row["prediction"]
-        is_named = isinstance(number, int) and number < len(self.names)
-        return row | ({"prediction_name": str(self.names[number])} if is_named else {})
+    def _classified(self, logits: Tensor, targets: Any, dim: int) -> list[Row]:
+        """The likeliest class, with its name, and its probability. Sequences end at the last counted position, since
+        padding depends on the other samples of the batch; images keep their shape.
+        """
+        probability, prediction = (found.tolist() for found in torch.softmax(logits.float(), dim).max(dim))
+        rows = [{"prediction": p, "probability": q} for p, q in zip(prediction, probability, strict=True)]
+        # Class probabilities have no padding.
+        if logits.ndim == 3 and isinstance(targets, Tensor) and not targets.is_floating_point():
+            counts = targets != IGNORED
+            ends = (counts * torch.arange(1, counts.shape[1] + 1, device=counts.device)).amax(-1).tolist()
+            return [{k: values[:end] for k, values in row.items()} for row, end in zip(rows, ends, strict=True)]
+        for row in rows if logits.ndim == 2 else ():
+            if row["prediction"] < len(self.names):
+                row["prediction_name"] = str(self.names[row["prediction"]])
+        return rows
 
 
 def class_names(data: Any) -> Sequence[str]:
@@ -296,22 +297,3 @@ def _part(batch: Any, name: str) -> Any:
     if isinstance(batch, (tuple, list)):
         return dict(zip(("inputs", "targets"), batch, strict=False)).get(name) if len(batch) < 3 else None
     return batch if isinstance(batch, Tensor) and name == "inputs" else None
-
-
-def _classified(logits: Tensor, targets: Any) -> list[Row]:
-    """The likeliest class and its probability; for sequences, up to the last counted position, since padding depends on
-    the other samples of the batch.
-    """
-    probability, prediction = (found.cpu() for found in torch.softmax(logits.float(), -1).max(-1))
-    ends: list[int | None] = [None] * len(logits)
-    if isinstance(targets, Tensor) and not targets.is_floating_point():  # class probabilities have no padding
-        counts = targets != IGNORED
-        places = torch.arange(1, counts.shape[1] + 1, device=counts.device)
-        ends = (counts * places).amax(-1).tolist()
-    return [
-        {
-            "prediction": p[:end].tolist() if p.ndim else p.item(),
-            "probability": q[:end].tolist() if p.ndim else q.item(),
-        }
-        for p, q, end in zip(prediction, probability, ends, strict=True)
-    ]
