@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, environment, train
+from helpers import ROOT, environment
 
 from trainapp.memory.live_tensors import LiveTensors
 
@@ -106,17 +106,6 @@ def test_a_new_model_begins_a_new_count(monkeypatch):
         del model
     row = other_trainers.findings(ledger, {"size": 3}, 1, 0.0, 0.0, 0, 0)
     assert (row["steps_done"], row["steps_in_weights"], row["samples_in_weights"]) == (2, 1, 3)
-
-
-def test_the_picture_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import other_trainers
-    import recovery_picture
-
-    overrides = (*other_trainers.overrides(other_trainers.QUICK), "every.log=1", "train.device=cpu")
-    train(tmp_path / "run", *overrides, cwd=BENCHMARKS)
-    recovery_picture.draw(tmp_path / "run", tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_example_in_the_documentation_runs(caplog):

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainapp.config import targets
 from trainapp.errors import UserError
-from trainapp.models.inspect import as_published, blocks_of, last_layer
+from trainapp.models.inspect import blocks_of, last_layer, restore_cache, without_cache
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 
@@ -31,11 +31,10 @@ def test_the_model_is_transformers_own_drawn_from_the_seed():
     own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIG))
     assert type(model) is transformers.LlamaForCausalLM
     assert runs.differences(dict(model.state_dict()), dict(own.state_dict())) == []
+    without_cache(model)
     assert model.config.use_cache is False
-    assert own.config.use_cache is True
-    with as_published(model):
-        assert model.config.use_cache is True
-    assert model.config.use_cache is False
+    restore_cache(model)
+    assert model.config.use_cache is own.config.use_cache is True
 
 
 def test_blocks_are_found_by_themselves():
@@ -105,6 +104,7 @@ def test_a_folder_is_opened_and_its_settings_may_be_changed(tmp_path):
 def test_packed_documents_are_computed_as_by_themselves(attention):
     torch.manual_seed(0)
     model = build("causal_lm", CONFIG, attention=attention).eval()
+    without_cache(model)
     documents = [torch.randint(64, (1, size)) for size in (5, 1, 7, 3)]
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
     with torch.no_grad():

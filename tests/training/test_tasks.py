@@ -132,11 +132,6 @@ def test_sparse_gradients_are_made_dense(tmp_path):
     assert torch.equal(*ends)
 
 
-def test_sparse_gradients_that_nothing_announces_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"the gradient of embedding\.weight is sparse.*use sparse=False"):
-        runs.run(tmp_path, *model_of("own_tasks.Sparse", "+model.through=function"), "data=digits")
-
-
 def test_sparse_adam_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"optimizer\._target_=torch\.optim\.SparseAdam: it cannot take a plain step"):
         runs.run(tmp_path, *model_of("own_tasks.Sparse"), "data=digits", "optimizer._target_=torch.optim.SparseAdam")

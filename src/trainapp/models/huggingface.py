@@ -17,7 +17,7 @@ from torch import nn
 
 from trainapp.config.targets import require_package
 from trainapp.errors import UserError
-from trainapp.models.inspect import heads, positions_of, without_cache
+from trainapp.models.inspect import heads, positions_of
 from trainapp.torch_private import has_values
 from trainapp.units import listed, suggest
 from trainapp.validation import NonNegativeInt, PositiveInt, Str
@@ -89,7 +89,6 @@ def build(
             model = _pretrained(kind, place, settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
-    without_cache(model)
     if num_classes is not None and pad_token_id is not None:
         # The batches' padding token, to find the last token of a text. Set after the embedding is built, for which it
         # would mean "no gradient".

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -19,7 +18,7 @@ from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
 from trainapp.units import listed
 
-# By model: configurations whose `use_cache` is off while it trains, and the value to publish.
+# By model: configurations whose `use_cache` is off, and its own value.
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
@@ -47,11 +46,6 @@ def instead_of_batchnorm(model_settings: Model) -> str:
     """The remedy for a model with BatchNorm: its setting if it has one, otherwise a change of the model."""
     has_setting = "norm" in model_settings.arguments and model_settings.target.startswith("trainapp.models.")
     return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
-
-
-def belongs_to_trainapp(model: nn.Module) -> bool:
-    """Whether the model's class is one of trainapp's, whose samples do not interact in evaluation mode."""
-    return type(model).__module__.startswith("trainapp.models.")
 
 
 def smallest_micro_batch(model: nn.Module) -> int:
@@ -120,7 +114,7 @@ def without_cache(model: nn.Module) -> None:
     With the cache, a checkpointed layer would append to it again when recomputed, and packed documents would see each
     other: the models look for document borders only without a cache.
     """
-    if not is_of_transformers(model) or model in _caches:
+    if not is_of_transformers(model):
         return
     config: Any = model.config
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
@@ -129,17 +123,10 @@ def without_cache(model: nn.Module) -> None:
         part.use_cache = False
 
 
-@contextlib.contextmanager
-def as_published(model: nn.Module) -> Iterator[None]:
-    """Inside the block, the model's configuration is the one to publish."""
-    kept = _caches.get(model, [])
-    try:
-        for part, value in kept:
-            part.use_cache = value
-        yield
-    finally:
-        for part, _ in kept:
-            part.use_cache = False
+def restore_cache(model: nn.Module) -> None:
+    """Undo `without_cache`, for a model that is published."""
+    for part, value in _caches.pop(model, []):
+        part.use_cache = value
 
 
 def _blocks_of_transformers(model: nn.Module) -> list[nn.Module]:
@@ -192,7 +179,7 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     takes some milliseconds.
 
     Raises UserError for parameters that receive a gradient but are not the model's, since nothing would ever train
-    them, and for sparse gradients, which clipping and most optimizers cannot take.
+    them.
     """
     leaves = list(parameters_behind(loss))
     yield
@@ -206,12 +193,6 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
             f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (of shape "
             f"{shapes}), which nothing would train: make the module that owns them a submodule of the model, in "
             "place of a global, a plain list or an attribute of the task; or freeze them with requires_grad_(False)"
-        )
-    sparse = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.layout != torch.strided]
-    if sparse:
-        raise UserError(
-            f"the gradient of {sparse[0]} is sparse, which clipping, the gradient norm and most optimizers cannot "
-            "take; use sparse=False"
         )
 
 

@@ -26,7 +26,7 @@ from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.models import adapters
-from trainapp.models.inspect import as_published, is_of_transformers, lazy_modules
+from trainapp.models.inspect import is_of_transformers, lazy_modules, restore_cache
 from trainapp.optim.optimizers import freeze_matching
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run.resume import BUILT_FROM, as_saved, saved_config
@@ -113,8 +113,8 @@ def export(config: Config) -> list[Path]:
         _write(folder / "adapter_model.safetensors", tensors)
         settings.save_pretrained(str(folder))
     elif is_of_transformers(trained):
-        with as_published(trained):  # in the hub's layout, which for some models differs from that in memory
-            trained.save_pretrained(str(folder))  # type: ignore[operator]
+        restore_cache(trained)
+        trained.save_pretrained(str(folder))  # type: ignore[operator]  # the hub's layout may differ from the memory's
     else:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "model.safetensors", trained.state_dict(keep_vars=True))
