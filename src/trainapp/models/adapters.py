@@ -77,8 +77,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     require_package("peft", "adapter=lora")
     import peft
 
-    trained = _new_modules(model) if settings.train == "auto" else list(settings.train)
-    _require_modules(model, trained)
+    trained = _new_modules(model) if settings.train == "auto" else _found_in(model, settings.train)
     options = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -134,21 +133,18 @@ def merge(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.float()
-    layer_kind = peft.tuners.tuners_utils.BaseTunerLayer
-    wrapper_kind = peft.utils.ModulesToSaveWrapper
     for name, module in list(model.named_modules()):
-        if not isinstance(module, (layer_kind, wrapper_kind)):
-            continue
-        parent, _, own = name.rpartition(".")
-        if isinstance(module, wrapper_kind):
+        if isinstance(module, peft.utils.ModulesToSaveWrapper):
             replaced = module.modules_to_save["default"]
-        else:
+        elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
             replaced = module.get_base_layer()
             names = model.named_parameters(remove_duplicate=False)
             if sum(parameter is replaced.weight for _, parameter in names) > 1:  # the other layer stays unchanged
                 replaced.weight = nn.Parameter(replaced.weight.detach().clone(), requires_grad=False)
             module.merge()
-        setattr(model.get_submodule(parent), own, replaced)
+        else:
+            continue
+        model.set_submodule(name, replaced)
     _bases.pop(model, None)
     vars(model).pop("peft_config", None)
 
@@ -198,8 +194,9 @@ def linear_layers(model: nn.Module) -> list[str]:
 def _new_modules(model: nn.Module) -> list[str]:
     """Modules that a task adds to a pretrained body, trained in full: opening an export would reinitialise them."""
     found = heads(model)
-    for owner in (name.rpartition(".")[0] for name in drawn(model)):
-        if owner and not any(f"{owner}.".startswith(f"{other}.") for other in found):
+    for name in drawn(model):
+        owner = name.rpartition(".")[0]
+        if owner and not f"{owner}.".startswith(tuple(f"{other}." for other in found)):
             found.append(owner)
     return found
 
@@ -208,14 +205,15 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # GPT-2's, with a transposed weight
 
 
-def _require_modules(model: nn.Module, wanted: list[str]) -> None:
+def _found_in(model: nn.Module, wanted: list[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for given in wanted:
-        if not any(name == given or name.endswith(f".{given}") for name in names):
-            last = dict.fromkeys(name.rpartition(".")[2] for name in names)
+        if not any(f".{name}".endswith(f".{given}") for name in names):  # peft would train nothing for it
+            last = listed(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise UserError(
-                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; there are {listed(last)}"
+                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; there are {last}"
             )
+    return wanted
 
 
 @torch.no_grad()
