@@ -7,9 +7,7 @@ written twice.
 
 import contextlib
 import hashlib
-import heapq
 import itertools
-import json
 import logging
 import os
 import time
@@ -57,14 +55,12 @@ def predict(session: Session) -> None:
         )
     batches = session.eval_sets[name]
     predictor = Predictor(unchecked(session.task), config.task, class_names(batches.dataset))
-    # Each rank has every world-th sample of a stream.
-    first, stride = (ranks.rank, ranks.world) if batches.is_stream else (batches.start, 1)
     write_rows(
         session,
         "predictions",
         lambda done: batches.from_sample(done, session.sizes.evaluation.size, ranks),
         lambda micro: predictor.rows(session.strategy.model, micro),
-        lambda number: first + stride * number,
+        batches.is_stream,
     )
 
 
@@ -73,13 +69,13 @@ def write_rows(
     what: str,
     fetched: Callable[[int], Iterator[MicroBatch]],
     rows_of: Callable[[MicroBatch], Sequence[Row]],
-    index: Callable[[int], int] = int,
+    interleaved: bool = False,
 ) -> Path | None:
     """Write the rows that `rows_of` returns for each batch to the file named by the mode's `output`, otherwise to
     `what`.jsonl in the run directory. Resumes after the rows written before an error or by an earlier process.
     Collective.
 
-    fetched: the batches after a number of rows. index: as for `Rows`. Returns the file; None if a signal ended it
+    fetched: the batches after a number of rows. interleaved: as for `Rows`. Returns the file; None if a signal ended it
     between two batches. Running out of memory halves the batches, as in an evaluation: the runner calls again, and
     written rows are kept.
     """
@@ -94,7 +90,7 @@ def write_rows(
         with torch.inference_mode(), session.state.precision.autocast:
             return rows_of(micro)
 
-    with contextlib.closing(Rows(path, what_decides(config), session.ranks, index, f"{mode}.output")) as rows:
+    with contextlib.closing(Rows(path, what_decides(config), session.ranks, interleaved, f"{mode}.output")) as rows:
         session.sizes.autotuner.follow(session.sizes.evaluation)
         until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
         with as_evaluated(session.engine, mode):
@@ -124,15 +120,16 @@ def what_decides(config: Config) -> dict[str, Any]:
 class Rows:
     """A rank's file of rows, open for appending.
 
-    decides: plain values; only rows with equal values are continued. index: maps the number of this rank's row to its
-    index over all ranks. setting: names the file, for messages. Attribute: `done`, the number of written rows.
+    decides: plain values; only rows with equal values are continued. interleaved: whether the ranks' rows take turns,
+    as the samples of a stream; otherwise each rank has consecutive ones. setting: names the file, for messages.
+    Attribute: `done`, the number of written rows.
     Raises UserError if the file cannot be written, or would replace a file that does not hold rows.
     """
 
-    def __init__(self, path: Path, decides: Mapping[str, Any], ranks: Ranks, index: Callable[[int], int], setting: str):
+    def __init__(self, path: Path, decides: Mapping[str, Any], ranks: Ranks, interleaved: bool, setting: str):
         if _holds_something_else(path):
             raise UserError(f"{setting}={path}: exists, and is not a file of rows; name another file")
-        self.path, self._ranks, self._index, self._setting = path, ranks, index, setting
+        self.path, self._ranks, self._interleaved, self._setting = path, ranks, interleaved, setting
         text = strict_json([decides, ranks.world], sort_keys=True, default=str)
         name = f"{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._parts = [path.with_name(f"{name}.{r}_of_{ranks.world}.partial") for r in range(ranks.world)]
@@ -150,8 +147,7 @@ class Rows:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append a line per row. Raises TrainingStopped if the disk is full."""
-        numbered = ({"index": self._index(number)} | row for number, row in enumerate(rows, start=self.done))
-        content = memoryview("".join(strict_json(row, default=_plain) + "\n" for row in numbered).encode())
+        content = memoryview("".join(strict_json(row, default=_plain) + "\n" for row in rows).encode())
         try:
             while content:
                 content = content[self._file.write(content) :]  # a full disk may write a part
@@ -174,8 +170,10 @@ class Rows:
         try:
             with contextlib.ExitStack() as stack:
                 parts = [stack.enter_context(open(part)) for part in self._parts]
+                rounds = itertools.zip_longest(*parts) if self._interleaved else parts
+                lines = (line for own in rounds for line in own if line is not None)
                 file = stack.enter_context(atomic_write(self.path, sync=True))
-                file.writelines(heapq.merge(*parts, key=lambda line: json.loads(line)["index"]))
+                file.writelines(f'{{"index": {number}, {line[1:]}' for number, line in enumerate(lines))
         except OSError as error:
             raise self._stopped(error) from None
 
