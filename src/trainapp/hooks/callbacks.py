@@ -158,11 +158,9 @@ class EarlyStopping:
             return
         self.bad += 1
         if self.bad >= self.patience:
-            outcome = (
-                "has never been finite"
-                if self.best is None
-                else f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
-            )
+            outcome = "has never been finite"
+            if self.best is not None:
+                outcome = f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
             view.stop(f"stopping.patience={self.patience}: {self.metric} {outcome}")
 
     def state_dict(self) -> dict[str, Any]:

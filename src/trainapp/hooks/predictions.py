@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
-from trainapp.validation import PositiveInt, Str
+from trainapp.validation import PositiveInt
 
 SHOWN = 60  # characters per cell in the trackers' table
 MOST_LABELS = 30  # with more classes, an image has no room for names and numbers
@@ -92,31 +92,20 @@ class FirstPredictions:
 
 
 class SamplePredictions:
-    """After each evaluation: writes the rows to predictions/step_N.jsonl, and as a table to the trackers.
-
-    Adds class names if the data set has `class_names`, and text if it has `decode(tokens)`.
-    metric: the name of the metric that keeps the rows.
+    """After each evaluation: writes the rows of metrics.predictions to predictions/step_N.jsonl, and as a table to the
+    trackers. Adds class names if the data set has `class_names`, and text if it has `decode(tokens)`.
     """
-
-    def __init__(self, metric: Str = "predictions"):
-        self.metric = metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError if the metric is not configured."""
-        for name, data, kept in view.computed(self.metric, metrics):
+        for name, data, kept in view.computed("predictions", metrics):
             if not isinstance(kept, Rows):
-                raise UserError(
-                    f"callbacks.predictions.metric={self.metric}: no metric of this name keeps predictions; "
-                    "callbacks=predictions configures one, metrics.predictions"
-                )
+                raise UserError("callbacks.predictions: needs metrics.predictions, as callbacks=predictions has it")
             if view.is_rank_zero:
-                self._write(view, name, data, kept)
-
-    def _write(self, view: View, name: str, data: Any, kept: Rows) -> None:
-        rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
-        with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
-            file.writelines(strict_json(row) + "\n" for row in rows)
-        view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
+                rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
+                with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
+                    file.writelines(strict_json(row) + "\n" for row in rows)
+                view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
 
 
 def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
@@ -147,27 +136,23 @@ def _cell(value: Any) -> str:
 
 
 class ConfusionMatrix:
-    """After each evaluation: writes a table and an image to confusion_matrix/, and the image to the trackers.
-
-    metric: the name of the metric that counts.
+    """After each evaluation: writes the result of metrics.confusion_matrix as a table and an image to
+    confusion_matrix/, and the image to the trackers.
     """
-
-    def __init__(self, metric: Str = "confusion_matrix"):
-        self.metric = metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError if the metric is not configured, or does not compute a matrix."""
-        for name, data, matrix in view.computed(self.metric, metrics):
+        for name, data, matrix in view.computed("confusion_matrix", metrics):
             if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 raise UserError(
-                    f"callbacks.confusion_matrix.metric={self.metric}: no metric of this name computes a square "
-                    "matrix; callbacks=confusion_matrix configures one, metrics.confusion_matrix"
+                    "callbacks.confusion_matrix: needs metrics.confusion_matrix, which computes a square matrix, as "
+                    "callbacks=confusion_matrix has it"
                 )
             if view.is_rank_zero:
                 self._show(view, name, data, matrix)
 
     def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
-        labels = [str(label) for label in labels_of(data)] or [str(number) for number in range(len(matrix))]
+        labels = [str(label) for label in labels_of(data) or range(len(matrix))]
         with atomic_write(view.new_file("confusion_matrix", name, ".csv")) as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["true class / predicted", *labels])
