@@ -8,9 +8,11 @@ import contextlib
 import importlib
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +131,8 @@ def pytree_functions(
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
-# (function, tree) -> tree, and tree -> list: every leaf of nested containers of all registered types.
-tree_map, tree_leaves = _pytree.tree_map, _pytree.tree_leaves
+# (function, tree) -> tree: every leaf of nested containers of all registered types.
+tree_map = _pytree.tree_map
 
 
 # --- backward and the optimizer's step, without torch's Python code around them
@@ -222,6 +224,13 @@ def fake_tensor_mode() -> Any:
             return dispatch(func, types, args, kwargs)
 
     return Mode(allow_non_fake_inputs=True)
+
+
+def convertible_fakes() -> contextlib.AbstractContextManager[Any]:
+    """Inside the block, a module with fake parameters can convert itself (`self.half()`). `Module._apply` swaps fake
+    parameters, which `swap_tensors` refuses for tensors with weak references: torch's own, after `uniform_` (2.13).
+    """
+    return mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
 
 
 def is_fake(tensor: Tensor) -> bool:

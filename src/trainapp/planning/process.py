@@ -1,22 +1,22 @@
 """Plans in a separate process: some paths of torch abort, a plan sets global switches, and a model may keep tensors of
 a traced step.
 
-`python -m trainapp.planning.process FOLDER` is the process that `answer_of` starts. Imports no torch in the caller.
+`python -m trainapp.planning.process` is the process that `answer_of` starts. Imports no torch in the caller.
 """
 
 import gc
-import importlib
 import logging
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from trainapp.config import schema
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 METHODS = ("traced", "traced as on the CPU", "measured", "made up")
 AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to retry without seeing a GPU; the reason
 _PLANNER = "trainapp.planning.planner.answer"
-_REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # Variables that tell a process its rank: the planner would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 120.0  # seconds that a run waits for its modes
@@ -80,18 +79,19 @@ def ask(
     """
     deadline = None if patience is None else time.monotonic() + patience
 
-    def call(function: str, own: Config, *arguments: Any) -> dict[str, Any]:
+    def call(function: str, own: Config, *arguments: Any) -> Any:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         # For a named device, tensors only claim to be on it.
-        answer = answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
-        return dict(answer)
+        return answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
 
     named, reasons = config, list[str]()  # named: with the GPU's name, if the plan is for one
     for method in METHODS:
         if method == "traced as on the CPU" and named.plan.device is None:
             continue
         try:
-            facts = call(_PLANNER, config if method == "measured" else named, picture, only_modes, method)
+            facts: dict[str, Any] = call(
+                _PLANNER, config if method == "measured" else named, picture, only_modes, method
+            )
             if AGAIN in facts:
                 named = facts[AGAIN]
                 facts = call(_PLANNER, named, picture, only_modes, method)
@@ -163,55 +163,49 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
     if not sees_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
-        Path(folder, _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        ending = _run([sys.executable, "-m", __name__, folder], environment, Path(folder, _ERRORS), patience)
-        if not Path(folder, _ANSWER).exists():
-            raise NoAnswer(f"the planner's process {ending}")
-        answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
-    if error is not None:
-        raised = UserError(error)
-        raised.exit_code = exit_code
-        raise raised
-    return answer
-
-
-def _run(command: list[str], environment: dict[str, str], errors: Path, patience: float | None) -> str:
-    """Wait for the process, or kill it; returns how it ended. errors: the file for its stderr."""
-    nowhere = subprocess.DEVNULL  # for output of data sets
-    try:
-        with open(errors, "wb") as file:
+    # Files rather than pipes, whose end would wait for every process that the function has left.
+    with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors:
+        pickle.dump((function, arguments), request)
+        request.seek(0)
+        command = [sys.executable, "-m", __name__]
+        try:
             done = subprocess.run(
-                command, env=environment, stdin=nowhere, stdout=nowhere, stderr=file, timeout=patience, check=False
+                command, env=environment, stdin=request, stdout=answer, stderr=errors, timeout=patience, check=False
             )
-    except subprocess.TimeoutExpired:
-        return f"took longer than {patience:.0f} s"
-    except OSError as problem:  # out of memory, or of processes
-        return f"cannot start: {problem}"
-    lines = errors.read_text(errors="replace").strip().splitlines()
-    code = done.returncode
-    ending = f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return ending + (f": {lines[-1]}" if lines else "")
+        except subprocess.TimeoutExpired:
+            raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
+        except OSError as problem:  # out of memory, or of processes
+            raise NoAnswer(f"the planner's process cannot start: {problem}") from None
+        answer.seek(0)
+        errors.seek(0)
+        code, content = done.returncode, answer.read()
+        if code or not content:
+            last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise NoAnswer(f"the planner's process ended with {ending}: {last_line}".removesuffix(": "))
+    outcome = pickle.loads(content)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
-def main(folder: Path) -> None:
-    """Answer the request in `folder`."""
-    name, arguments = pickle.loads((folder / _REQUEST).read_bytes())
+def main() -> None:
+    """Answer the request on stdin, on stdout: the function's result, or its UserError."""
+    function, arguments = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of data sets
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
-    module, _, function = name.rpartition(".")
-    imported = importlib.import_module(module)
+    called = pkgutil.resolve_name(function)
     gc.freeze()  # walking all of torch in every collection took a tenth of a large plan's time
-    answer, error, exit_code = None, None, 0
     try:
-        answer = getattr(imported, function)(*arguments)
-    except UserError as caught:
-        error, exit_code = str(caught), caught.exit_code
-    written = folder / f"{_ANSWER}.part"
-    written.write_bytes(pickle.dumps((answer, error, exit_code)))
-    written.rename(folder / _ANSWER)
+        outcome = called(*arguments)
+    except UserError as error:
+        outcome = error
+    pickle.dump(outcome, answer)
+    answer.close()
     sys.stderr.flush()
     os._exit(0)  # torch's own end may abort after a trace
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -27,12 +27,12 @@ from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
     buffers_of,
+    convertible_fakes,
     fake_tensor_mode,
     is_shard,
     local,
     outside_dispatch_modes,
     parameters_of,
-    tree_leaves,
 )
 from trainapp.units import parse_memory_size
 
@@ -173,21 +173,17 @@ def _model_without_data(
     device: torch.device,
     parts: Parts,
 ) -> Callable[..., nn.Module]:
-    """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise on the
-    meta device, for models that convert themselves (`self.half()`, peft's adapters: Module._apply swaps tensors, torch
-    2.13); otherwise for real, for lazy modules and models that read values, and then drops the data.
+    """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise for
+    real, for lazy modules and models that read values, and then drops the data.
     """
 
     @functools.wraps(components.model, updated=())
     def made(*args: Any, **kwargs: Any) -> nn.Module:
         try:
-            return cast(nn.Module, components.model(*args, **kwargs))
+            with convertible_fakes():
+                return cast(nn.Module, components.model(*args, **kwargs))
         except Exception as error:
             first = error
-        on_meta = _built_on_meta(functools.partial(components.model, *args, **kwargs))
-        if on_meta is not None:
-            _drop_data(on_meta, lambda tensor: _from_meta(device, fake, tensor))
-            return on_meta
         try:
             with outside_dispatch_modes(), torch.device(device):
                 model: nn.Module = components.model(*args, **kwargs)
@@ -199,26 +195,6 @@ def _model_without_data(
         return model
 
     return made
-
-
-def _built_on_meta(construct: Callable[[], nn.Module]) -> nn.Module | None:
-    """The model built without memory; None if that fails, or leaves tensors that a trace would not replace."""
-    try:
-        with outside_dispatch_modes(), torch.device("meta"):
-            model = construct()
-    except Exception:  # build it for real instead, or raise there
-        return None
-    replaced = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    held = tree_leaves([vars(module) for module in model.modules()])
-    others = any(isinstance(one, Tensor) and one.is_meta and id(one) not in replaced for one in held)
-    return None if others or lazy_modules(model) else model
-
-
-def _from_meta(device: torch.device, fake: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return fake(tensor)
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return like.to(fake(torch.empty(0, device=device)).device)
 
 
 def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
