@@ -242,15 +242,6 @@ def test_best_last_and_path(tmp_path):
     assert runs.differences(best.state_dict(), last.state_dict()) != []
 
 
-def test_an_average_takes_the_place_of_the_weights(tmp_path):
-    runs.run_until(tmp_path, 4, *runs.MODELS["mlp"], "train.ema=0.9", "train.max_steps=9")
-    parts = runs.saved(tmp_path, 4)
-    loaded = dict(trainapp.load(tmp_path, which="last").named_parameters())
-    assert parts["average"].keys() == loaded.keys()
-    assert all(torch.equal(average, loaded[name]) for name, average in parts["average"].items())
-    assert not torch.equal(parts["average"]["head.weight"], parts["model"]["head.weight"])
-
-
 def test_all_of_a_model_is_loaded(tmp_path):
     """Lazy shapes, a buffer outside of the state dict, extra state; a frozen part has no average, and stays frozen."""
     own = (

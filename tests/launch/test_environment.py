@@ -87,25 +87,18 @@ def test_what_torchrun_set_stays(started_by):
     assert "MASTER_ADDR" not in os.environ
 
 
-def test_a_job_of_submitit(started_by):
+@pytest.mark.parametrize("shell", [{}, STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}])
+def test_a_job_of_submitit(started_by, shell):
+    """Also in a shell of srun."""
     names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
-    started_by({f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"})
+    job = {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"}
+    started_by(shell | job)
     assert environment.scheduler_task() == environment.SchedulerTask(
         rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1"
     )
     assert environment.is_one_of_many_ranks()
     assert environment.is_submitit_job()
-
-
-def test_a_job_of_submitit_in_a_shell_of_srun(started_by):
-    shell = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
-    started_by(shell | {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()})
-    assert environment.scheduler_task().rank == 1
-
-
-def test_torchrun_inside_a_job_of_submitit_is_no_job_of_a_sweep(started_by):
-    started_by({"SUBMITIT_EXECUTOR": "slurm", "TORCHELASTIC_RUN_ID": "name"})
+    started_by(job | {"TORCHELASTIC_RUN_ID": "name"})  # torchrun inside of it
     assert not environment.is_submitit_job()
 
 

@@ -48,28 +48,6 @@ def test_cublas_is_deterministic_where_a_job_may_ask_for_it(prepared):
     assert prepared({CUBLAS: ":16:8"}, deterministic=True)[CUBLAS] == ":16:8"
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "is_sweep", "wanted"), [(False, False, False), (True, False, True), (False, True, True)]
-)
-def test_what_a_launch_prepares(tmp_path, monkeypatch, deterministic, is_sweep, wanted):
-    """In a sweep for all jobs: the first matmul of the process decides for those that follow."""
-    from trainapp.run import runner
-
-    class Ran(Exception):
-        pass
-
-    def stop(config):
-        raise Ran
-
-    asked = []
-    monkeypatch.setattr(launch, "prepare_process", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(runner, "run", stop)
-    config = runs.configure(tmp_path, *runs.MODELS["mlp"], f"train.deterministic={deterministic}")
-    with pytest.raises(Ran):
-        launch.launch(config, is_sweep)
-    assert asked == [(True, wanted)]
-
-
 COMMAND = """
 import sys
 
@@ -88,11 +66,19 @@ __main__.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sweep", [False, True])
-def test_the_command_line_prepares_before_torch_is_imported(tmp_path, sweep):
-    """torch 2.13 reads the allocator's settings while it is imported, the later jobs of a sweep too late."""
+@pytest.mark.parametrize(
+    ("words", "may_be_deterministic"),
+    [
+        ((), False),
+        (("train.deterministic=true",), True),
+        (("-m", "train.seed=0,1", "hydra.sweep.dir=sweep"), True),
+    ],
+)
+def test_the_command_line_prepares_before_torch_is_imported(tmp_path, words, may_be_deterministic):
+    """torch 2.13 reads the allocator's settings while it is imported, and cuBLAS's at the process's first matmul: for all
+    jobs of a sweep.
+    """
     tiny = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], "train.max_steps=1")
-    words = ["-m", "train.seed=0,1", "hydra.sweep.dir=sweep"] if sweep else []
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *words, *tiny],
         cwd=tmp_path,
@@ -103,5 +89,5 @@ def test_the_command_line_prepares_before_torch_is_imported(tmp_path, sweep):
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("prepared:")]
-    first, later = f"prepared: (True, {sweep}) False", f"prepared: (True, {sweep}) True"
-    assert lines == ([first, later] if sweep else [first])
+    first, later = (f"prepared: (True, {may_be_deterministic}) {imported}" for imported in (False, True))
+    assert lines == ([first, later] if "-m" in words else [first])

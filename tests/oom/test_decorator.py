@@ -48,19 +48,6 @@ def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(monkeypatch, ref
     assert tried == [8, 4][: 1 + refused]
 
 
-def test_it_keeps_name_and_arguments():
-    tried: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=50)
-    def train(batch_size, model, scale=1):
-        """Trains."""
-        return fits(20, tried)(batch_size)
-
-    assert train("model")[0] == 12
-    assert tried == [50, 25, 12]
-    assert (train.__name__, train.__doc__) == ("train", "Trains.")
-
-
 @pytest.mark.parametrize("takes_size", [False, True])
 def test_reduce_batch_size_fn(takes_size):
     """Accelerate calls it without arguments: a default is not replaced by the size."""
@@ -81,30 +68,24 @@ def test_reduce_batch_size_fn(takes_size):
 
 
 def test_any_number_of_arguments_is_no_mistake():
-    # Accelerate counts *args as one parameter and refuses the second argument. Too many are Python's own TypeError.
+    """Accelerate counts *args as one parameter and refuses the second argument."""
+
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size, *parts):
+        """Trains."""
         return batch_size, parts
 
     assert train("a", "b", "c") == (4, ("a", "b", "c"))
-    with pytest.raises(TypeError, match="batch_size"):
-        train(batch_size=64)
+    assert (train.__name__, train.__doc__) == ("train", "Trains.")
 
 
-def test_zero_ends_it():
+@pytest.mark.parametrize("start", [10, 0, -4])
+def test_zero_ends_it(start):
     tried: list[int] = []
-    with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero.*CUDA out of memory\. Tried"):
-        find_executable_batch_size(fits(0, tried), starting_batch_size=10)()
-    assert tried == [10, 5, 2, 1]
-
-
-@pytest.mark.parametrize("start", [0, -4])
-def test_a_start_at_zero_is_an_error_of_the_call_as_it_is_accelerates(start):
-    tried: list[int] = []
-    train = find_executable_batch_size(starting_batch_size=start)(fits(8, tried))
-    with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\."):
-        train()
-    assert tried == []
+    last_error = r".*CUDA out of memory\. Tried" if start > 0 else "$"
+    with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\." + last_error):
+        find_executable_batch_size(fits(0, tried), starting_batch_size=start)()
+    assert tried == ([10, 5, 2, 1] if start > 0 else [])
 
 
 def test_other_errors_pass_through():

@@ -179,18 +179,6 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     assert logged(tmp_path) == losses
 
 
-@pytest.mark.slow
-def test_commit_goes_back_to_the_checkpoint(tmp_path):
-    saving = ("checkpointing=standard", "every.save=2")
-    injector = Injector("commit", 4, late("resnet", "fp32", "commit", 4))
-    recorded = Recorded(tiny(tmp_path, *cell("resnet", "fp32"), *saving), injector)
-    assert injector.fired == len(recorded.failures) == 1
-    assert "back to the checkpoint of step 2; 1 finished steps are repeated" in recorded.failures[0].action
-    wanted, losses = configured("resnet", "fp32", ((3, 4),))
-    assert differences(recorded.state(), wanted) == []
-    assert logged(tmp_path) == losses
-
-
 def test_the_commit_was_torn(tmp_path):
     # Otherwise the cells above prove nothing: half of the parameters have changed when the error strikes.
     injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))

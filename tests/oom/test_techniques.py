@@ -24,12 +24,8 @@ TECHNIQUES = {
     "bf16 states": ("optimizer=adamw_bf16",),
     "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
     "everything": (
-        "optimizer=adamw_bf16",
-        "precision=bf16_pure",
-        "train.ema=null",
-        "memory.loss_chunk=5",
-        "activation_checkpointing=full",
-        "model.freeze=[norm]",
+        *("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
+        *("memory.loss_chunk=5", "activation_checkpointing=full", "model.freeze=[norm]"),
     ),
     "8 bits": ("optimizer=adamw_8bit", "model.width=64", "data.vocab_size=128"),  # large enough to be quantized
     "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
@@ -81,14 +77,13 @@ def test_a_failure_is_the_replay_of_its_schedule(tmp_path, technique, phase, ope
     "technique", [pytest.param(name, marks=() if name == "everything" else NIGHTLY) for name in TECHNIQUES]
 )
 def test_a_real_limit(tmp_path, technique):
-    peak = recorded(tmp_path / "peak", TECHNIQUES[technique], changes={"batch.micro_size": 5}).run.memory.peak
-    changes = {"batch.micro_size": 16, "memory.limit": peak}
-    failed = recorded(tmp_path / "failed", TECHNIQUES[technique], changes=changes)
+    own = TECHNIQUES[technique]
+    peak = recorded(tmp_path / "peak", own, changes={"batch.micro_size": 5}).run.memory.peak
+    failed = recorded(tmp_path / "failed", own, changes={"batch.micro_size": 16, "memory.limit": peak})
     assert failed.failures
     assert failed.run.memory.peak <= peak
-    again = recorded(
-        tmp_path / "again", TECHNIQUES[technique], failed.run.sizes.micro_schedule(), changes={"batch.micro_size": 16}
-    )
+    schedule = failed.run.sizes.micro_schedule()
+    again = recorded(tmp_path / "again", own, schedule, changes={"batch.micro_size": 16})
     assert runs.differences(failed.state(), again.state()) == []
 
 
@@ -98,14 +93,10 @@ def test_a_real_limit(tmp_path, technique):
 )
 def test_resumed(tmp_path, technique):
     """Three steps, then three more from the checkpoint, equal six."""
-    saving = {
-        "checkpointing.save": True,
-        "checkpointing.resume": "auto",
-        "train.max_steps": 6,
-        "schedule.shape": "constant",
-    }
-    whole = recorded(tmp_path / "whole", TECHNIQUES[technique], changes={**saving, "checkpointing.save": False})
-    recorded(tmp_path / "run", TECHNIQUES[technique], changes={**saving, "train.max_steps": 3})
-    parts = recorded(tmp_path / "run", TECHNIQUES[technique], changes=saving)
+    own, six = TECHNIQUES[technique], {"train.max_steps": 6, "schedule.shape": "constant"}
+    saving = {**six, "checkpointing.save": True, "checkpointing.resume": "auto"}
+    whole = recorded(tmp_path / "whole", own, changes=six)
+    recorded(tmp_path / "run", own, changes={**saving, "train.max_steps": 3})
+    parts = recorded(tmp_path / "run", own, changes=saving)
     assert parts.run.state.progress.step == 6
     assert torch.equal(runs.weights(parts.run.state.model), runs.weights(whole.run.state.model))
