@@ -47,35 +47,17 @@ def job(composed: DictConfig) -> float | None:
             launch.describe(composed, config, hydra_config.overrides.task)
             return launch.launch(config, is_sweep)
     except Exception as error:
-        if is_sweep:
-            _log_failure(error)
-            _drop_tracebacks(error)
+        if is_sweep:  # of failed jobs, Hydra shows only the first one's error, and leaves all their logs empty
+            if isinstance(error, UserError):
+                log.error("%s", error)
+            else:
+                log.exception("This job failed; the sweep continues.")
+            # Hydra keeps the error until the sweep ends, but the next job needs the memory that its frames hold.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             raise error  # a bare `raise` would restore the traceback in Python 3.10
         if isinstance(error, UserError):
             raise Reported(error) from None
         raise
-
-
-def _log_failure(error: Exception) -> None:
-    """Log a failed job's error: Hydra shows only the first one's and leaves all their logs empty."""
-    if isinstance(error, UserError):
-        log.error("%s", error)
-    else:
-        log.exception("This job failed; the sweep continues.")
-
-
-def _drop_tracebacks(error: BaseException) -> None:
-    """Release objects held by a failed job's frames, such as its model: Hydra keeps the error until the sweep ends, and
-    the next job needs the memory. Clearing the frames would not free variables of closures.
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            current.__traceback__ = None
-            pending += [current.__cause__, current.__context__]
 
 
 def main() -> None:

@@ -75,9 +75,7 @@ __main__.main()
     ],
 )
 def test_the_command_line_prepares_before_torch_is_imported(tmp_path, words, may_be_deterministic):
-    """torch 2.13 reads the allocator's settings while it is imported, and cuBLAS's at the process's first matmul: for all
-    jobs of a sweep.
-    """
+    """torch 2.13 reads the allocator's settings while it is imported, the later jobs of a sweep too late."""
     tiny = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], "train.max_steps=1")
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *words, *tiny],

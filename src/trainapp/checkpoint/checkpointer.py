@@ -107,7 +107,7 @@ class Checkpointer:
 
 
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its `sizes`. Collective.
+    """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its plain values. Collective.
 
     A weight average that was not saved is reset to the weights. Raises UserError if the checkpoint does not fit the
     model or the optimizer, or holds anything but tensors and plain values.
@@ -122,7 +122,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     with misfits_named(path):
         state.load_values(values)
     state.load_stateful(values["stateful"], ranks)
-    return values["sizes"]
+    return values
 
 
 def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
@@ -165,10 +165,9 @@ def misfits_named(path: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {path} does not fit this configuration: {VALUES}: {error}") from error
-    except UserError as error:
-        raise UserError(f"checkpoint {path} does not fit this configuration: {error}") from error
+    except (UserError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        place = "" if isinstance(error, UserError) else f"{VALUES}: "
+        raise UserError(f"checkpoint {path} does not fit this configuration: {place}{error}") from error
 
 
 def _load_values(path: Path) -> dict[str, Any]:

@@ -198,8 +198,6 @@ class TrainState:
             if schedule and update.schedule.state_dict():  # both are torch's
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
-        self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
-        self.data_order = saved["sampler"]["order"]
         self.average.step = saved["average_step"]
 
     def load_stateful(self, saved: list[dict[str, Any]], ranks: Ranks) -> None:

@@ -137,21 +137,21 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
 
     Raises UserError if the checkpoint does not fit the model, or if the run cannot continue from it.
     """
-    sizes = checkpointer.restore(session.state, path, session.ranks)
+    saved = checkpointer.restore(session.state, path, session.ranks)
     progress = session.state.progress
     session.checkpointer.saved_at = progress.step
     verb = "loaded"
     if session.config.mode == "train":
         verb = "resumed from"
         _follow_settings(session, path)
-        _follow_data(session, path)
+        _follow_data(session, path, saved["sampler"])
         left = session.batches.steps_left(progress.consumed)
         if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
             progress.begin_next_epoch()
         _require_steps_left(session, path)
         session.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
-    return sizes
+    return saved["sizes"]
 
 
 def _follow_settings(session: Session, path: Path) -> None:
@@ -173,20 +173,20 @@ def _follow_settings(session: Session, path: Path) -> None:
         progress.objective = progress.best = progress.best_step = None
 
 
-def _follow_data(session: Session, path: Path) -> None:
+def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
     """Apply `data.on_change` if the data's length or order differs from the checkpoint's: its epoch cannot continue.
 
-    Raises UserError for `refuse`.
+    before: the checkpoint's `samples` and `order`. Raises UserError for `refuse`.
     """
-    state, progress, batches = session.state, session.state.progress, session.batches
+    progress, batches = session.state.progress, session.batches
     change = batches.source.misfit
-    if state.data_order != batches.source.order_name:
+    if before["order"] != batches.source.order_name:
         change = (
             f"the training data is drawn in another way ({batches.source.order_name}) than when {path} was saved "
-            f"({state.data_order}): data.sampling has changed, or a stream has taken the place of a data set"
+            f"({before['order']}): data.sampling has changed, or a stream has taken the place of a data set"
         )
-    elif batches.samples != state.data_samples:
-        change = f"the training data has {batches.samples} samples, and had {state.data_samples} when {path} was saved"
+    elif batches.samples != before["samples"]:
+        change = f"the training data has {batches.samples} samples, and had {before['samples']} when {path} was saved"
     if change is None:
         return
     if session.config.data.on_change == "refuse":
@@ -194,7 +194,7 @@ def _follow_data(session: Session, path: Path) -> None:
             f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or have another "
             "length; restore the data, or use data.on_change=next_epoch, or begin a new run (checkpointing.resume=none)"
         )
-    left = state.data_samples - progress.consumed if progress.consumed else 0
+    left = before["samples"] - progress.consumed if progress.consumed else 0
     if progress.consumed:
         progress.begin_next_epoch()
     log.warning(
@@ -204,7 +204,6 @@ def _follow_data(session: Session, path: Path) -> None:
         f", {left} samples of the one before it are skipped" if left > 0 else "",
     )
     batches.begin_epoch(progress.epoch)
-    state.data_samples, state.data_order = batches.samples, batches.source.order_name
 
 
 def _require_steps_left(session: Session, path: Path) -> None:
