@@ -66,3 +66,42 @@ class ScaledHead(GPT):
 def training_digits(split: str, augment: bool = False) -> Digits | None:
     """Data without a validation split."""
     return Digits("train", augment=augment) if split == "train" else None
+
+
+class HungryForward(nn.Module):
+    """Needs 16,000 bytes per sample in the forward."""
+
+    def forward(self, inputs):
+        return inputs + torch.zeros(len(inputs), 4000).amax(1, keepdim=True)
+
+
+class _HungryBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 + torch.zeros(len(gradient), 4000)[:, :1] * 0
+
+
+class HungryBackward(nn.Module):
+    """Needs 16,000 bytes per sample in the backward."""
+
+    def forward(self, inputs):
+        return _HungryBackward.apply(inputs)
+
+
+class Hungry(nn.Module):
+    """Its block `blocks_.1` needs far more memory than the others in this phase."""
+
+    def __init__(self, image_shape, num_classes: int, phase: str = "forward"):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 8), nn.Linear(8, num_classes)
+        self.blocks_ = nn.ModuleList([nn.Identity(), HungryForward() if phase == "forward" else HungryBackward()])
+
+    def forward(self, inputs):
+        features = self.first(inputs.flatten(1))
+        for block in self.blocks_:
+            features = block(features)
+        return self.last(features)

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import textwrap
 
 import pytest
 import runs
@@ -17,66 +16,17 @@ from trainapp.oom.report import describe
 from .conftest import MODELS, cell, tiny
 from .inject import Injector, Recorded, peak_of
 
-# One layer of each needs far more memory than all the others: in the forward, or only in the backward.
-NETWORKS = textwrap.dedent("""
-    import torch
-    from torch import nn
-
-
-    class Hungry(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, inputs):
-            return inputs * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            room = torch.zeros(len(gradient), 4000)
-            return gradient * 2 + room[:, :1] * 0
-
-
-    class HungryForward(nn.Module):
-        def forward(self, inputs):
-            return inputs + torch.zeros(len(inputs), 4000).amax(1, keepdim=True)
-
-
-    class HungryBackward(nn.Module):
-        def forward(self, inputs):
-            return Hungry.apply(inputs)
-
-
-    class Network(nn.Module):
-        def __init__(self, image_shape, num_classes: int, hungry: str = "forward"):
-            super().__init__()
-            self.first = nn.Linear(64, 8)
-            self.blocks_ = nn.ModuleList([nn.Identity(), HungryForward() if hungry == "forward" else HungryBackward()])
-            self.last = nn.Linear(8, num_classes)
-
-        def forward(self, inputs):
-            features = self.first(inputs.flatten(1))
-            for block in self.blocks_:
-                features = block(features)
-            return self.last(features)
-""")
-
-
-@pytest.fixture
-def network(tmp_path, monkeypatch):
-    """Overrides for the networks above."""
-    (tmp_path / "hungry_networks.py").write_text(NETWORKS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return (
-        *runs.own_model("hungry_networks.Network"),
-        "data=digits",
-        "user_packages=[hungry_networks]",
-        "batch.micro_size=auto",
-        "train.ema=null",
-    )
+# One block needs far more memory than all the others: in the forward, or only in the backward.
+HUNGRY = (
+    *runs.own_model("own_models.Hungry"),
+    *("data=digits", "user_packages=[own_models]", "batch.micro_size=auto", "train.ema=null"),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hungry", "module"), [("forward", "blocks_.1"), ("backward", "blocks_.1")])
-def test_the_whole_report(tmp_path, network, hungry, module, caplog):
-    overrides = (*network, f"+model.hungry={hungry}")
+@pytest.mark.parametrize("hungry", ["forward", "backward"])
+def test_the_whole_report(tmp_path, hungry, caplog):
+    overrides, module = (*HUNGRY, f"+model.phase={hungry}"), "blocks_.1"
     limit = peak_of(tmp_path / "peak", overrides, 8) + 2000
     with caplog.at_level(logging.WARNING):
         recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
@@ -100,7 +50,7 @@ def test_the_whole_report(tmp_path, network, hungry, module, caplog):
     assert record["by_category"] == failure.by_category
     assert (folder / "001_step_1.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert record["action"] == "micro-batch 16 -> 8, retrying the step"
-    assert any("hungry_networks.py" in line for line in record["trace"])
+    assert any("own_models.py" in line for line in record["trace"])
 
     lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
     assert len(lines) == 1
