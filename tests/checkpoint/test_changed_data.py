@@ -59,8 +59,7 @@ def test_it_continues_with_the_next_epoch(tmp_path, caplog, size):
 def test_without_the_rule_samples_repeat(tmp_path, monkeypatch):
     """Negative control: the rest of the epoch in a permutation of another length."""
     runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
-    run = runs.prepare(tmp_path, *IMAGES, "data.size=96")
-    run.tracker.close()
+    run = runs.closed(tmp_path, *IMAGES, "data.size=96")
     first = {index for step in range(SAVED_AT) for index in run.batches.source.share(0, 16 * step, 16).numbers}
     monkeypatch.setattr(resume, "_follow_data", lambda *_: None)
     seen, _ = trained_samples(tmp_path, "data.size=120")
@@ -109,8 +108,7 @@ LATER = 8  # two steps of the second of 4 epochs, 6 steps each
 def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     runs.run_until(tmp_path, LATER, *EPOCHS_OF_IMAGES, "data.size=96", "every.save=50 percent")
     total = LATER + 2 * (size // 16)  # epochs 2 and 3
-    session = runs.prepare(tmp_path, *EPOCHS_OF_IMAGES, f"data.size={size}", "every.save=50 percent")
-    session.tracker.close()
+    session = runs.closed(tmp_path, *EPOCHS_OF_IMAGES, f"data.size={size}", "every.save=50 percent")
     assert (session.limits.length.total_steps, session.tracker.progress.total) == (total, total)
     assert session.limits.save.steps == total // 2
     assert session.state.update.schedule(total) == 0.0
@@ -130,8 +128,7 @@ def test_a_second_resume_keeps_the_length(tmp_path):
     """The data is by then what the checkpoint has: nothing tells that it had changed before."""
     runs.run_until(tmp_path, LATER, *EPOCHS_OF_IMAGES, "data.size=96")
     runs.run_until(tmp_path, LATER + 1, *EPOCHS_OF_IMAGES, "data.size=32")
-    session = runs.prepare(tmp_path, *EPOCHS_OF_IMAGES, "data.size=32")
-    session.tracker.close()
+    session = runs.closed(tmp_path, *EPOCHS_OF_IMAGES, "data.size=32")
     assert session.limits.length.total_steps == LATER + 4
 
 
@@ -143,8 +140,7 @@ def test_another_global_batch_at_a_resume_is_measured_as_well(tmp_path):
 
 
 def test_skipped_steps_do_not_change_the_length_of_a_resumed_run(tmp_path):
-    session = runs.prepare(tmp_path, *EPOCHS_OF_IMAGES, "data.size=96")
-    session.tracker.close()
+    session = runs.closed(tmp_path, *EPOCHS_OF_IMAGES, "data.size=96")
     before = session.limits.length
     progress = session.state.progress
     progress.step, progress.skipped, progress.epoch, progress.consumed = 5, 3, 1, 32

@@ -49,8 +49,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     (tied,) = own.keys() - saved.keys()
     (first,) = [name for name in saved if own[name] is own[tied]]
     assert torch.equal(saved[first], own[tied])
-    again = runs.prepare(tmp_path, *runs.MODELS["gpt"])
-    again.tracker.close()
+    again = runs.closed(tmp_path, *runs.MODELS["gpt"])
     restored = again.state.model.state_dict(keep_vars=True)
     assert restored[first] is restored[tied]
     assert runs.differences(again.state.model.state_dict(), run.state.model.state_dict()) == []
@@ -62,8 +61,7 @@ def test_torchs_own_converter_makes_weights_to_start_from(tmp_path):
 
     run = runs.run_until(tmp_path / "run", 2, *MLP)
     dcp_to_torch_save(runs.checkpoint(tmp_path / "run", 2), tmp_path / "weights.pt")
-    again = runs.prepare(tmp_path / "again", *MLP, "train.seed=1", f"model.init_from={tmp_path / 'weights.pt'}")
-    again.tracker.close()
+    again = runs.closed(tmp_path / "again", *MLP, "train.seed=1", f"model.init_from={tmp_path / 'weights.pt'}")
     assert runs.differences(again.state.model.state_dict(), run.state.model.state_dict()) == []
 
 
@@ -165,8 +163,7 @@ def test_save_false_writes_nothing_and_passes_over_what_was_saved_before(tmp_pat
     assert runs.run(tmp_path / "new", *MLP, "checkpointing.save=false", "every.save=1").checkpoint is None
     assert not (tmp_path / "new" / "checkpoints").exists()
     runs.run_until(tmp_path, 2, *MLP)
-    run = runs.prepare(tmp_path, *MLP, "checkpointing.save=false")
-    run.tracker.close()
+    run = runs.closed(tmp_path, *MLP, "checkpointing.save=false")
     assert (run.state.progress.step, run.checkpointer.saved_at) == (2, 2)
     assert (run.checkpointer.newest(), run.checkpointer.newest_name(), run.checkpointer.busy) == (None, None, False)
     run.checkpointer.save(3, {}, {}, False)

@@ -122,8 +122,7 @@ def test_changed_options_of_the_configuration_win(tmp_path):
     """Only what the optimizer itself has changed is its state: a resume with another weight decay has that one."""
     runs.run_until(tmp_path / "a", 2, *runs.MODELS["mlp"])
     new = ("optimizer.weight_decay=0.5", f"checkpointing.resume={tmp_path / 'a'}")
-    run = runs.prepare(tmp_path / "b", *runs.MODELS["mlp"], *new)
-    run.tracker.close()
+    run = runs.closed(tmp_path / "b", *runs.MODELS["mlp"], *new)
     assert [group["weight_decay"] for group in run.state.optimizer.param_groups] == [0.5, 0.0]
     assert all(float(state["step"]) == 2 for state in run.state.optimizer.state.values())
 

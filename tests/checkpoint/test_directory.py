@@ -75,16 +75,14 @@ DAMAGE = [
 def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, file, how):
     runs.run_until(tmp_path, 4, *MLP, "every.save=2", "train.max_steps=6")
     damage_file(runs.checkpoint(tmp_path, 4) / file, how)
-    run = runs.prepare(tmp_path, *MLP)
-    run.tracker.close()
+    run = runs.closed(tmp_path, *MLP)
     assert run.state.progress.step == 2
     (warning,) = [text for text in own_messages(caplog) if "damaged" in text]
     assert str(runs.checkpoint(tmp_path, 4)) in warning
     with pytest.raises(UserError, match="damaged"):
         resolve(str(runs.checkpoint(tmp_path, 4)))
     damage_file(runs.checkpoint(tmp_path, 2) / SHARD, "truncated")
-    run = runs.prepare(tmp_path, *MLP)
-    run.tracker.close()
+    run = runs.closed(tmp_path, *MLP)
     assert run.state.progress.step == 0  # none is left
 
 
@@ -93,8 +91,7 @@ def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path):
     runs.run_until(tmp_path, 8, *MLP, "train.max_steps=20", "every.save=4", "checkpointing.keep_last=2")
     damage_file(runs.checkpoint(tmp_path, 8) / SHARD, "flipped")
     runs.run_until(tmp_path, 5, *MLP, "train.max_steps=20", "checkpointing.keep_last=1")
-    run = runs.prepare(tmp_path, *MLP, "train.max_steps=20")
-    run.tracker.close()
+    run = runs.closed(tmp_path, *MLP, "train.max_steps=20")
     assert run.state.progress.step == 5
 
 

@@ -183,15 +183,13 @@ def test_another_branch_from_an_older_checkpoint_keeps_its_own(tmp_path):
     older = runs.checkpoint(tmp_path, 4)
     runs.run_until(tmp_path, 5, *overrides, f"checkpointing.resume={older}")
     assert runs.checkpoint(tmp_path, 5).is_dir()
-    run = runs.prepare(tmp_path, *overrides)
-    run.tracker.close()
+    run = runs.closed(tmp_path, *overrides)
     assert run.state.progress.step == 5
 
 
 def test_resume_none_starts_anew(tmp_path):
     runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
-    run.tracker.close()
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
     assert run.state.progress.step == 0
 
 
@@ -201,8 +199,7 @@ def test_the_samplers_seed_is_part_of_its_state(tmp_path):
     expected = run.batches.share(run.state.progress).numbers
     with pytest.raises(UserError, match=r"train\.seed=5: the run in .*step_00000002 has seed 0"):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
-    run.tracker.close()
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"])
     assert run.batches.share(run.state.progress).numbers == expected
 
 

@@ -90,6 +90,13 @@ def prepare(run_dir: Path, *overrides: str) -> Session:
     return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
 
 
+def closed(run_dir: Path, *overrides: str) -> Session:
+    """A run that is ready for its next step, to look at: its files and workers are closed."""
+    session = prepare(run_dir, *overrides)
+    session.close()
+    return session
+
+
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.begin_update()._replace(is_logged=is_logged))

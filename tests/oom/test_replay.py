@@ -198,8 +198,7 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
 
 
 def test_the_opening_line_says_what_is_in_force(tmp_path):
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
-    run.close()
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
     first, second = opening_lines(run)
     assert "= micro-batch 4 x 4" in first
     assert "batch.micro_schedule" in second

@@ -136,8 +136,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
 
 def test_what_the_device_holds_beside_the_allocator(tmp_path, monkeypatch):
     """The driver's counter has this process's context in it, so the entry is not called other processes."""
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
-    run.close()
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"])
     assert "outside_allocator" not in describe(run, torch.OutOfMemoryError("CUDA out of memory.")).by_category
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 8000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6500)

@@ -73,8 +73,7 @@ def test_a_folder_of_weights_is_read(tmp_path, is_split):
         split(folder)
     trained = runs.saved(tmp_path / "run", 4)["model"]
     for path in (folder, *folder.glob("*.index.json")):
-        again = runs.prepare(tmp_path / "again", *GPT, f"model.init_from={path}")
-        again.tracker.close()
+        again = runs.closed(tmp_path / "again", *GPT, f"model.init_from={path}")
         named = again.state.model.named_parameters()
         assert all(torch.equal(parameter, trained[name]) for name, parameter in named)
 

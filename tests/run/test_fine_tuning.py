@@ -45,8 +45,7 @@ def test_it_is_the_run_that_begins_with_the_exported_weights(first, tmp_path):
 
 def test_without_an_average_they_are_the_weights(first, tmp_path):
     runs.run(tmp_path / "plain", *MLP, "train.max_steps=2")
-    run = runs.prepare(tmp_path / "b", *from_weights(tmp_path / "plain", "train.ema=0.9"))
-    run.close()
+    run = runs.closed(tmp_path / "b", *from_weights(tmp_path / "plain", "train.ema=0.9"))
     assert runs.differences(run.state.tensors()["model"], runs.saved(tmp_path / "plain", 2)["model"]) == []
     assert runs.differences(run.state.tensors()["average"], runs.saved(tmp_path / "plain", 2)["model"]) == []
     saved = runs.saved(first, 6)
@@ -57,8 +56,7 @@ def test_interrupted_it_continues_with_its_own_checkpoint(first, tmp_path):
     overrides = from_weights(first)
     runs.run(tmp_path / "whole", *overrides)
     runs.run_until(tmp_path / "parts", 2, *overrides)
-    run = runs.prepare(tmp_path / "parts", *overrides)
-    run.close()
+    run = runs.closed(tmp_path / "parts", *overrides)
     assert run.state.progress.step == 2
     runs.run(tmp_path / "parts", *overrides)
     assert runs.differences(final(tmp_path / "parts"), final(tmp_path / "whole")) == []
@@ -70,8 +68,7 @@ def test_another_head(first, tmp_path):
         runs.prepare(tmp_path, *from_weights(first, *data))
     assert str(refused.value).startswith(f"model.init_from={first}: the weights do not fit the model: 2")
     assert "model.init_strict=false" in str(refused.value)
-    run = runs.prepare(tmp_path, *from_weights(first, *data, "model.init_strict=false"))
-    run.close()
+    run = runs.closed(tmp_path, *from_weights(first, *data, "model.init_strict=false"))
     state, average = run.state.tensors()["model"], runs.saved(first, 6)["average"]
     assert torch.equal(state["layers.0.0.weight"], average["layers.0.0.weight"])
     assert state["head.weight"].shape[0] == 3
@@ -120,8 +117,7 @@ def test_the_checkpoint_that_is_named(tmp_path, named, step):
     overrides = (*MLP, "every.eval=2", "every.save=1", "checkpointing.keep_last=9", "objective=max loss")
     runs.run(tmp_path / "a", *overrides, "train.max_steps=4")
     path = tmp_path / "a" / "checkpoints" / named
-    run = runs.prepare(tmp_path / "b", *overrides, "train.max_steps=6", f"checkpointing.resume={path}")
-    run.close()
+    run = runs.closed(tmp_path / "b", *overrides, "train.max_steps=6", f"checkpointing.resume={path}")
     assert run.state.progress.step == step
     assert runs.differences(run.state.tensors()["model"], runs.saved(tmp_path / "a", step)["model"]) == []
     other = 2 if step == 4 else 4
@@ -134,8 +130,7 @@ def test_another_objective_begins_without_a_best_value(tmp_path):
     runs.run_until(tmp_path / "a", 2, *overrides, "objective=max loss")
     named = f"checkpointing.resume={tmp_path / 'a'}"
     for objective, is_kept in (("max loss", True), ("max accuracy", False)):
-        run = runs.prepare(tmp_path / objective, *overrides, named, f"objective={objective}")
-        run.close()
+        run = runs.closed(tmp_path / objective, *overrides, named, f"objective={objective}")
         assert (run.state.progress.best is not None) == is_kept
 
 

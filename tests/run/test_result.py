@@ -101,8 +101,7 @@ def test_infinity_is_not_the_best(tmp_path):
 
 
 def test_the_last_one_is_nan(tmp_path):
-    run = runs.prepare(tmp_path, *EVALUATED, "task=own_tasks.InfOnce", "objective=max ratio")
-    run.close()
+    run = runs.closed(tmp_path, *EVALUATED, "task=own_tasks.InfOnce", "objective=max ratio")
     run.state.progress.best, run.state.progress.objective = 0.5, -math.inf
     assert result_of(run, 1.0).objective_note == "-inf at the last evaluation"
 

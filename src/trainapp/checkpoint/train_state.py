@@ -121,11 +121,10 @@ class TrainState:
             "model": self._model.tensors(values["model_values"] if values else self._model.values(SingleRank())),
             "buffers": self._model.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
-            "average": dict(zip(self.average.names, self.average.averages, strict=True)),
         }
-        is_averaged = sizes is None or any(name.startswith("average.") for name in sizes)
-        if not (is_averaged and tensors["average"]):
-            del tensors["average"]
+        average = dict(zip(self.average.names, self.average.averages, strict=True))
+        if average and (sizes is None or any(name.startswith("average.") for name in sizes)):
+            tensors["average"] = average
         return tensors
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
@@ -159,15 +158,15 @@ class TrainState:
 
     def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
         """The states of other owners, by rank; only once if equal on all. Raises UserError on all ranks."""
-        problem = None
+        own, problem = {}, ""
         try:
             own = state_dicts.stateful_values(self.stateful)
         except UserError as error:
-            problem, own = f"the checkpoint cannot be written: {error}", {}
-        digests = ranks.all_gather_object((problem, state_dicts.digest(own)))
-        if problems := [text for text, _ in digests if text]:
-            raise UserError(problems[0])
-        return [own] if len(set(digests)) == 1 else ranks.all_gather_object(own)
+            problem = f"the checkpoint cannot be written: {error}"
+        by_rank = ranks.all_gather_object((problem, state_dicts.digest(own)))
+        if any(problems := [text for text, _ in by_rank]):
+            raise UserError(next(filter(None, problems)))
+        return [own] if len(set(by_rank)) == 1 else ranks.all_gather_object(own)
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
         """Allocate room for the saved tensors, before they are read into `tensors`.
