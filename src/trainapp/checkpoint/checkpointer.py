@@ -65,7 +65,7 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing in the background."""
+        """Whether this rank is still writing in the background. A step asks only while a checkpoint is `pending`."""
         return self.pending is not None and not self.pending[0].done()
 
     def finish(self) -> None:

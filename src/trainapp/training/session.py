@@ -176,7 +176,8 @@ class Session:
 
     def flags(self) -> Flags:
         """The flags that this rank sends to the others once per step."""
-        return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
+        is_saving = self.checkpointer.pending is not None and self.checkpointer.busy
+        return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news)
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
