@@ -130,7 +130,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
     parts.initial_device = str(device)
     if task:
         parts.components = dataclasses.replace(parts.components, task=globals()[task](parts.components.task))
-    parts.device, parts.memory = device, Recorder(device, 1)
+    parts.device, parts.memory = device, Recorder(device)
     if device.type == "cuda" and config.optimizer.target.rpartition(".")[2] not in ("Adam", "AdamW"):
         # Of torch 2.13's fused optimizers, only these have a kernel for fake tensors.
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, fused=False))

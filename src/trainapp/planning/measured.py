@@ -118,7 +118,7 @@ class Measured:
         with simulated(0, self.world, self.device) as ranks:
             parts = load_parts(planned, ranks, self.components)
             if most is not None and parts.device.type == "cpu":
-                parts.memory = Recorder(parts.device, total_bytes(), most)
+                parts.memory = Recorder(parts.device, most)
             with contextlib.closing(parts):
                 yield Work(planned, assemble(planned, parts, ranks), parts, size)
 

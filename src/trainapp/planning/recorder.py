@@ -10,9 +10,8 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import CpuMemory
-from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, ModulePath, Resident, stacked
+from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident, stacked
 from trainapp.techniques.catalogue import Technique
-from trainapp.training.engine import Engine
 from trainapp.training.phase import Phase
 
 _NAMES = {
@@ -71,32 +70,23 @@ class Breakdown:
 
 class Recorder(CpuMemory):
     """Stands in for the device's memory. Counts storages, fake or real: all on the CPU, otherwise those that claim to
-    be on the device. `highest` covers all watched blocks since `reset`.
+    be on the device. `highest` covers all watched blocks.
 
     most: bytes above which a real step ends with MemoryLimitExceeded.
     """
 
     counter: "_Counter"
 
-    def __init__(self, device: torch.device, total: int, most: int | None = None):
+    def __init__(self, device: torch.device, most: int | None = None):
         super().__init__(device, Memory(limit=None))
-        self.total, self._most = total, most
+        self.phase: Callable[[], Phase] = lambda: Phase.START  # where the recorded step is
         self.resident: Callable[[], Resident] = dict  # tensors that exist after a block, to categorise those it made
-        self.engine: Engine | None = None  # whose step is recorded
+        self.highest = Breakdown()
+        self._most = most
         self._devices = None if device.type == "cpu" else (device.type,)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all measurements."""
-        self.peak, self.highest = 0, Breakdown()
-
-    @property
-    def phase(self) -> Phase:
-        """Where the step is."""
-        return Phase.START if self.engine is None else self.engine.phase
 
     def new_counter(self) -> "_Counter":
-        return _Counter(self.module_path, self._most, self._devices, self.counter, lambda: _NAMES[self.phase])
+        return _Counter(self, self._most, self._devices)
 
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
@@ -113,36 +103,30 @@ class Recorder(CpuMemory):
     def lap(self) -> None:
         """None: no peaks in between are needed."""
 
-    def kept_bytes(self) -> int:
-        """Bytes that exist now and are not resident."""
+    def bytes_between_steps(self) -> int:
+        """Bytes of the tensors that exist now, and of those that the last block has left."""
         counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
-        return counter.register_kept()
+        counter.register_kept()
+        return counter.live
 
 
 class _Counter(LiveTensors):
-    """Also records the module of the peak, and the event at which each phase starts, by its name."""
+    """Also records the module of the peak, and the event at which each phase starts."""
 
-    def __init__(
-        self,
-        path: ModulePath,
-        limit: int | None,
-        devices: tuple[str, ...] | None,
-        before: LiveTensors | None,
-        phase: Callable[[], str],
-    ):
-        super().__init__(limit, devices, before)
-        self._path, self._phase = path, phase
+    def __init__(self, recorder: Recorder, limit: int | None, devices: tuple[str, ...] | None):
+        super().__init__(limit, devices, before=recorder.counter)
+        self._recorder = recorder
         self.module = ""
-        self.marks = [(0, phase())]
+        self.marks = [(0, _NAMES[recorder.phase()])]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, phase = self.peak, self._phase()
+        before, phase = self.peak, _NAMES[self._recorder.phase()]
         if phase != self.marks[-1][1]:
             self.marks.append((len(self.events), phase))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.peak > before:
-            self.module = self._path.running
+            self.module = self._recorder.module_path.running
         return result
 
 
@@ -159,10 +143,9 @@ def _breakdown(counter: _Counter) -> Breakdown:
         return Breakdown(phases=phases)
     top = int(live.argmax())
     at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.kinds).items()]
-    phase = next((phase for start, end, phase in spans if start <= top < end), "data")
     return Breakdown(
         total=int(live[top]),
-        phase=phase,
+        phase=next(phase for start, end, phase in spans if start <= top < end),
         module=counter.module,
         phases=phases,
         categories={kind.value: size for kind, size in sorted(at_peak, key=lambda one: -one[1]) if size},

@@ -105,8 +105,8 @@ def _on_fakes(
     host = parts.device
     if gpu is not None:
         parts.device = gpu.device
-    parts.memory = recorder = Recorder(parts.device, traced.limit(config))
-    values = MadeUpValues(lambda: recorder.phase if recorder.watching else None, traced.refuses)
+    parts.memory = recorder = Recorder(parts.device)
+    values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, traced.refuses)
     with contextlib.ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(gpu.pretended())

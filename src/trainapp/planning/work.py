@@ -16,7 +16,6 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
-from trainapp.memory.device import static_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.models.inspect import blocks_of, smallest_micro_batch
 from trainapp.planning.recorder import Breakdown, Recorder
@@ -48,18 +47,16 @@ class Work:
         self.memory, engine = self.parts.memory, self.engine
         self.meter = Meter(engine.state, self.memory, engine.gradients, engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
-            self.memory.engine, self.memory.resident = engine, self.meter.resident
+            self.memory.resident, self.memory.phase = self.meter.resident, lambda: engine.phase
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
         """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as
         optimizer state or a tensor in a list.
         """
         for number in range(1, steps + 2):
-            kept = recorder.kept_bytes()
+            before = recorder.bytes_between_steps()
             self.train_step()
-            state = self.engine.state
-            static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-            if number >= steps and static == self.meter.static and recorder.kept_bytes() == kept:
+            if number >= steps and recorder.bytes_between_steps() == before:
                 break
         return self.described(recorder.highest)
 
