@@ -17,7 +17,7 @@ from trainapp.techniques import catalogue
 from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique
 
 # What lets any technique be chosen on the command line.
-SETTABLE = [technique for technique in TECHNIQUES if technique.changes]
+SETTABLE = [technique for technique in TECHNIQUES if technique.offered]
 DEFAULT = compose.from_command_line([])
 # Those that are an option of a group: test_options.py.
 ONE_PROCESS = [
@@ -62,7 +62,7 @@ def surroundings(technique: Technique) -> list[str]:
 def means_what_it_says(technique: Technique) -> bool:
     default = compose.from_command_line(surroundings(technique))
     written = compose.from_command_line([*surroundings(technique), *technique.setting.split()])
-    changed = dataclasses.replace(default, **technique.sections(default))
+    changed = catalogue.with_techniques(default, [technique])
     return without_rates(changed) == without_rates(written)
 
 

@@ -15,7 +15,7 @@ from trainapp.planning.planner import Facts, Planner, with_modes
 from trainapp.planning.process import Plan
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
-from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, result_of, with_techniques
+from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, with_techniques
 
 MOST_STACKS = 5  # number of combinations tried
 MOST_SEARCHES = 3  # number of variants whose largest micro-batch is searched
@@ -34,14 +34,14 @@ class Variant:
     found: Breakdown
 
     @property
-    def result(self) -> str:
-        """How the training's result changes."""
-        return result_of(self.techniques)
+    def harm(self) -> int:
+        """How much the training's result changes: an index of RESULTS."""
+        return max((RESULTS.index(technique.result) for technique in self.techniques), default=0)
 
     @property
-    def harm(self) -> int:
-        """The order of harm to the result; lower is better."""
-        return RESULTS.index(self.result)
+    def result(self) -> str:
+        """How the training's result changes."""
+        return RESULTS[self.harm]
 
     @property
     def overrides(self) -> list[str]:
@@ -81,7 +81,7 @@ def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
 
     shown = list(own.found.techniques)
     if planner.config.parallel.strategy == "single":
-        shown = [one for one in shown if not one.is_of_several_ranks]
+        shown = [one for one in shown if not any(name.startswith("parallel.") for name in one.changes)]
     alone = sorted(filter(None, (tried([one]) for one in shown)), key=lambda one: (one.harm, one.found.total))
     stacks = _stacked(own, [one for one in alone if one.result != "other"], tried)
     variants = sorted([*alone, *stacks], key=lambda one: (one.harm, one.found.total, len(one.techniques)))

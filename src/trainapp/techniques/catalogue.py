@@ -5,17 +5,19 @@ docs/memory.md. Pairs of settings that exclude each other are in `config.exclude
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import yaml
 from omegaconf import OmegaConf
 from torch import nn
 
 from trainapp.config import excludes, targets
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.files import CONF
 from trainapp.models.adapters import linear_layers
@@ -24,8 +26,7 @@ from trainapp.techniques import chunked_loss
 
 SGD, IN_FEWER_BITS = "torch.optim.SGD", "trainapp.optim.low_precision.AdamW"
 RESULTS = ("same", "rounded", "other")  # effect on the training, least change first: see `Technique`
-_OF_SETTING: Mapping[str, Any] = {}  # changes to be read from the setting itself
-_VALUES = {"true": True, "false": False, "null": None}
+_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}  # its other settings are arguments of the class
 
 
 @dataclass(frozen=True)
@@ -43,47 +44,44 @@ class Situation:
 class Technique:
     """A setting that saves memory at a price.
 
-    setting: as on the command line. saves, costs, applies: texts for users. changes: the setting's effect, as dotted
-    names of `Config` and values. By default read from the setting; required for groups of several values; empty if only
-    the user sets it. needs: raises UserError for a model to which it cannot be applied. For settings:
-    `config.excludes`. helps: whether it has an effect for a configuration without it; only then is it offered.
-    in_force: whether a configuration uses the technique; by default, if it has the first of the changes. result: effect
-    on the training's result: "same" (except for the order of additions), "rounded" (the same algorithm at lower
-    precision), "other": another optimizer, model or task, proposed only if nothing else fits.
+    setting: as on the command line. saves, costs, applies: texts for users. needs: raises UserError for a model to
+    which it cannot be applied. For settings: `config.excludes`. helps: whether it has an effect for a configuration
+    without it; only then is it offered. in_force: whether a configuration uses the technique; by default, if it has the
+    first of the changes. offered: whether advice and plans propose it. result: effect on the training's result: "same"
+    (except for the order of additions), "rounded" (the same algorithm at lower precision), "other": another optimizer,
+    model or task, proposed only if nothing else fits.
     """
 
     setting: str
     saves: str
     costs: str
     applies: str = "always"
-    changes: Mapping[str, Any] = field(default_factory=lambda: _OF_SETTING)
     needs: Callable[[Situation], None] = lambda situation: None
     helps: Callable[[Situation], bool] = lambda situation: True
     in_force: Callable[[Config], bool] | None = None
+    offered: bool = True
     result: Literal["same", "rounded", "other"] = "other"
 
-    def __post_init__(self) -> None:
-        if self.changes is _OF_SETTING:
-            object.__setattr__(self, "changes", _changes_of(self.setting))
+    @functools.cached_property
+    def changes(self) -> dict[str, Any]:
+        """The effect of the setting: values by dotted names of `Config`."""
+        changes: dict[str, Any] = {}
+        for name, text in (part.split("=") for part in self.setting.split()):
+            value, option = yaml.safe_load(text), name.removeprefix("optimizer.")
+            if name == "optimizer":
+                changes |= _optimizer(value)
+            elif option != name and option not in _FIELDS:
+                changes["optimizer.arguments"][option] = value
+            else:
+                changes[excludes.OF_GROUP.get(name, name)] = value
+        return changes
 
     def is_set(self, config: Config) -> bool:
         """Whether the configuration has this technique."""
         if self.in_force is not None:
             return self.in_force(config)
-        return any(excludes.value_of(config, name) == value for name, value in list(self.changes.items())[:1])
-
-    def sections(self, config: Config) -> dict[str, Any]:
-        """The sections of the configuration that the technique changes, for `dataclasses.replace`."""
-        changed: dict[str, Any] = {}
-        for name, value in self.changes.items():
-            section, *path = name.split(".")
-            changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
-        return changed
-
-    @property
-    def is_of_several_ranks(self) -> bool:
-        """Whether it changes how the model is spread over ranks."""
-        return any(name.startswith("parallel.") for name in self.changes)
+        name, value = next(iter(self.changes.items()))
+        return bool(excludes.value_of(config, name) == value)
 
     def suits(self, situation: Situation) -> bool:
         """Whether to offer the technique for a configuration that lacks it."""
@@ -103,7 +101,8 @@ class Technique:
 def with_techniques(config: Config, techniques: Iterable[Technique]) -> Config:
     """The configuration with the techniques' changes."""
     for technique in techniques:
-        config = dataclasses.replace(config, **technique.sections(config))
+        for name, value in technique.changes.items():
+            config = _replaced(config, name.split("."), value)
     return config
 
 
@@ -113,26 +112,12 @@ def overrides_of(techniques: Iterable[Technique]) -> list[str]:
     return list({part.partition("=")[0]: part for part in parts}.values())
 
 
-def result_of(techniques: Iterable[Technique]) -> str:
-    """The effect of all techniques together on the training's result."""
-    return max((technique.result for technique in techniques), key=RESULTS.index, default="same")
-
-
-def _changes_of(setting: str) -> dict[str, Any]:
-    """The changes made by overrides of single settings, and of groups with a main setting."""
-    changes: dict[str, Any] = {}
-    for name, value in (part.split("=") for part in setting.split()):
-        name = excludes.OF_GROUP.get(name, name)
-        changes[name] = _VALUES.get(value, value)
-    return changes
-
-
-def _optimizer(option: str, **arguments: Any) -> dict[str, Any]:
-    """The changes of `optimizer=option` that affect memory, with these arguments replacing the option's own."""
+def _optimizer(option: str) -> dict[str, Any]:
+    """The changes of `optimizer=option` that affect memory."""
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
     for name in ("lr", "weight_decay", "fused"):
         del values[name]
-    return {"optimizer.target": values.pop("_target_"), "optimizer.arguments": values | arguments}
+    return {"optimizer.target": values.pop("_target_"), "optimizer.arguments": values}
 
 
 def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
@@ -161,7 +146,7 @@ def require_suited(situation: Situation) -> None:
 def available(situation: Situation) -> list[Technique]:
     """The techniques that apply and are not in use."""
     own = situation.config
-    found = [one for one in TECHNIQUES if one.changes and not one.is_set(own) and one.suits(situation)]
+    found = [one for one in TECHNIQUES if one.offered and not one.is_set(own) and one.suits(situation)]
     if own.optimizer.target in ("torch.optim.AdamW", IN_FEWER_BITS) and not own.optimizer.arguments.get("amsgrad"):
         return found  # low-precision AdamW is the same algorithm only for AdamW
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
@@ -254,7 +239,6 @@ TECHNIQUES = (
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
         applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
-        changes={"precision.mode": "bf16_pure", **_optimizer("adamw_bf16")},
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
@@ -313,13 +297,11 @@ TECHNIQUES = (
         "optimizer=sgd",
         saves="one of AdamW's two moments",
         costs="another optimizer: needs a learning rate of its own",
-        changes=_optimizer("sgd"),
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
         costs="another optimizer: needs a learning rate of its own",
-        changes=_optimizer("sgd", momentum=0, nesterov=False),
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
     ),
     *(
@@ -328,7 +310,6 @@ TECHNIQUES = (
             saves=f"{share} of AdamW's state",
             costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
             applies=applies,
-            changes=_optimizer(f"adamw_{state_dtype}"),
             in_force=_has_moments_in(state_dtype),
             result="rounded",
         )
@@ -343,14 +324,12 @@ TECHNIQUES = (
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
-        changes=_optimizer("adafactor"),
     ),
     Technique(
         "optimizer=muon",
         saves="one of AdamW's two moments, for the matrices of hidden layers",
         costs="another optimizer; some matmuls per matrix in every step",
         applies="models with hidden matrices",
-        changes=_optimizer("muon"),
     ),
     Technique(
         "optimizer.in_backward=true",
@@ -386,7 +365,7 @@ TECHNIQUES = (
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay as they are, so the result is another",
         applies="models with linear layers in their `blocks()`, those of Transformers; needs `trainapp[peft]`",
-        changes={},  # a plan does not build adapters
+        offered=False,  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
     ),
