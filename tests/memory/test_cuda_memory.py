@@ -198,7 +198,6 @@ def test_a_snapshot_is_taken_of_a_failure_and_for_a_timeline_and_freed(memory, d
     assert device.calls[5:] == ["start", "snapshot", "stop"]
     assert device.most == cuda.MAX_HISTORY <= 20_000
     assert memory.dump(tmp_path / "snapshot.pickle")
-    memory.forget_record()
     assert not memory.dump(tmp_path / "second.pickle")
     fails(memory)
     with memory.watch({}):  # the next block does not keep the last one's

@@ -25,7 +25,7 @@ class Steps:
     def __init__(self, run, injector):
         self.calls: list[tuple[str, bool]] = []
         self.loss = lambda: None
-        self.watch(run.memory, "synchronize", "release", "forget_record", "dump")
+        self.watch(run.memory, "synchronize", "release", "dump")
         self.watch(run.batches, "drop_fetched")
         self.watch(run.strategy, "abort_step")
         self.watch(run.state.optimizer, "zero_grad")
@@ -68,7 +68,7 @@ def test_the_order_of_a_rollback(tmp_path):
     calls = list(steps.calls)
     run.close()
     assert [name for name, _ in calls[1:5]] == ["synchronize", "drop_fetched", "zero_grad", "release"]
-    assert calls[5:] == [("restore", False), ("dump", False), ("forget_record", False)]
+    assert calls[5:] == [("restore", False), ("dump", False)]
 
 
 def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(tmp_path):

@@ -74,21 +74,11 @@ class CudaMemory(DeviceMemory):
         return torch.cuda.memory_allocated(self.device), peak
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident) -> Iterator[None]:
-        """Record the allocator's history, if supported. The cap is enforced inside and outside the block."""
-        if self.watching:
-            yield
-            return
-        self.watching, self._snapshot = True, None
-        try:
-            with self._recording(), self.module_path.watch():
-                yield
-        finally:
-            self.watching = False
-
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Record the allocator's history inside the block. Kept if the block fails, or for a timeline."""
+    def measuring(self, resident: Resident) -> Iterator[None]:
+        """Record the allocator's history, if supported. Kept if the block fails, or for a timeline. The cap is enforced
+        inside and outside the block.
+        """
+        self._snapshot = None
         if not self._has_history:
             yield
             return
@@ -105,14 +95,12 @@ class CudaMemory(DeviceMemory):
 
     def dump(self, path: Path) -> bool:
         """The allocator's snapshot of the last watched block, for the viewer at pytorch.org/memory_viz."""
-        if self._snapshot is None:
+        snapshot, self._snapshot = self._snapshot, None  # it holds a Python stack for each entry
+        if snapshot is None:
             return False
         with path.open("wb") as file:
-            pickle.dump(self._snapshot, file)
+            pickle.dump(snapshot, file)
         return True
-
-    def forget_record(self) -> None:
-        self._snapshot = None  # it holds a Python stack for each entry
 
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)

@@ -109,11 +109,28 @@ class DeviceMemory:
         """Whether to watch a logged step of a validated size, whose memory use is otherwise unknown."""
         return False
 
-    def watch(self, resident: Resident) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watch(self, resident: Resident) -> Iterator[None]:
         """Measure the work inside the block and enforce the limit on it; record the module that raises an error. Blocks
-        may be nested. resident: the tensors that exist before the block.
+        may be nested: until the outermost one ends. resident: the tensors that exist before the block.
         """
+        if self.watching:
+            self.register(resident)
+            yield
+            return
+        self.watching = True
+        try:
+            with self.module_path.watch(), self.measuring(resident):
+                yield
+        finally:
+            self.watching = False
+
+    def measuring(self, resident: Resident) -> contextlib.AbstractContextManager[None]:
+        """The outermost watched block."""
         return contextlib.nullcontext()
+
+    def register(self, resident: Resident) -> None:
+        """Add tensors that exist to those of the watched block."""
 
     def lap(self) -> tuple[int, int] | None:
         """Bytes in use now, and the peak since the last call, within a watched block. None if the peak is unknown. Does
@@ -131,11 +148,8 @@ class DeviceMemory:
         """Mark the last watched block as a whole training step."""
 
     def dump(self, path: Path) -> bool:
-        """Write the allocator's own record of the last watched block. False if there is none."""
+        """Write the allocator's own record of the last watched block, and free it. False if there is none."""
         return False
-
-    def forget_record(self) -> None:
-        """Free the record that `events` and `dump` read."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work. Raises errors that have not surfaced yet."""
@@ -203,21 +217,17 @@ class CpuMemory(DeviceMemory):
         return counter.live, peak
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident) -> Iterator[None]:
-        """Count storages, and enforce the limit if there is one, until the outermost block ends."""
-        if self.watching:  # nested: only register new tensors
-            self.counter.register(resident)
-            yield
-            return
+    def measuring(self, resident: Resident) -> Iterator[None]:
+        """Count storages, and enforce the limit if there is one."""
         counter = self.counter = self.new_counter()
-        self.watching, self._lapped = True, 0
+        self._lapped = 0
         try:
             counter.register(resident)
             counter.register_kept()
-            with self.module_path.watch(), counter, uncompiled() if self.compiles else contextlib.nullcontext():
+            with counter, uncompiled() if self.compiles else contextlib.nullcontext():
                 yield
         finally:
-            self.watching, self._watched_at = False, time.monotonic()
+            self._watched_at = time.monotonic()
             peak = counter.peak = max(counter.peak, self._lapped)
             self._allocated, self._window_peak = counter.live, max(self._window_peak, peak)
             self._note_peaks(peak, peak)
@@ -225,6 +235,9 @@ class CpuMemory(DeviceMemory):
     def new_counter(self) -> LiveTensors:
         """The counter for a watched block that starts now."""
         return LiveTensors(self.limit, before=self.counter)
+
+    def register(self, resident: Resident) -> None:
+        self.counter.register(resident)
 
     def note_step(self) -> None:
         self._step_peak = self.counter.peak

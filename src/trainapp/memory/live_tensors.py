@@ -116,12 +116,11 @@ class LiveTensors(DispatchMode):
         for kind, tensors in resident.items():
             self._register(kind, self._storages_of(tensors, whole=kind is Category.BATCH))
 
-    def register_kept(self) -> int:
-        """Count tensors retained from earlier work, after `register`. Returns their bytes; raises like `register`."""
-        before = self.live
-        self._register(Category.KEPT, (s for s in self._still_kept() if storage_id(s) not in self._alive))
+    def register_kept(self) -> None:
+        """Count tensors retained from earlier work, after `register`. Raises like `register`."""
+        kept = [storage for reference in self._kept if (storage := reference()) is not None]
+        self._register(Category.KEPT, (storage for storage in kept if storage_id(storage) not in self._alive))
         self._kept = []
-        return self.live - before
 
     def _register(self, kind: Category, storages: Iterable[torch.UntypedStorage]) -> None:
         before, first = self.live, len(self.events)
@@ -139,11 +138,6 @@ class LiveTensors(DispatchMode):
         gathered = {key for group in self._gathered for key in group}
         counted = [own for key, own in list(self._alive.items()) if key not in gathered]
         return [*self._kept, *(own.storage for own in counted if own.size >= LEAST_KEPT)]
-
-    def _still_kept(self) -> Iterator[torch.UntypedStorage]:
-        for reference in self._kept:
-            if (storage := reference()) is not None:
-                yield storage
 
     def label(self, kind: Category, tensor: Tensor) -> None:
         """Set the category of a live tensor; no effect if it is not counted."""

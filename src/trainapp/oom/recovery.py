@@ -125,7 +125,6 @@ def report(session: Session, failure: OomReport) -> None:
     else:
         log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
         _write_report(session, failure)
-    session.memory.forget_record()
 
 
 def _write_report(session: Session, failure: OomReport) -> None:

@@ -89,16 +89,13 @@ class Recorder(CpuMemory):
         return _Counter(self, self._most, self._devices)
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident) -> Iterator[None]:
-        """Count until the end of the outermost block."""
-        is_nested = self.watching
-        with super().watch(resident):
+    def measuring(self, resident: Resident) -> Iterator[None]:
+        with super().measuring(resident):
             yield
-        if not is_nested:
-            for kind, tensors in self.resident().items():
-                for tensor in tensors:
-                    self.counter.label(kind, tensor)
-            self.highest = self.highest.joined(_breakdown(self.counter))
+        for kind, tensors in self.resident().items():
+            for tensor in tensors:
+                self.counter.label(kind, tensor)
+        self.highest = self.highest.joined(_breakdown(self.counter))
 
     def lap(self) -> None:
         """None: no peaks in between are needed."""

@@ -154,7 +154,6 @@ def draw_timeline(session: Session) -> None:
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
     except OSError as error:  # the run is more important than its record
         session.tracker.unwritable(path.parent, error)
-    session.memory.forget_record()
     if events:
         title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
         session.tracker.picture("memory_timeline", Picture(events, kinds, session.memory.budget, title, path), step)
