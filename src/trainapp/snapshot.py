@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from trainapp.stateful import Owner, Stateful, can_be_held
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
-    buffers_of,
     foreach_copy_,
     is_shard,
     local,
@@ -64,8 +63,7 @@ class Structure:
         self._filled = [registry for registry in self.registries if registry]
         self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = list(map(vars, own))
-        self.objects: list[dict[str, Any]] = list(map(vars, objects))
+        self.attributes: list[dict[str, Any]] = list(map(vars, [*own, *objects]))
         self.parameters: dict[str, Tensor] = {}  # this rank's shards
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
@@ -108,8 +106,9 @@ class _Constant(NamedTuple):
 
 
 class _References(NamedTuple):
-    """What is restored by reference in all modules and objects, and the states of owners."""
+    """What is restored by reference, in all registries, attributes and modules, and the states of owners."""
 
+    contents: list[dict[str, Any]]
     attributes: list[dict[str, Any]]
     training: list[bool]
     owned: dict[str, Any]
@@ -146,7 +145,7 @@ class State:
 
 class Snapshot:
     """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: other
-    objects, such as a task, whose plain values, tensors and arrays in attributes are restored.
+    objects whose attributes are restored, such as a task.
 
     verified: number of first steps in which checksums are compared. Attributes: `written`, the parameters that forwards
     are known to write; `lost`, parameters that the last `restore` found written without having a copy.
@@ -194,7 +193,7 @@ class Snapshot:
         self.lost, self._state = [], None
         if self._steps_to_verify or not self._structure.is_current():
             self._structure = Structure(self._roots, self._objects, self._shards)
-        now, references = self._structure, self._references(self._structure)
+        now, references = self._structure, self._references(self._structure, self._structure.contents)
         held = [value for values in references.attributes for value in values.values() if type(value) in _COPIED]
         self._state = State(
             structure=now,
@@ -207,9 +206,10 @@ class Snapshot:
             sums=self._sums() if self._steps_to_verify else {},
         )
 
-    def _references(self, structure: Structure) -> _References:
+    def _references(self, structure: Structure, contents: list[dict[str, Any]]) -> _References:
         return _References(
-            list(map(dict.copy, structure.attributes)) + list(map(_plain, structure.objects)),
+            contents,
+            list(map(dict.copy, structure.attributes)),
             list(map(_IS_TRAINING, structure.modules)),
             {name: owner.copy() for name, owner in self._owners.items()},
         )
@@ -282,17 +282,7 @@ class Snapshot:
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
-        self._restore_registries(state)
-        self._restore_tensors(state)
-        self._refer_to(state.structure, state.references)
-        self._restore_owners(state.references.owned, but)
-
-    def _restore_registries(self, state: State) -> None:
-        for registry, before in zip(state.structure.registries, state.structure.contents, strict=True):
-            moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
-            _refill(registry, before | moving)
-
-    def _restore_tensors(self, state: State) -> None:
+        self._refer_to(state.structure, state.references, but)
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
         constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
@@ -304,18 +294,15 @@ class Snapshot:
         for array, kept in state.arrays:
             array[...] = kept
 
-    def _refer_to(self, structure: Structure, references: _References) -> None:
-        modules = len(structure.attributes)
-        for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
+    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
+        for registry, before in zip(structure.registries, references.contents, strict=True):
+            moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
+            _refill(registry, before | moving)
+        for now, before in zip(structure.attributes, references.attributes, strict=True):
             _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
-        for now, before in zip(structure.objects, references.attributes[modules:], strict=True):
-            plain = _plain(now)
-            _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
-
-    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str] = ()) -> None:
-        for name, held in owned.items():
+        for name, held in references.owned.items():
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
 
@@ -327,36 +314,31 @@ class Snapshot:
 
     @contextlib.contextmanager
     def replayed(self, state: State) -> Iterator[None]:
-        """Temporarily reinstate `state` (except parameters and requires_grad) for recomputation. No tensor is written,
-        since autograd may have saved it: copies take their place.
+        """Temporarily reinstate `state` (except parameters, submodules and requires_grad) for recomputation. No tensor
+        is written, since autograd may have saved it: copies take their place.
         """
+        structure, before = state.structure, state.references
+        now = self._references(structure, list(map(dict.copy, structure.registries)))
         stand_ins: dict[int, Any] = {key: copy.clone() for key, copy in state.copies_by_id().items()}
         stand_ins |= {id(array): kept.copy() for array, kept in state.arrays}
 
         def with_stand_ins(all_values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             return [{name: stand_ins.get(id(v), v) for name, v in values.items()} for values in all_values]
 
-        buffers = list(map(buffers_of, state.structure.modules))
-        contents, references = list(map(dict.copy, buffers)), self._references(state.structure)
+        contents = now.contents.copy()
+        contents[1::3] = with_stand_ins(before.contents[1::3])  # the buffers': see `registries_of`
         try:
-            for now, before in zip(buffers, with_stand_ins(state.structure.contents[1::3]), strict=True):
-                _refill(now, before)
-            attributes = with_stand_ins(state.references.attributes)
-            self._refer_to(state.structure, state.references._replace(attributes=attributes))
-            self._restore_owners(state.references.owned)
+            attributes = with_stand_ins(before.attributes)
+            self._refer_to(structure, before._replace(contents=contents, attributes=attributes))
             yield
         finally:
-            for now, before in zip(buffers, contents, strict=True):
-                _refill(now, before)
-            self._refer_to(state.structure, references)
-            self._restore_owners(references.owned)
+            self._refer_to(structure, now)
 
     def restore_generators(self) -> None:
         """Restore only the model's and task's generators: for a second forward of the same samples."""
-        owned = self._taken.references.owned
-        self._restore_owners(
-            {n: held for n, held in owned.items() if self._owners[n].kind == "generator" and not _of_data(n)}
-        )
+        for name, held in self._taken.references.owned.items():
+            if self._owners[name].kind == "generator" and not name.partition(".")[0].endswith("data"):
+                self._owners[name].restore(held)
 
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
@@ -395,27 +377,18 @@ def checksum(tensor: Tensor) -> Tensor:
     """int64 [_PARTS + 1]: sums, modulo 2**64, of the tensor's bits in each part; the last sum is weighted by position,
     so that swapped elements are detected. Finds writes that leave the version unchanged.
 
-    Two passes over its memory; copies the tensor only if it is not contiguous in memory, or holds conjugates or
-    negatives.
+    Two passes over its memory; copies the tensor if it is not contiguous in memory, not of a multiple of 512 bytes, or
+    holds conjugates or negatives.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # such as those of fft(x).conj()
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # memory order, also for channels_last
     flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
-    whole = len(flat) // 8 * 8
-    if flat.storage_offset() % 8 and whole:
-        flat = flat.clone()
-    words = flat[:whole].view(torch.int64)
-    size = len(words) // _PARTS
-    parts = words[: size * _PARTS].view(_PARTS, size)
-    sums = parts.sum(1)
-    places = torch.arange(1, size + 1, device=words.device)
-    by_place = (parts.sum(0) * places).sum().reshape(1)
-    rest = words[size * _PARTS :]
-    sums[: len(rest)] += rest * 3
-    if whole < len(flat):
-        ends = flat[whole:]
-        sums[-len(ends) :] += ends * 5
-    return torch.cat([sums, by_place])
+    rest = -len(flat) % (8 * _PARTS)
+    if rest or flat.storage_offset() % 8:
+        flat = nn.functional.pad(flat, (0, rest))
+    parts = flat.view(torch.int64).view(_PARTS, len(flat) // (8 * _PARTS))
+    places = torch.arange(1, parts.shape[1] + 1, device=parts.device)
+    return torch.cat([parts.sum(1), (parts.sum(0) * places).sum().reshape(1)])
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
@@ -423,16 +396,6 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
-
-
-def _of_data(owner: str) -> bool:
-    return owner.partition(".")[0].endswith("data")
-
-
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The plain values, tensors and arrays among an object's attributes."""
-    kept = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
-    return {n: v for n, v in attributes.items() if isinstance(v, kept) or (_is_kept(v) and not v.requires_grad)}
 
 
 def _is_kept(value: Any) -> bool:
