@@ -282,7 +282,12 @@ class Snapshot:
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
-        self._refer_to(state.structure, state.references, but)
+        self._restore_registries(state.structure, state.references.contents)
+        self._restore_tensors(state)
+        self._restore_attributes(state.structure, state.references)
+        self._restore_owners(state.references.owned, but)
+
+    def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
         constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
@@ -294,15 +299,19 @@ class Snapshot:
         for array, kept in state.arrays:
             array[...] = kept
 
-    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
-        for registry, before in zip(structure.registries, references.contents, strict=True):
+    def _restore_registries(self, structure: Structure, contents: list[dict[str, Any]]) -> None:
+        for registry, before in zip(structure.registries, contents, strict=True):
             moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
             _refill(registry, before | moving)
+
+    def _restore_attributes(self, structure: Structure, references: _References) -> None:
         for now, before in zip(structure.attributes, references.attributes, strict=True):
             _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
-        for name, held in references.owned.items():
+
+    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str] = ()) -> None:
+        for name, held in owned.items():
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
 
@@ -328,11 +337,15 @@ class Snapshot:
         contents = now.contents.copy()
         contents[1::3] = with_stand_ins(before.contents[1::3])  # the buffers': see `registries_of`
         try:
-            attributes = with_stand_ins(before.attributes)
-            self._refer_to(structure, before._replace(contents=contents, attributes=attributes))
+            self._refer_to(structure, before._replace(contents=contents, attributes=with_stand_ins(before.attributes)))
             yield
         finally:
             self._refer_to(structure, now)
+
+    def _refer_to(self, structure: Structure, references: _References) -> None:
+        self._restore_registries(structure, references.contents)
+        self._restore_attributes(structure, references)
+        self._restore_owners(references.owned)
 
     def restore_generators(self) -> None:
         """Restore only the model's and task's generators: for a second forward of the same samples."""

@@ -65,11 +65,6 @@ class MicroBatchSizes:
         return (self.size if ran is None else ran.samples) > self.smallest
 
     @property
-    def has_failed(self) -> bool:
-        """Whether any size is known to be too large."""
-        return any(search.fails is not None for search in self.searches.values())
-
-    @property
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
         return all(search.search_has_ended for search in self.searches.values())
@@ -104,7 +99,10 @@ class MicroBatchSizes:
         if bucket:
             known = [s.size * other / bucket for other, s in self.searches.items() if other and s.fails]
             size = max(self.smallest, int(min(known, default=size)))
-        return SizeSearch(min(size, self.start), self.clean_steps, self.grow, self.smallest)
+        return self._new(min(size, self.start))
+
+    def _new(self, size: int) -> SizeSearch:
+        return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
 
     def follow_schedule(self, attempt: int) -> None:
         """Apply the schedule's entry for this attempt, if any."""
@@ -154,8 +152,7 @@ class MicroBatchSizes:
         elif ranks.world > 1:
             pieces = [range(samples)]
         longest = len(pieces[0])
-        ran, known = Ran(longest, elements * longest // samples), self.attempt.get(bucket)
-        self.attempt[bucket] = ran if known is None else ran.merged(known)
+        _add(self.attempt, bucket, Ran(longest, elements * longest // samples))
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
 
     def _all_alike(self) -> bool:
@@ -170,8 +167,7 @@ class MicroBatchSizes:
         """
         bucket = self.current_bucket or 0
         if samples >= self.search(bucket).size - 1:
-            ran = Ran(measured=Measured(peak - resident, limit - resident))
-            self.attempt[bucket] = ran.merged(self.attempt.get(bucket, Ran()))
+            _add(self.attempt, bucket, Ran(measured=Measured(peak - resident, limit - resident)))
 
     def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
@@ -181,14 +177,19 @@ class MicroBatchSizes:
         if news is None:
             news = ranks.world == 1 and self.has_news
         for bucket, ran in self.attempt.items():
-            self.clean[bucket] = ran if bucket not in self.clean else ran.merged(self.clean[bucket])
+            _add(self.clean, bucket, ran)
             self.clean_elements[bucket] = max(ran.elements, self.clean_elements.get(bucket, 0))
         self.attempt = {}
         if not (self.is_unvalidated or news):
             return {}
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.
         largest, grown = merged(ranks.all_gather_object(self.clean)), {}
-        self.in_force = self._in_force(largest)
+        # A shape that was not split (see `cut`) ran at more than its size.
+        ran_at = {bucket: own.samples for bucket, own in largest.items()}
+        self.in_force = {
+            bucket: max(min(self.search(bucket).size, self.size), ran_at.get(bucket, 0))
+            for bucket in sorted({*self.searches, *largest})
+        }
         for bucket, ran in largest.items():
             search = self.searches[bucket] = self.search(bucket)
             next_size = search.fitted(ran.samples, ran.measured)
@@ -206,7 +207,8 @@ class MicroBatchSizes:
         by_rank = ranks.all_gather_object((self.attempt, self.current_bucket if culprit else None))
         largest = merged([ran for ran, _ in by_rank])
         self._forget_attempt()
-        failures = sorted({bucket for _, bucket in by_rank if bucket is not None}) or self._largest_bucket()
+        largest_bucket = sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
+        failures = sorted({bucket for _, bucket in by_rank if bucket is not None}) or largest_bucket
         if not failures:  # in the first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
@@ -219,17 +221,8 @@ class MicroBatchSizes:
             changes.append((ran, search.size) if search.failed(ran) else None)
         return None if None in changes else changes[0]
 
-    def _in_force(self, largest: dict[int, Ran]) -> dict[int, int]:
-        """The sizes that ran. A shape that was not split (see `cut`) ran at more than its size."""
-        ran = {bucket: own.samples for bucket, own in largest.items()}
-        buckets = sorted({*self.searches, *ran})
-        return {bucket: max(min(self.search(bucket).size, self.size), ran.get(bucket, 0)) for bucket in buckets}
-
     def _forget_attempt(self) -> None:
         self.attempt, self.clean, self.is_unvalidated = {}, {}, True
-
-    def _largest_bucket(self) -> list[int]:
-        return sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
@@ -252,7 +245,7 @@ class MicroBatchSizes:
         if fails is not None and fails > self.start:  # from a larger global batch: unreachable here, so never validated
             fails, ended = None, True
         size = max(self.smallest, min(size, self.start))
-        search = SizeSearch(size, self.clean_steps, self.grow, self.smallest)
+        search = self._new(size)
         search.works, search.fails, search.search_has_ended = min(works, size), fails, ended or not self.grow
         return search
 
@@ -262,5 +255,9 @@ def merged(by_rank: Sequence[dict[int, Ran]]) -> dict[int, Ran]:
     found: dict[int, Ran] = {}
     for own in by_rank:
         for bucket, ran in own.items():
-            found[bucket] = ran if bucket not in found else ran.merged(found[bucket])
+            _add(found, bucket, ran)
     return dict(sorted(found.items()))
+
+
+def _add(found: dict[int, Ran], bucket: int, ran: Ran) -> None:
+    found[bucket] = ran if bucket not in found else ran.merged(found[bucket])

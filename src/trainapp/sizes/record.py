@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.data.source import TrainBatches
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
@@ -76,15 +75,6 @@ class Sizes:
         schedules = {name: as_schedule(own.used) for name, own in self.by_update.items()}
         return schedules.get("", schedules)
 
-    def scalars(self, batches: TrainBatches) -> dict[str, float]:
-        """The scalars of a log step."""
-        return {
-            "batch/global_size": batches.global_size,
-            "batch/micro_size": self.train.size,
-            "batch/accumulation": batches.accumulation(self.train.size),
-            "batch/eval_micro_size": self.evaluation.size,
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Primitives only, for a checkpoint."""
         used = {name: own.used for name, own in self.by_update.items()}
@@ -105,7 +95,11 @@ class Sizes:
         """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the number of
         recoveries. Raises OSError if it cannot be written.
         """
-        failed = {key: own.state_dict() for key, own in self._by_key().items() if own is failing or own.has_failed}
+        failed = {
+            key: own.state_dict()
+            for key, own in self._by_key().items()
+            if own is failing or any(search.fails is not None for search in own.searches.values())
+        }
         with atomic_write(run_dir / RESTART) as file:
             file.write(strict_json(failed | {"oom_restarts": self.oom_restarts}))
 

@@ -15,7 +15,7 @@ Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Mem
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,11 @@ from trainapp.training.engine import Around, Engine, Number, Totals
 from trainapp.training.phase import Phase
 
 
-class _Embedded(NamedTuple):
-    """A micro-batch of pass 1, and its embeddings."""
-
-    micro: MicroBatch
-    tensors: list[Tensor]
-
-
 class CachedGradients(Engine):
     """The engine for a loss of embeddings. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
 
+    task: Any  # with `embed`, `loss_of_embeddings` and `setting`
     _first_pass: Sequence[Tensor] = ()  # in the first step: the embeddings that pass 3 must repeat
-
-    @property
-    def _own(self) -> Any:
-        """The current update's task, with `embed`, `loss_of_embeddings` and `setting`."""
-        return self.task
 
     @property
     def _caches(self) -> bool:
@@ -58,33 +47,31 @@ class CachedGradients(Engine):
         """Run passes 1 and 2; return the same micro-batches for pass 3."""
         if not self._caches:
             return cut
-        embedded, structure = self._embed(cut, watched)
-        self._step_totals, gradients = self._backward_to_embeddings(embedded, structure, watched)
+        micro_batches, embeddings = self._embed(cut, watched)
+        self._step_totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
         self.weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
-        return self._third_pass(embedded, gradients)
+        return self._third_pass(micro_batches, gradients)
 
-    def _embed(self, cut: Iterator[MicroBatch], watched: Around) -> tuple[deque[_Embedded], Any]:
-        """Pass 1; its side effects are undone. Also returns one micro-batch's embeddings as the task returned them."""
-        found = deque[_Embedded]()
-        structure: Any = None
+    def _embed(self, cut: Iterator[MicroBatch], watched: Around) -> tuple[deque[MicroBatch], list[Any]]:
+        """Pass 1: the micro-batches and their embeddings. Its side effects are undone."""
+        micro_batches, embeddings = deque[MicroBatch](), []
         for micro in cut:
             self.phase = Phase.FORWARD
             with watched(micro.data):
-                structure = self._without_gradients(micro)
+                embeddings.append(self._without_gradients(micro))
             # Without `piece`, which holds the larger batch that this one was cut from.
-            micro = micro._replace(piece=_no_piece)
-            found.append(_Embedded(micro, tensors_in(structure)))
+            micro_batches.append(micro._replace(piece=_no_piece))
             self.phase = Phase.DATA
         self.snapshot.restore(but=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
             raise TrainingStopped(
-                f"{self._own.setting}: its embed writes parameters in place ({names}), of which there is no copy "
+                f"{self.task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
                 "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
             )
-        return found, structure
+        return micro_batches, embeddings
 
     def _without_gradients(self, micro: MicroBatch) -> Any:
         """The embeddings, bit-identical to pass 3: with torch.compile, a no-grad forward compiles to different code."""
@@ -99,15 +86,20 @@ class CachedGradients(Engine):
         return contrastive.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
     def _backward_to_embeddings(
-        self, embedded: deque[_Embedded], structure: Any, watched: Around
+        self, micro_batches: deque[MicroBatch], embeddings: list[Any], watched: Around
     ) -> tuple[Totals, deque[list[Tensor | None]]]:
-        """Pass 2. Returns the step's totals (on rank 0 only, since all ranks compute the same) and, per micro-batch,
-        the gradients of its embeddings: None for an embedding that needs none.
+        """Pass 2, which drops the embeddings. Returns the step's totals (on rank 0 only, since all ranks compute the
+        same) and, per micro-batch, the gradients of its embeddings: None for an embedding that needs none.
         """
-        task, precision, step = self._own, self.state.precision, self.step
+        task, precision, step = self.task, self.state.precision, self.step
+        structure, parts = embeddings[-1], list(map(tensors_in, embeddings))
+        embeddings.clear()
         self.phase = Phase.FORWARD
-        with watched([own.micro.data for own in embedded]):
-            whole, start, end = gather_rows(self.ranks, _joined(embedded, task.setting), task.setting)
+        with watched([micro.data for micro in micro_batches]):
+            real = [own for own, micro in zip(parts, micro_batches, strict=True) if micro.real]
+            joined = contrastive.join(real or [[tensor[:0] for tensor in parts[0]]], task.setting)
+            del parts, real
+            whole, start, end = gather_rows(self.ranks, joined, task.setting)
             if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
             leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
@@ -126,12 +118,14 @@ class CachedGradients(Engine):
             found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
             own = [next(found) if leaf.requires_grad else None for leaf in leaves]
         self.phase = Phase.DATA
-        return totals, _cut(embedded, [None if gradient is None else gradient[start:end] for gradient in own])
+        return totals, _cut(micro_batches, [None if gradient is None else gradient[start:end] for gradient in own])
 
-    def _third_pass(self, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]) -> Iterator[MicroBatch]:
+    def _third_pass(
+        self, micro_batches: deque[MicroBatch], gradients: deque[list[Tensor | None]]
+    ) -> Iterator[MicroBatch]:
         done = 0
-        while embedded:
-            micro, _ = embedded.popleft()
+        while micro_batches:
+            micro = micro_batches.popleft()
             self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro
@@ -149,7 +143,7 @@ class CachedGradients(Engine):
         pairs = zip(found, gradients, strict=True)
         products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
         if not products:
-            refuse_without_gradient(self._own.setting)
+            refuse_without_gradient(self.task.setting)
         return torch.stack(products).sum(), 0, {}
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
@@ -171,33 +165,23 @@ class CachedGradients(Engine):
                 a.float().norm()
             ):
                 raise UserError(
-                    f"{self._own.setting}: embed() is not deterministic: calling it twice on the same batch gave "
+                    f"{self.task.setting}: embed() is not deterministic: calling it twice on the same batch gave "
                     "different results, so gradients cannot be cached; draw from the global generators, and keep state "
                     "in buffers (docs/oom.md), not in plain attributes"
                     + (", or use train.compile=false" if self.settings.compile else "")
                 )
 
 
-def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
-    """Concatenate the embeddings of this rank's micro-batches, and drop the per-micro-batch tensors."""
-    real = [own.tensors for own in embedded if own.micro.real]
-    joined = contrastive.join(real or [[t[:0] for t in embedded[0].tensors]], setting)
-    for place, own in enumerate(embedded):
-        if own.micro.real:
-            embedded[place] = own._replace(tensors=[])
-    return joined
-
-
-def _cut(embedded: deque[_Embedded], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
+def _cut(micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
     """Split gradients per micro-batch; zeros for padding."""
     cut, done = deque[list[Tensor | None]](), 0
-    for micro, tensors in embedded:
+    for micro in micro_batches:
         if micro.real:
-            cut.append([None if g is None else g[done : done + micro.samples] for g in gradients])
+            own = [None if g is None else g[done : done + micro.samples] for g in gradients]
             done += micro.samples
         else:
-            pairs = zip(gradients, tensors, strict=True)
-            cut.append([None if g is None else torch.zeros_like(own, dtype=g.dtype) for g, own in pairs])
+            own = [None if g is None else g.new_zeros(micro.samples, *g.shape[1:]) for g in gradients]
+        cut.append(own)
     return cut
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,14 +15,14 @@ from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name
 from trainapp.losses import contrastive
-from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
+from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_evaluation, seed_from
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.phase import Phase
-from trainapp.training.session import Evaluated, Objective, Session
+from trainapp.training.session import Objective, Session
 from trainapp.training.transaction import note_refused, watched
 from trainapp.units import suggest
 
@@ -43,24 +43,18 @@ def evaluate(session: Session) -> None:
     for name, batches in session.eval_sets.items():
         if name not in session.evaluation.finished:
             session.evaluation.finished[name] = evaluate_set(session, name, batches)
-    evaluated, session.evaluation.finished = session.evaluation.finished, {}
-    means = _by_logged_name({name: own.means for name, own in evaluated.items()})
-    results = _by_logged_name({name: own.results for name, own in evaluated.items()})
-    session.evaluation.last = means
+    finished, session.evaluation.finished = session.evaluation.finished, {}
+    values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
+    session.evaluation.last = means = {name: value for name, value in values.items() if isinstance(value, float)}
     progress.evaluated_at = progress.step
     session.meter.pause(time.monotonic() - started)
     session.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(session, means)
-    events.after_evaluation(session, results | means)
+    events.after_evaluation(session, values)
 
 
-def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of all sets, by their logged names."""
-    return {logged_name(name, metric): value for name, own in by_set.items() for metric, value in own.items()}
-
-
-def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated:
-    """Evaluate all samples of one set. Collective."""
+def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str, Any]:
+    """Evaluate all samples of one set: its numbers, and results of stateful metrics that are none. Collective."""
     state, sizes, present = session.state, session.sizes.evaluation, session.evaluation
     tunes = session.sizes.autotuner.follow(sizes)
     if present.totals is None:  # skipped on a retry, which may run on one rank only
@@ -69,19 +63,20 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated
         session.ranks.enable_votes(not all_validated)
         session.strategy.broadcast_buffers()
     if present.totals is None or batches.is_stream:  # a stream can only be read from its start
-        present.totals, present.collector = Totals(), collector_for(session.task)
+        present.totals = Totals()
+        present.embedded = Embedded(session.task) if has_embeddings(session.task) else None
         session.metrics.reset()
     fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
     with as_evaluated(session.engine, name):
         each_micro_batch(session, fetched, functools.partial(_totals_with, session), functools.partial(_keep, session))
-        totals = _of_whole_set(session, batches.is_stream)
+        totals = present.totals if present.embedded is None else _of_whole_set(session, present.embedded, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks)
-    evaluated = Evaluated(totals.means(session.ranks) | as_scalars(results), results)
-    present.totals = present.collector = None
+    values = results | totals.means(session.ranks) | as_scalars(results)
+    present.totals = present.embedded = None
     session.metrics.reset()
     if totals.count == 0:
         session.tracker.warn_once(
@@ -89,7 +84,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> Evaluated
             "whole evaluation set, so the loss is nan",
             topic=f"nothing counts in evaluation {name}",
         )
-    return evaluated
+    return values
 
 
 @contextlib.contextmanager
@@ -134,7 +129,8 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     """The evaluation's totals, including this micro-batch."""
     present = session.evaluation
     assert present.totals is not None, "outside an evaluation"
-    loss, count, metrics = session.engine.evaluate(present.collector.task, micro)
+    task = session.task if present.embedded is None else present.embedded.task
+    loss, count, metrics = session.engine.evaluate(task, micro)
     finished = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
@@ -143,26 +139,23 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
 
 
 def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
-    session.evaluation.collector.keep(micro.real)
+    if session.evaluation.embedded is not None:
+        session.evaluation.embedded.keep(micro.real)
     session.evaluation.totals = totals
 
 
-def _of_whole_set(session: Session, interleaved: bool) -> Totals:
-    """This rank's totals of the set, after its batches are evaluated. Collective on the first call only, so a retry may
-    run on one rank.
+def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) -> Totals:
+    """This rank's totals of a set whose batches are embedded. Collective on the first call only, so a retry may run on
+    one rank.
     """
-    totals, collector = session.evaluation.totals, session.evaluation.collector
-    assert totals is not None, "outside an evaluation"
-    if not isinstance(collector, LossOfEmbeddings):
-        return totals
-    parts = collector.gathered(session.ranks, interleaved, session.config.batch.global_size)
+    parts = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
     session.metrics.reset()  # drops results of an attempt that ran out of memory
-    of_all = Totals(samples=totals.samples)
+    of_all = Totals()
     for start, chosen in parts:
         watching = watched(session, session.sizes.evaluation, session.eval_ranks, chosen, always=True)
         with watching, session.state.precision.autocast:
             seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
-            loss, count, metrics = collector.loss_of(chosen, session.state.device)
+            loss, count, metrics = embedded.loss_of(chosen, session.state.device)
             finished = evaluate_metrics(metrics, session.metrics.names)
             session.metrics.update(metrics)
         of_all = of_all.plus(loss.clone(), count, finished)
@@ -199,21 +192,11 @@ def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "o
     )
 
 
-# --- collectors
+# --- losses of embeddings
 
 
-class SumsOfBatches:
-    """Runs the task itself: each batch adds to the totals."""
-
-    def __init__(self, task: Task):
-        self.task = task
-
-    def keep(self, real: bool) -> None:
-        """Finish a batch."""
-
-
-class LossOfEmbeddings(SumsOfBatches):
-    """Collects the embeddings of all batches; the loss is computed for `batch.global_size` of them at a time, in the
+class Embedded:
+    """The embeddings of all batches of a set; the loss is computed for `batch.global_size` of them at a time, in the
     order of the data, as in training, so it depends neither on the evaluation's micro-batch nor on the ranks.
 
     They are kept on the host: copying them waits for the device once per batch.
@@ -270,8 +253,3 @@ def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> lis
     numbers = [torch.arange(len(part[0])) * len(parts) + rank for rank, part in enumerate(parts)]
     order = torch.cat(numbers).argsort()
     return [tensor[order] for tensor in joined]
-
-
-def collector_for(task: Task) -> SumsOfBatches:
-    """The collector for the task's batches, in one evaluation."""
-    return LossOfEmbeddings(task) if has_embeddings(task) else SumsOfBatches(task)

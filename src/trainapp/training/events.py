@@ -128,8 +128,15 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
         }
     if progress.update or not session.attempt.logged:
         return
-    scalars = session.attempt.logged | {"epoch": batches.epochs(progress)}
-    scalars |= session.sizes.scalars(batches) | session.meter.scalars()
+    size = session.sizes.train.size
+    scalars = session.attempt.logged | {
+        "epoch": batches.epochs(progress),
+        "batch/global_size": batches.global_size,
+        "batch/micro_size": size,
+        "batch/accumulation": batches.accumulation(size),
+        "batch/eval_micro_size": session.sizes.evaluation.size,
+    }
+    scalars |= session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
 

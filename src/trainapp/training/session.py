@@ -48,20 +48,13 @@ class Objective(NamedTuple):
         return cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
 
 
-class Evaluated(NamedTuple):
-    """The results for one data set, by metric: numbers, and results of stateful metrics."""
-
-    means: dict[str, float]
-    results: dict[str, Any]
-
-
 @dataclass
 class Evaluation:
     """State of the current evaluation, which continues after it ran out of memory, and results of the last one."""
 
     totals: Totals | None = None  # so far, for the current data set
-    collector: Any = None  # collects its batches, see `training.evaluate`
-    finished: dict[str, Evaluated] = field(default_factory=dict)  # results of the sets already evaluated, by name
+    embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluate`
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
 
 
