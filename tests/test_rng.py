@@ -91,12 +91,3 @@ def test_an_own_generator_comes_back(generator):
     for _ in range(2):
         set_generator_state(generator, state)
         assert drawn() == expected
-
-
-def test_a_state_with_the_number_of_children_is_taken():
-    """As checkpoints of earlier versions have it."""
-    generator = np.random.default_rng(3)
-    state = generator_state(generator) | {"n_children_spawned": 2}
-    expected = generator.random()
-    set_generator_state(generator, state)
-    assert generator.random() == expected

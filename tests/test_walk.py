@@ -35,15 +35,6 @@ def test_what_owns_state_is_found():
     }
 
 
-def test_a_closure_is_looked_into():
-    queue = writing_models.QueueTask()
-
-    def task(model, batch):
-        return queue(model, batch)
-
-    assert "task.queue" in Stateful(task=task).owners
-
-
 def test_nothing_is_found_in_ordinary_parts():
     found = Stateful(model=nn.Linear(1, 1), task=writing_models.cross_entropy, data=[1, 2, 3])
     assert not found.owners

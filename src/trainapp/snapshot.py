@@ -63,7 +63,8 @@ class Structure:
         self._filled = [registry for registry in self.registries if registry]
         self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = list(map(vars, [*own, *objects]))
+        self.attributes: list[dict[str, Any]] = list(map(vars, own))
+        self.objects: list[dict[str, Any]] = list(map(vars, objects))
         self.parameters: dict[str, Tensor] = {}  # this rank's shards
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
@@ -145,7 +146,7 @@ class State:
 
 class Snapshot:
     """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: other
-    objects whose attributes are restored, such as a task.
+    objects, such as a task, whose plain values, tensors and arrays in attributes are restored.
 
     verified: number of first steps in which checksums are compared. Attributes: `written`, the parameters that forwards
     are known to write; `lost`, parameters that the last `restore` found written without having a copy.
@@ -209,7 +210,7 @@ class Snapshot:
     def _references(self, structure: Structure, contents: list[dict[str, Any]]) -> _References:
         return _References(
             contents,
-            list(map(dict.copy, structure.attributes)),
+            list(map(dict.copy, structure.attributes)) + list(map(_plain, structure.objects)),
             list(map(_IS_TRAINING, structure.modules)),
             {name: owner.copy() for name, owner in self._owners.items()},
         )
@@ -305,8 +306,12 @@ class Snapshot:
             _refill(registry, before | moving)
 
     def _restore_attributes(self, structure: Structure, references: _References) -> None:
-        for now, before in zip(structure.attributes, references.attributes, strict=True):
+        modules = len(structure.attributes)
+        for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
             _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
+        for now, before in zip(structure.objects, references.attributes[modules:], strict=True):
+            plain = _plain(now)
+            _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
 
@@ -409,6 +414,12 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(before[name] is not value for name, value in held.items()):
         held.clear()
         held.update(before)
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The plain values, tensors and arrays among an object's attributes; a loss of embeddings may keep others."""
+    kept = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
+    return {n: v for n, v in attributes.items() if isinstance(v, kept) or (_is_kept(v) and not v.requires_grad)}
 
 
 def _is_kept(value: Any) -> bool:

@@ -56,12 +56,6 @@ def _copied(state: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
 
 
-def generator_owner(generator: Any) -> Owner:
-    """The owner of a generator of torch, NumPy or Python."""
-    get = functools.partial(generator_state, generator)
-    return Owner(get, functools.partial(set_generator_state, generator), "generator")
-
-
 class Stateful:
     """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
 
@@ -88,7 +82,8 @@ class Stateful:
                 self.modules[name] = found
                 self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, True)
         elif is_generator(found):
-            self.owners[name] = generator_owner(found)
+            get, put = (functools.partial(own, found) for own in (generator_state, set_generator_state))
+            self.owners[name] = Owner(get, put, "generator")
         elif has_protocol(found):
             self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
 

@@ -52,15 +52,6 @@ def test_agrees_with_plain_pytorch(tmp_path):
     assert abs(float(trained) - line["loss"]) > 1e-3  # train mode uses the batch's own statistics
 
 
-def test_padded_tokens_weigh_by_their_number(tmp_path):
-    overrides = (*runs.MODELS["gpt"], "data.min_length=1", "every.eval=4")
-    losses = []
-    for size in (40, 7):
-        runs.run(tmp_path / str(size), *overrides, f"batch.eval_micro_size={size}")
-        losses.append(helpers.evaluations(tmp_path / str(size))[-1]["loss"])
-    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
-
-
 @pytest.mark.parametrize("case", ["resnet", "gpt"])
 def test_how_often_it_is_done_changes_nothing_in_training(tmp_path, case):
     """Neither BatchNorm's statistics nor the draws of dropout."""
@@ -91,14 +82,6 @@ def test_the_runs_own_files_stay(tmp_path):
 def test_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="it needs a trained model; name the checkpoint"):
         runs.run(tmp_path, *runs.MODELS["mlp"], "mode=eval")
-
-
-def test_the_best_is_the_first_of_the_best(tmp_path):
-    run = runs.run_until(tmp_path, 8, *runs.MODELS["mlp"], "train.max_steps=8", "every.eval=1", "optimizer.lr=0.3")
-    accuracies = [line["accuracy"] for line in helpers.evaluations(tmp_path)]
-    assert run.state.progress.best == max(accuracies)
-    assert run.state.progress.best_step == accuracies.index(max(accuracies)) + 1
-    assert run.state.progress.objective == accuracies[-1]
 
 
 class Caching(nn.Module):

@@ -200,9 +200,3 @@ def test_only_the_one_parameter_is_updated():
     step_alone(optimizer, parameters[1], optimizer.param_groups[0])
     assert [p[0].item() for p in parameters] == [1, 0.5, 1]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
-
-
-def test_what_needs_all_gradients_is_refused(tmp_path):
-    """All that is: config/excludes.py."""
-    message = runs.refusal(tmp_path, *runs.MODELS["mlp"], ON, "train.grad_clip=1.0")
-    assert message.startswith("optimizer.in_backward=true: a parameter is updated")

@@ -82,14 +82,6 @@ def test_arguments_that_a_task_does_not_take(tmp_path, task, message):
         runs.run(tmp_path, *OWN, f"task={task}")
 
 
-def test_the_temperature_of_a_contrastive_loss(tmp_path):
-    data = ("data._target_=trainapp.data.sets.digits.DigitPairs", "batch.global_size=32", "train.max_steps=1")
-    for temperature in (0.1, 1.0):
-        task = f"task={{_target_: contrastive, temperature: {temperature}}}"
-        runs.run(tmp_path / str(temperature), "model=mlp", *data, task, "every.log=1")
-    assert losses_of(tmp_path / "0.1") != losses_of(tmp_path / "1.0")
-
-
 # What a task says of itself: as a function, an object, a `functools.partial` of either, checked or not
 
 

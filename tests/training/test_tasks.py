@@ -47,20 +47,10 @@ def test_metrics_may_be_plain_numbers(tmp_path):
     assert metrics(tmp_path)[-1]["a_bool"] == pytest.approx(3 / 16)  # once per micro-batch
 
 
-_CENTRES = torch.nn.Embedding(10, 10)
-
-
-def uses_a_global_module(model, batch):
-    logits = model(batch["inputs"])
-    loss = (logits - _CENTRES(batch["targets"])).square().sum()
-    return loss, len(logits), {}
-
-
 REFUSED = {  # results in a wrong form: test_loss_check.py
     "own_tasks.several_metrics": r"task=own_tasks\.several_metrics: must return .*'right': torch\.bool\[16\]",
     "own_tasks.detached": r"task=own_tasks\.detached: its loss needs no gradient",
     "own_tasks.with_parameters": r"the loss depends on 1 parameters that are not among model\.parameters\(\) .*\[1\]",
-    "test_tasks.uses_a_global_module": r"the loss depends on 1 parameters that are not .* \(of shape \[10, 10\]\)",
 }
 
 

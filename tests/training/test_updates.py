@@ -131,6 +131,26 @@ class Relative:
         self.mean = state["mean"]
 
 
+class Failing:
+    """Out of memory in one call of this update's task, or wherever its forward has more samples."""
+
+    def __init__(self, update, above=sys.maxsize, call=None):
+        self.update, self.above, self.call = update, above, call
+        self.calls, self.failed = 0, []
+
+    def __call__(self, run, task):
+        def failing(model, batch):
+            result, samples = task(model, batch), len(batch["inputs"])
+            if run.engine.phase == "forward" and run.state.update.name == self.update:
+                self.calls += 1
+                if self.calls == self.call or samples > self.above:
+                    self.failed.append(samples)
+                    raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return result
+
+        return failing
+
+
 @pytest.mark.slow
 def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     """After an error in its second micro-batch, and by a resume."""
@@ -142,29 +162,11 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     runs.run(tmp_path / "b", *settings)
     assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
     assert [*runs.saved(tmp_path / "a", 4)["stateful"][0]] == ["generator's task"]
-    failing_run(tmp_path / "c", SecondOf("generator"), *settings)
+    failing_run(tmp_path / "c", Failing("generator", call=2), *settings)
     schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 4}}"
     runs.run(tmp_path / "d", *settings, schedule)
     assert runs.differences(end(tmp_path / "c", 4), end(tmp_path / "d", 4)) == []
     assert runs.differences(end(tmp_path / "c", 4)["stateful"], end(tmp_path / "a", 4)["stateful"]) != []
-
-
-class SecondOf:
-    """Out of memory in this update's second micro-batch, once."""
-
-    def __init__(self, update):
-        self.update, self.calls = update, 0
-
-    def __call__(self, run, task):
-        def failing(model, batch):
-            result = task(model, batch)
-            if run.engine.phase == "forward" and run.state.update.name == self.update:
-                self.calls += 1
-                if self.calls == 2:
-                    raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return result
-
-        return failing
 
 
 def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch):
@@ -217,28 +219,11 @@ def test_a_run_that_is_killed_between_two_updates_resumes_exactly(tmp_path):
 # Memory
 
 
-class Above:
-    """Out of memory wherever a forward of this update has more samples."""
-
-    def __init__(self, update, samples):
-        self.update, self.samples, self.failed = update, samples, []
-
-    def __call__(self, run, task):
-        def failing(model, batch):
-            is_here = run.engine.phase == "forward" and run.state.update.name == self.update
-            if is_here and len(batch["inputs"]) > self.samples:
-                self.failed.append(len(batch["inputs"]))
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return task(model, batch)
-
-        return failing
-
-
 @pytest.mark.slow
 def test_each_update_has_sizes_of_its_own(tmp_path):
     """The generator runs out of memory above 4 samples: the other keeps 16. The result is the replay's, bit for bit."""
     settings = ("model.dropout=0.2", "train.max_steps=3", "oom.grow=false")
-    above = Above("generator", 4)
+    above = Failing("generator", above=4)
     ended = failing_run(tmp_path / "a", above, *OWN, *settings, "batch.micro_size=auto")
     assert above.failed == [16, 8]
     assert result(tmp_path / "a")["micro_schedule"] == {"discriminator": {"1": 16}, "generator": {"1": 4}}
@@ -317,7 +302,7 @@ def measured(model, batch):
 def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
     """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
     own_hooks.SEEN.clear()
-    above = Above("generator", 4)
+    above = Failing("generator", above=4)
     hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "+metrics.mine={_target_: own_hooks.Unmergeable}")
     chosen = (*HOOKED, *hooks, "task=test_updates.measured", "objective=max mine")
     failing_run(tmp_path, above, *chosen, "batch.micro_size=auto", "oom.grow=false")

@@ -188,15 +188,11 @@ class Engine:
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients in `p.grad`."""
         self.phase = Phase.BACKWARD
-        with self._around_backward(loss, micro):
+        is_checked = self.is_first and micro.last
+        with checked_gradients(self.state.model, loss) if is_checked else contextlib.nullcontext():
             backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
         if not self.phase.is_partial:  # else it stays so until the commit
             self.phase = Phase.DATA
-
-    def _around_backward(self, loss: Tensor, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        if self.is_first and micro.last:
-            return checked_gradients(self.state.model, loss)
-        return contextlib.nullcontext()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by fp16's loss scale."""

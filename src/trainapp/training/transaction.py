@@ -108,16 +108,14 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
 # --- watched memory
 
 
-def watch_step(session: Session, step: Step) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def watch_step(session: Session, step: Step) -> Iterator[None]:
     """Use around a whole step."""
     # Watching runs a compiled step uncompiled: results would round differently in steps chosen by the clock.
     is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
-    is_watched = session.sizes.train.is_unvalidated or step.is_drawn or is_due
-    return _watched_step(session, step) if is_watched else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _watched_step(session: Session, step: Step) -> Iterator[None]:
+    if not (session.sizes.train.is_unvalidated or step.is_drawn or is_due):
+        yield
+        return
     # Create the scale and weight tensors now, so they are not attributed to the step.
     session.engine.scaled(session.engine.weight_of(step.samples))
     with session.memory.watch(session.meter.resident()):
@@ -125,6 +123,7 @@ def _watched_step(session: Session, step: Step) -> Iterator[None]:
     session.memory.note_step()
 
 
+@contextlib.contextmanager
 def watched(
     session: Session,
     sizes: MicroBatchSizes,
@@ -132,20 +131,16 @@ def watched(
     batch: Any,
     samples: int | None = None,
     always: bool = False,
-) -> contextlib.AbstractContextManager[None]:
+) -> Iterator[None]:
     """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
     batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
     sizes: the search that chose this size. ranks: ranks running this batch together. samples: reported with the peak;
     None if the peak is not representative. always: watch whatever the sizes say.
     """
-    if always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated:
-        return _watched(session, sizes, ranks, batch, samples)
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _watched(session: Session, sizes: MicroBatchSizes, ranks: Ranks, batch: Any, samples: int | None) -> Iterator[None]:
+    if not (always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated):
+        yield
+        return
     # A step's first micro-batch is not typical: no gradients are in memory yet.
     is_typical = sizes is session.sizes.evaluation or bool(session.engine.gradients())
     with session.memory.watch(session.meter.resident()):
