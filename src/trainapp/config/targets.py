@@ -3,14 +3,13 @@
 Hydra's own block-list is not a security boundary (torch.load and os._exit pass it), so this is an allow-list.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -87,17 +86,10 @@ def require_package(package: str, setting: str) -> None:
 
     setting: the setting with its value, for the message.
     """
-    if package in EXTRAS and not _is_installed(package):
+    if package in EXTRAS and importlib.util.find_spec(package) is None:
         raise UserError(
             f"{setting}: needs {package}, which is not installed; pip install 'trainapp[{EXTRAS[package]}]'"
         )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # half installed
-        return False
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
@@ -122,7 +114,14 @@ def construct(
     Nodes with a `_target_` in the arguments, at any depth and in lists, are built first: see `_build`. Raises UserError
     for all arguments that do not fit, and for targets that are not allowed.
     """
-    return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
+    values = arguments_of(target, arguments, setting, user_packages, provided)
+    try:
+        return target(**values)
+    except Exception as error:
+        # Transformers' configurations validate values with their own error types.
+        if not isinstance(error, ValueError) and not str(getattr(target, "__module__", "")).startswith("transformers."):
+            raise
+        raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
 def arguments_of(
@@ -133,7 +132,7 @@ def arguments_of(
     provided: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The arguments with which `construct` calls the target, for targets that are called more than once."""
-    takes = inspect.signature(target).parameters
+    takes = _parameters(target)
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     if errors := check_arguments(target, arguments, setting, provided):
@@ -141,14 +140,11 @@ def arguments_of(
     return {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()} | provided
 
 
-def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return target(*positional, **arguments)
-    except Exception as error:
-        # Transformers' configurations validate values with their own error types.
-        if not isinstance(error, ValueError) and not str(getattr(target, "__module__", "")).startswith("transformers."):
-            raise
-        raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
+        return inspect.signature(target).parameters
+    except ValueError:  # a class written in C, without a signature: it may take anything
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
@@ -161,25 +157,21 @@ def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
         return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    values = {k: _build(v, f"{setting}.{k}", user_packages) for k, v in node.items() if k != "_target_"}
     if "_target_" not in node:
-        return values
+        return {key: _build(value, f"{setting}.{key}", user_packages) for key, value in node.items()}
     target = locate(node["_target_"], f"{setting}._target_", user_packages)
-    positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
-    if is_partial:
-        return functools.partial(target, *positional, **values)
-    try:
-        inspect.signature(target).bind(*positional, **values)
-    except TypeError as error:
-        raise UserError(f"{setting}: {node['_target_']}: {error}") from None
-    except ValueError:  # a class written in C, without a signature
-        pass
-    return _call(target, positional, values, setting)
+    arguments = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
+    if "_args_" in node:
+        target = functools.partial(target, *_build(node["_args_"], f"{setting}._args_", user_packages))
+    if node.get("_partial_"):
+        return functools.partial(target, **_build(arguments, setting, user_packages))
+    return construct(target, arguments, setting, user_packages)
 
 
 # Checking values against annotations: pydantic's errors as messages that say what to change
 
 _TYPES = ("int", "float", "str", "bool", "constrained-int", "constrained-float")
+_ANY_CLASS = pydantic.ConfigDict(arbitrary_types_allowed=True)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -228,7 +220,7 @@ def check_arguments(
     anything; arguments that hold a `_target_` are checked once they are built. path: the setting of the arguments, such
     as `model`, for messages. provided: parameters that the application fills in.
     """
-    parameters = inspect.signature(target).parameters
+    parameters = _parameters(target)
     named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
     is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     settable = [name for name in named if name not in ("params", "self")]
@@ -238,11 +230,8 @@ def check_arguments(
     errors += [f"{path}.{name}: required, but not set" for name in required if name not in {*arguments, *provided}]
     hints = _hints(target)
     for name, value in arguments.items():
-        if name in hints and not _holds_target(value) and (adapter := _adapter(hints[name])) is not None:
-            try:
-                adapter.validate_python(value)
-            except pydantic.ValidationError as error:
-                errors += messages(error, f"{path}.{name}", lambda location: [])
+        if name in hints and not _holds_target(value):
+            errors += _misfits({name: value}, hints[name], path)
     return errors
 
 
@@ -262,12 +251,15 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
-    """Pydantic's validator for the annotation; None if there is none, as for unresolved names."""
-    # no configuration for a type that has its own
-    for config in (pydantic.ConfigDict(arbitrary_types_allowed=True), None):
-        with contextlib.suppress(Exception):
-            adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
-            if adapter.pydantic_complete:
-                return adapter
-    return None
+def _misfits(argument: dict[str, Any], annotation: Any, path: str) -> list[str]:
+    """Errors of one argument; none for an annotation that pydantic cannot check, such as an unresolved name."""
+    try:
+        # As a dictionary: a type with a configuration of its own accepts no other.
+        adapter: TypeAdapter[Any] = TypeAdapter(dict[str, annotation], config=_ANY_CLASS)
+        if adapter.pydantic_complete:
+            adapter.validate_python(argument)
+    except pydantic.ValidationError as error:
+        return messages(error, path, lambda location: [])
+    except Exception:  # of many kinds
+        return []
+    return []
