@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainapp.files import strict_json
-from trainapp.units import listed
 
 # Sections and settings, as users write them. A section includes all its settings and constructor arguments.
 _MUST_MATCH = (
@@ -50,8 +49,8 @@ _NOT_COMPARED = (
     "activation_checkpointing.modes",
     "activation_checkpointing.compiled_budget",
 )
-_AS_WRITTEN = {"loader": "data", "target": "_target_", "task_arguments": "task"}
-_UNSET = object()  # an argument that one of two configurations does not name
+_AS_WRITTEN = {"target": "_target_", "task_arguments": "task"}
+_UNSET = "not set"  # an argument that one of two configurations does not name
 
 
 class Change(NamedTuple):
@@ -74,19 +73,12 @@ class Change(NamedTuple):
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """The differences between two configurations, as `Config.to_dict` or its JSON."""
     old, new = (dict(_settings(json.loads(strict_json(of, default=str)))) for of in (before, now))
-    return [
-        Change(name, _text(old.get(name, _UNSET)), _text(new.get(name, _UNSET)))
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name, _UNSET) != new.get(name, _UNSET)
-    ]
-
-
-def in_one_line(found: list[Change]) -> str:
-    """The changes, for a line of the log."""
-    return listed((f"{change.name} {change.before} -> {change.now}" for change in found), most=8)
+    found = ((name, old.get(name, _UNSET), new.get(name, _UNSET)) for name in sorted(old.keys() | new.keys()))
+    return [Change(name, _text(then), _text(own)) for name, then, own in found if then != own]
 
 
 def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and values of all settings, as a user writes them."""
     for key, value in values.items():
         name = prefix + _AS_WRITTEN.get(key, key)
         if name in _NOT_COMPARED:
@@ -103,6 +95,4 @@ def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _text(value: Any) -> str:
-    if value is _UNSET:
-        return "not set"
     return value if isinstance(value, str) else json.dumps(value)

@@ -15,6 +15,7 @@ from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.session import Session
+from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ def _follow_settings(session: Session, path: Path) -> None:
     changes = resume_rules.changes(read_manifest(path)["config"], session.config.to_dict())
     if not changes:
         return
-    log.info("other settings than in the checkpoint: %s", resume_rules.in_one_line(changes))
+    texts = (f"{change.name} {change.before} -> {change.now}" for change in changes)
+    log.info("other settings than in the checkpoint: %s", listed(texts, most=8))
     progress, sections = session.state.progress, {change.name.partition(".")[0] for change in changes}
     if progress.stopped is not None and sections & {"stopping", "callbacks"}:
         log.info("the run had ended (%s); with these settings it continues", progress.stopped)
