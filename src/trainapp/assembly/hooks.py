@@ -23,7 +23,6 @@ from trainapp.training.session import Objective, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 SAMPLES = 2  # no fewer: the last evaluation batch may be this small
-NOT_EVALUATED = -1  # step of the last evaluation that makes one due before the first step
 Hooks = dict[str, dict[str, Any]]  # the objects of `metrics`, `callbacks` and `tracker`, by section and name
 log = logging.getLogger(__name__)
 
@@ -108,25 +107,16 @@ def try_metrics(session: Session) -> None:
 
     Raises errors of the metrics, and UserError if a built-in task does not have the metric named by `objective` or
     `stopping.metric`. Any other task may have it only for other samples: the run then starts with an evaluation, which
-    reports it if it is missing. A run that is never evaluated gets a warning. Collective.
+    reports it if it is missing. Collective.
     """
-    config = session.config
-    if config.mode != "train":
+    if session.config.mode != "train" or not (session.eval_sets and any(session.limits.evaluate)):
         return
-    named = {"objective": config.objective}
-    if config.stopping.patience is not None:
-        named["stopping.metric"] = config.stopping.metric
-    named = {setting: text for setting, text in named.items() if text != "auto"}
-    if not (session.eval_sets and any(session.limits.evaluate)):
-        reason = "every.eval=null" if session.eval_sets else "the data has no validation split"
-        for setting, text in named.items():
-            log.warning("%s=%s: the run is never evaluated (%s), so this metric is missing", setting, text, reason)
-        return
-    found = {"loss", "accuracy"} if losses.is_built_in(session.task) else {"loss"}
-    if not losses.has_embeddings(session.task) and (session.metrics.names or not losses.is_built_in(session.task)):
+    is_built_in = losses.is_built_in(session.task)
+    found = {"loss", "accuracy"} if is_built_in else {"loss"}
+    if not losses.has_embeddings(session.task) and (session.metrics.names or not is_built_in):
         found |= _tried(session)
     if session.state.progress.objective is None:  # never evaluated before
-        _require_known(session, named, found)
+        _require_known(session, found | session.metrics.names)
 
 
 def _tried(session: Session) -> set[str]:
@@ -160,16 +150,21 @@ def _metrics_of_first(session: Session, batch: Any) -> Any:
     return metrics
 
 
-def _require_known(session: Session, named: Mapping[str, str], found: set[str]) -> None:
-    found |= session.metrics.names
+def _require_known(session: Session, found: set[str]) -> None:
+    config, progress = session.config, session.state.progress
     known = {f"{name}/{metric}" if name else metric for name in session.eval_sets for metric in found}
+    named = {"objective": config.objective}
+    if config.stopping.patience is not None:
+        named["stopping.metric"] = config.stopping.metric
     for setting, text in named.items():
+        if text == "auto":
+            continue
         direction, metric = text.split()
         owner = metric.rpartition("/")[0]  # `per_class/3` is a value of the metric per_class
         if metric in known or (owner in known and owner.rpartition("/")[2] in session.metrics.names):
             continue
         if losses.is_built_in(session.task):
             raise no_such_metric(Objective(direction, metric), known, setting)
-        if session.state.progress.step == 0:
-            session.state.progress.evaluated_at = NOT_EVALUATED
+        if progress.step == 0:
+            progress.evaluated_at = -1  # makes an evaluation due before the first step
             log.info("%s=%s: not among the metrics of the first samples, so evaluating first", setting, text)
