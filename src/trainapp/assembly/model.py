@@ -6,7 +6,7 @@ Used for training on real tensors and for plans on fake ones.
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers
 from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import freeze_matching
-from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
@@ -53,9 +52,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     components, device, precision = parts.components, parts.device, parts.numerics
     is_meta = parts.initial_device is None and _starts_on_meta(config, ranks)
     model = _on_device(config, components, device, "meta" if is_meta else parts.initial_device)
-    if lazy := lazy_modules(model):
-        example = None if is_meta else parts.batches.example
-        materialise(model, lazy, example, components.training_tasks, device, precision)
+    materialise(model, parts, device, is_meta)
     _make_gradients_dense(model)
     freeze_matching(model, config.model.freeze)
     names = updates.names_of(config, model)
@@ -135,24 +132,18 @@ def _make_gradients_dense(model: nn.Module) -> None:
             log.info("the gradient of %s is made dense: a sparse one cannot be clipped", name)
 
 
-def materialise(
-    model: nn.Module,
-    lazy: list[str],
-    example: Callable[[int], Any] | None,
-    tasks: Iterable[losses.Task],
-    device: torch.device,
-    precision: Precision,
-) -> None:
-    """Give lazy modules their shapes by a forward of two samples, equal on every rank."""
-    if example is not None:
+def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: bool = False) -> None:
+    """Give lazy modules their shapes by a forward of two samples, equal on every rank. Raises UserError for modules
+    that it does not reach. is_meta: whether the model has no values to compute with.
+    """
+    if not is_meta and lazy_modules(model):
         model.eval()
-        with torch.no_grad(), precision.autocast:
-            for task in tasks:
-                task(model, map_tensors(lambda tensor: tensor.to(device), example(2)))
+        with torch.no_grad(), parts.numerics.autocast:
+            for task in parts.components.training_tasks:
+                task(model, map_tensors(lambda tensor: tensor.to(device), parts.batches.example(2)))
         model.train()
-        lazy = lazy_modules(model)
-    if lazy:
-        reason = "parallel.fsdp.meta_init=true" if example is None else "a forward of the first two samples"
+    if lazy := lazy_modules(model):
+        reason = "parallel.fsdp.meta_init=true" if is_meta else "a forward of the first two samples"
         raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; state them")
 
 

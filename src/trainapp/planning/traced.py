@@ -116,7 +116,7 @@ def _on_fakes(
         if gpu is not None:
             stack.enter_context(gpu.engine())
             parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
-        model = _model_without_data(parts.components, fake, parts.batches.example, host, parts)
+        model = _model_without_data(parts, fake, host)
         parts.components = dataclasses.replace(parts.components, model=model)
         if isinstance(ranks, SimulatedRanks):
             ranks = ranks.on(parts.device)
@@ -167,15 +167,13 @@ def _settle_shards(work: Work, fake: Callable[[Tensor], Tensor]) -> None:
 
 
 def _model_without_data(
-    components: Components,
-    fake: Callable[[Tensor], Tensor],
-    example: Callable[[int], Any],
-    device: torch.device,
-    parts: Parts,
+    parts: Parts, fake: Callable[[Tensor], Tensor], device: torch.device
 ) -> Callable[..., nn.Module]:
     """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise for
     real, for lazy modules and models that read values, and then drops the data.
     """
+
+    components = parts.components
 
     @functools.wraps(components.model, updated=())
     def made(*args: Any, **kwargs: Any) -> nn.Module:
@@ -187,8 +185,7 @@ def _model_without_data(
         try:
             with outside_dispatch_modes(), torch.device(device):
                 model: nn.Module = components.model(*args, **kwargs)
-                if lazy := lazy_modules(model):
-                    materialise(model, lazy, example, components.training_tasks, device, parts.numerics)
+                materialise(model, parts, device)
         except Exception as error:
             raise error from first
         _drop_data(model, fake)

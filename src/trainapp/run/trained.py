@@ -26,7 +26,7 @@ from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.models import adapters
-from trainapp.models.inspect import is_of_transformers, lazy_modules, restore_cache
+from trainapp.models.inspect import is_of_transformers, restore_cache
 from trainapp.optim.optimizers import freeze_matching
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run.resume import BUILT_FROM, as_saved, saved_config
@@ -76,9 +76,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
     with contextlib.closing(load_parts(config, SingleRank())) as parts:
         data, precision = parts.components.train_data, parts.numerics
         built = constructed(config, parts.components)
-        if lazy := lazy_modules(built):
-            tasks = parts.components.training_tasks
-            materialise(built, lazy, parts.batches.example, tasks, parts.device, precision)
+        materialise(built, parts, parts.device)
         freeze_matching(built, config.model.freeze)
         precision.cast_parameters(built)
     values = checkpointer.restore_model(built, path)
