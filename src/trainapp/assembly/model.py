@@ -51,14 +51,10 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     """
     components, device, precision = parts.components, parts.device, parts.numerics
     is_meta = parts.initial_device is None and _starts_on_meta(config, ranks)
-    model = _on_device(config, components, device, "meta" if is_meta else parts.initial_device)
-    materialise(model, parts, device, is_meta)
-    _make_gradients_dense(model)
-    freeze_matching(model, config.model.freeze)
+    model = built(config, parts, is_meta)
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
         require_suited(Situation(own, model, components.knows_loss))
-    precision.cast_parameters(model)
     if config.mode == "train" and config.train.check_loss:
         for task in components.training_tasks:
             checks.require_sum(task, config, parts, model, ranks)
@@ -104,32 +100,55 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
 
 
 def _kind_of_engine(config: Config, components: Components) -> type[Engine]:
-    embeds = any(map(losses.has_embeddings, components.training_tasks))
     if config.optimizer.in_backward:
-        return CachedInBackward if embeds else InBackward
-    return CachedGradients if embeds else Engine
+        return CachedInBackward if components.has_embeddings else InBackward
+    return CachedGradients if components.has_embeddings else Engine
 
 
 class CachedInBackward(InBackward, CachedGradients):
     """Both; the update happens during pass 3."""
 
 
-def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
-    """The model in training mode on `device`, initialised on device `initial`: see `assemble`."""
+def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
+    """The model in training mode on its device: constructed, its lazy modules given their shapes, its parameters frozen
+    and cast as the configuration says. is_meta: build it on the meta device.
+    """
+    initial = "meta" if is_meta else parts.initial_device
     with torch.device(initial) if initial else contextlib.nullcontext():
-        model = constructed(config, components)
-    if initial != "meta" and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+        model = _constructed(config, parts.components)
+    device = parts.device
+    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.train()
-    return model
-
-
-def _make_gradients_dense(model: nn.Module) -> None:
-    """Switch off `sparse=True` of embeddings, whose gradients clipping and most optimizers do not support."""
+    materialise(model, parts, device, is_meta)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
-            log.info("the gradient of %s is made dense: a sparse one cannot be clipped", name)
+            log.info("the gradient of %s is made dense: clipping and most optimizers take no sparse one", name)
+    freeze_matching(model, config.model.freeze)
+    parts.numerics.cast_parameters(model)
+    return model
+
+
+def _constructed(config: Config, components: Components) -> nn.Module:
+    """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
+    spec = components.spec
+    required = [
+        name
+        for name, parameter in inspect.signature(components.model).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    lacking = [name for name in required if name not in config.model.arguments and name not in spec]
+    if lacking:
+        raise UserError(
+            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
+            f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
+        )
+    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
+    without_cache(model)
+    if spec.get("packed") and is_of_transformers(model):
+        require_documents_apart(model)
+    return model
 
 
 def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: bool = False) -> None:
@@ -169,27 +188,6 @@ def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
     return ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
-
-
-def constructed(config: Config, components: Components) -> nn.Module:
-    """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
-    spec = components.spec
-    required = [
-        name
-        for name, parameter in inspect.signature(components.model).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    lacking = [name for name in required if name not in config.model.arguments and name not in spec]
-    if lacking:
-        raise UserError(
-            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
-        )
-    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
-    without_cache(model)
-    if spec.get("packed") and is_of_transformers(model):
-        require_documents_apart(model)
-    return model
 
 
 def _spread(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainapp.assembly.model import constructed, materialise
+from trainapp.assembly import model as assembly
 from trainapp.assembly.parts import load_parts
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
@@ -27,7 +27,6 @@ from trainapp.files import strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.models import adapters
 from trainapp.models.inspect import is_of_transformers, restore_cache
-from trainapp.optim.optimizers import freeze_matching
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run.resume import BUILT_FROM, as_saved, saved_config
 from trainapp.units import bytes_text, listed
@@ -74,11 +73,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
         precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
     )
     with contextlib.closing(load_parts(config, SingleRank())) as parts:
-        data, precision = parts.components.train_data, parts.numerics
-        built = constructed(config, parts.components)
-        materialise(built, parts, parts.device)
-        freeze_matching(built, config.model.freeze)
-        precision.cast_parameters(built)
+        data, built = parts.components.train_data, assembly.built(config, parts)
     values = checkpointer.restore_model(built, path)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
