@@ -120,14 +120,21 @@ def try_metrics(session: Session) -> None:
 
 
 def _tried(session: Session) -> set[str]:
-    """The names of the metrics that the task has for the first samples, on any rank."""
+    """The names of the metrics that the task has for the first samples, on any rank. Collective."""
     found: set[str] = set()
+    session.ranks.enable_votes(False)
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
         with torch.no_grad(), session.snapshot.undone(), uncompiled():
+            for module in session.state.modules:  # the snapshot restores their modes
+                module.eval()
             try:
-                metrics = _metrics_of_first(session, batches.example(SAMPLES))
+                batch = map_tensors(lambda tensor: tensor.to(session.state.device), batches.example(SAMPLES))
+                with session.state.precision.autocast:
+                    _, _, metrics = session.strategy.evaluate(session.task, batch)
+                if session.strategy.forward_is_collective:
+                    session.strategy.finish_accumulation()
             except Exception as error:  # the first evaluation raises it again
                 log.debug("the metrics cannot be tried: %s", error)
                 continue
@@ -135,19 +142,6 @@ def _tried(session: Session) -> set[str]:
         found |= {*metrics} - {EVERY}
     session.metrics.reset()
     return set().union(*session.ranks.all_gather_object(found))
-
-
-def _metrics_of_first(session: Session, batch: Any) -> Any:
-    """What the task returns as metrics for a batch. Collective with FSDP."""
-    for module in session.state.modules:  # the snapshot restores their modes
-        module.eval()
-    batch = map_tensors(lambda tensor: tensor.to(session.state.device), batch)
-    session.ranks.enable_votes(False)
-    with session.state.precision.autocast:
-        _, _, metrics = session.strategy.evaluate(session.task, batch)
-    if session.strategy.forward_is_collective:
-        session.strategy.finish_accumulation()
-    return metrics
 
 
 def _require_known(session: Session, found: set[str]) -> None:

@@ -104,13 +104,13 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
 
 
 def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
-    """The values in the layout of `Config`: a task's arguments apart from its name."""
+    """The values in the layout of `Config`: tasks' arguments apart from their names, without what is null among the
+    hooks and the evaluation sets, and the updates' optimizers with the settings of the common one.
+    """
     sections = _with_task(plain)
-    for group in ("metrics", "callbacks", "tracker"):
-        nodes = plain.get(group)
-        if nodes is None or isinstance(nodes, dict):
-            sections[group] = {name: node for name, node in (nodes or {}).items() if node is not None}
-    sections["eval"] = plain.get("eval") or {}
+    for group in ("metrics", "callbacks", "tracker", "eval"):
+        nodes = plain.get(group) or {}
+        sections[group] = {k: v for k, v in nodes.items() if v is not None} if isinstance(nodes, dict) else nodes
     if isinstance(plain.get("updates"), list):
         sections["updates"] = [_with_optimizer(update, plain.get("optimizer")) for update in plain["updates"]]
     return sections
