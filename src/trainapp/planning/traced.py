@@ -18,7 +18,7 @@ from trainapp.assembly.parts import Parts, load_parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.memory.host import total_bytes
-from trainapp.models.inspect import is_of_transformers, lazy_modules, smallest_micro_batch
+from trainapp.models.inspect import is_of_transformers, smallest_micro_batch
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.planning.recorder import Breakdown, Recorder
