@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainapp.torch_private import local
@@ -170,8 +171,8 @@ def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> 
 
 
 class Quantizer:
-    """Stores values as codes (uint8, flat) with a scale per block (fp32), its largest magnitude. Read and written in
-    slices that start at a block.
+    """Stores values as codes (uint8, flat, whole blocks) with a scale per block (fp32), its largest magnitude. Read and
+    written in slices that start at a block.
 
     of_roots: for second moments, which are stored as their roots and never read as 0.
     """
@@ -198,42 +199,36 @@ class Quantizer:
 
     def empty(self, count: int) -> tuple[Tensor, Tensor]:
         """Codes and scales of `count` zeros."""
-        device = self._levels.device
-        codes = torch.zeros(-(-count // self._per_byte), dtype=torch.uint8, device=device)
-        return codes, torch.zeros(-(-count // self._block), device=device)
+        blocks, device = -(-count // self._block), self._levels.device
+        codes = torch.zeros(blocks * self._block // self._per_byte, dtype=torch.uint8, device=device)
+        return codes, torch.zeros(blocks, device=device)
 
     def read(self, codes: Tensor, scales: Tensor, piece: slice) -> Tensor:
         """The values, in fp32."""
-        codes = codes[self._bytes(piece)]
+        codes, scales = self._blocks(codes, scales, piece)
         if self.kind == "4bit":
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten()
-        values = self._by_code.index_select(0, codes.int())  # indexing by `[]` is 100 times slower on the CPU
+            codes = torch.stack((codes & 15, codes >> 4), -1)
+        values = self._by_code.index_select(0, codes.flatten().int())  # indexing by `[]` is 100 times slower on the CPU
+        values.view(-1, self._block).mul_(scales)
         values = values[: piece.stop - piece.start]
-        for block, scale in self._blocks(values, scales, piece.start):
-            block.mul_(scale)
         return values.square_() if self.of_roots else values
 
     def write(self, codes: Tensor, scales: Tensor, piece: slice, values: Tensor, generator: torch.Generator) -> None:
         """Store the values. Overwrites them."""
+        codes, scales = self._blocks(codes, scales, piece)
         if self.of_roots:
             values.sqrt_()
-        for block, scale in self._blocks(values, scales, piece.start):
-            largest = block.abs().amax(-1, keepdim=True)
-            scale.copy_(largest)
-            block.div_(largest.masked_fill_(largest == 0, 1))
-        codes[self._bytes(piece)] = self._encoded(values, generator)
+        if missing := -len(values) % self._block:  # of the last block
+            values = F.pad(values, (0, missing))
+        blocks = values.view(-1, self._block)
+        scales.copy_(blocks.abs().amax(-1, keepdim=True))
+        blocks.div_(scales.masked_fill(scales == 0, 1))
+        codes.copy_(self._encoded(values, generator).view(codes.shape))
 
-    def _bytes(self, piece: slice) -> slice:
-        return slice(piece.start // self._per_byte, -(-piece.stop // self._per_byte))
-
-    def _blocks(self, values: Tensor, scales: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Views [blocks, block] of the values with their scales [blocks, 1]; the last block may be short."""
-        size = self._block
-        whole, first = len(values) // size, start // size
-        parts = [(values[: whole * size].view(whole, size), scales[first : first + whole, None])]
-        if len(values) % size:
-            parts.append((values[None, whole * size :], scales[first + whole : first + whole + 1, None]))
-        return parts
+    def _blocks(self, codes: Tensor, scales: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        """Views of a slice's codes [blocks, bytes of a block] and scales [blocks, 1]."""
+        blocks = slice(piece.start // self._block, -(-piece.stop // self._block))
+        return codes.view(len(scales), -1)[blocks], scales[blocks, None]
 
     def _encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
         """Round each value stochastically to one of its two neighbouring levels. Overwrites the values."""
@@ -244,10 +239,7 @@ class Quantizer:
         is_above = torch.rand(share.shape, device=share.device, generator=generator).lt_(share)
         codes = is_above.to(torch.int32).add_(below).sub_(self._zero).bitwise_and_(self._mask)
         codes = codes.to(torch.uint8)
-        if self.kind == "4bit":
-            codes = torch.cat((codes, codes.new_zeros(len(codes) % 2)))
-            codes = codes[::2] | codes[1::2] << 4
-        return codes
+        return codes[::2] | codes[1::2] << 4 if self.kind == "4bit" else codes
 
 
 def _dynamic(bits: int, of_roots: bool) -> list[float]:
