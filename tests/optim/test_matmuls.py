@@ -202,21 +202,11 @@ def test_it_learns_as_bf16_does(tmp_path, kind):
 @by_kind
 def test_a_device_that_cannot(kind):
     """None is here whose kernels are missing: the message is that of a device that does not exist."""
-    with pytest.raises(UserError, match=rf"precision={kind}: xpu:9 cannot multiply") as refused:
+    with pytest.raises(UserError, match=rf"^precision={kind}: xpu:9 cannot multiply.*use precision=bf16$"):
         require_kernels(kind, torch.device("xpu:9"))
-    assert "\n" not in str(refused.value)
 
 
 @by_kind
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (("model=resnet", "model.width=16", "data=digits"), "no nn.Linear in the blocks of ResNet has two dimensions"),
-        (("model=mlp", "model.width=20", "data=digits"), "no nn.Linear in the blocks of MLP has two dimensions that"),
-    ],
-)
-def test_nothing_to_quantize(tmp_path, kind, model, message):
-    with pytest.raises(UserError) as refused:
-        runs.prepare(tmp_path, *model, f"precision={kind}")
-    assert str(refused.value).startswith(f"precision={kind}: {message}")
-    assert "\n" not in str(refused.value)
+def test_nothing_to_quantize(tmp_path, kind):
+    message = runs.refusal(tmp_path, "model=mlp", "model.width=20", "data=digits", f"precision={kind}")
+    assert message.startswith(f"precision={kind}: no nn.Linear in the blocks of MLP has two dimensions that")

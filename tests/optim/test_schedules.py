@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import runs
@@ -38,22 +39,23 @@ def at(steps, run=LONG, **settings):
     return [factor(step) for step in steps]
 
 
-def test_linear():
-    assert at([0, 25, 50, 75, 99, 100], shape="linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0.01, 0])
-    assert at([20, 60, 100], shape="linear", warmup=20, final=0.5) == pytest.approx([1, 0.75, 0.5])
+HALF = math.sqrt(0.5)
 
 
-def test_cosine():
-    assert at([0, 25, 50, 75, 100], shape="cosine") == pytest.approx(
-        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]
-    )
-    assert at([10, 55, 100], shape="cosine", warmup=10, final=0.1) == pytest.approx([1, 0.55, 0.1])
-
-
-def test_warmup_stable_decay():
-    """1 - sqrt over the last part: a quarter of the way through it the rate has halved."""
-    assert at([9, 10, 50, 80, 85, 100], shape="wsd", warmup=10, decay=20) == pytest.approx([1, 1, 1, 1, 0.5, 0])
-    assert at([85, 100], shape="wsd", decay=20, final=0.2) == pytest.approx([0.6, 0.2])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"shape": "linear"}, {0: 1, 25: 0.75, 50: 0.5, 99: 0.01, 100: 0}),
+        ({"shape": "linear", "warmup": 20, "final": 0.5}, {20: 1, 60: 0.75, 100: 0.5}),
+        ({"shape": "cosine"}, {0: 1, 25: (1 + HALF) / 2, 50: 0.5, 75: (1 - HALF) / 2, 100: 0}),
+        ({"shape": "cosine", "warmup": 10, "final": 0.1}, {4: 0.5, 10: 1, 55: 0.55, 100: 0.1}),
+        # 1 - sqrt over the last part: a quarter of the way through it the rate has halved
+        ({"shape": "wsd", "warmup": 10, "decay": 20}, {9: 1, 10: 1, 50: 1, 80: 1, 85: 0.5, 100: 0}),
+        ({"shape": "wsd", "decay": 20, "final": 0.2}, {85: 0.6, 100: 0.2}),
+    ],
+)
+def test_shapes(settings, expected):
+    assert at(expected, **settings) == pytest.approx(list(expected.values()))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,19 @@ def test_rates_are_those_of_torchs_own_loop(name):
         scheduler.step()
 
 
-def test_a_retried_step_does_not_advance_it():
+@pytest.mark.parametrize(
+    ("warmup", "steps", "expected"),
+    [
+        (0, (0, 3, 3, 3, 4, 9, 9), [1, 1, 1, 1, 0.5, 0.25, 0.25]),  # a retried step does not advance it
+        (4, range(9), [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.5]),
+    ],
+)
+def test_it_follows_the_applied_steps_after_the_warm_up(warmup, steps, expected):
     own, _ = optimizers()
-    given = schedule(own, "StepLR", **SCHEDULERS["StepLR"])
-    rates = []
-    for step in (0, 3, 3, 3, 4, 9, 9):
+    given = schedule(own, "StepLR", warmup=warmup, **SCHEDULERS["StepLR"])
+    for step, factor in zip(steps, expected, strict=True):
         given.set_rates(own.param_groups, step)
-        rates.append(own.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.025, 0.025])
+        assert own.param_groups[0]["lr"] == pytest.approx(0.1 * factor)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -137,16 +144,6 @@ def test_its_state_continues_it(name, stop):
         for given, own in ((going, first), (loaded, second)):
             given.set_rates(own.param_groups, step)
         assert [group["lr"] for group in first.param_groups] == [group["lr"] for group in second.param_groups]
-
-
-def test_warm_up_comes_before_it():
-    own, _ = optimizers()
-    given = schedule(own, "ExponentialLR", warmup=4, gamma=0.5)
-    rates = []
-    for step in range(7):
-        given.set_rates(own.param_groups, step)
-        rates.append(own.param_groups[0]["lr"] / 0.1)
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.25])
 
 
 def test_the_length_of_the_run_is_filled_in():
@@ -190,36 +187,32 @@ def nothing(optimizer):
     return None
 
 
-def test_a_function_of_the_step(tmp_path):
-    own = (*MLP, "schedule._target_=test_schedules.triangle", "schedule.low=0.2", "train.max_steps=4")
-    runs.run(tmp_path, *own)
-    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.02, 0.06, 0.1, 0.06])
-
-
-def test_a_function_that_builds_schedulers(tmp_path):
-    runs.run(tmp_path, *MLP, "schedule._target_=test_schedules.sequence", "schedule.first=2", "train.max_steps=5")
-    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.01, 0.01, 0.1, 0.05, 0.025])
+@pytest.mark.parametrize(
+    ("own", "rates"),
+    [
+        (("triangle", "low=0.2"), [0.02, 0.06, 0.1, 0.06]),
+        (("sequence", "first=2"), [0.01, 0.01, 0.1, 0.05]),
+    ],
+)
+def test_a_function_of_the_step_and_one_that_builds_schedulers(tmp_path, own, rates):
+    name, argument = own
+    runs.run(tmp_path, *MLP, f"schedule._target_=test_schedules.{name}", f"schedule.{argument}", "train.max_steps=4")
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (("schedule._target_=torch.optim.lr_scheduler.StepLR",), r"schedule\.step_size: required, but not set"),
-        (
-            ("schedule._target_=test_schedules.negative",),
-            r"for step 0 it returned -1\.0; it must return the factor",
-        ),
-        (
-            ("schedule._target_=test_schedules.nothing",),
-            "must be one of torch's schedulers or return one, not a None",
-        ),
-        (("schedule=plateau", "every.eval=null"), r"it follows the accuracy of evaluations, but every\.eval=null"),
-        (("schedule=plateau", "schedule.factor=2.0"), r"schedule: Factor should be < 1\.0"),
+        ("schedule._target_=torch.optim.lr_scheduler.StepLR", r"schedule\.step_size: required, but not set"),
+        ("schedule._target_=test_schedules.negative", r"for step 0 it returned -1\.0; it must return the factor"),
+        ("schedule._target_=test_schedules.nothing", "must be one of torch's schedulers or return one, not a None"),
+        ("every.eval=null", r"it follows the accuracy of evaluations, but every\.eval=null"),
+        ("schedule.factor=2.0", r"schedule: Factor should be < 1\.0"),
     ],
 )
-def test_mistakes(tmp_path, overrides, message):
-    with pytest.raises(UserError, match=message):
-        runs.run(tmp_path / "run", *MLP, *overrides)
+def test_mistakes(tmp_path, override, message):
+    plateau = () if "_target_" in override else ("schedule=plateau",)
+    assert re.search(message, runs.refusal(tmp_path / "run", *MLP, *plateau, override))
     assert not (tmp_path / "run").exists()
 
 
@@ -265,14 +258,17 @@ def test_it_follows_the_direction_of_the_objective(tmp_path):
     assert falling.state_dict()["rates"] == [0.025, 0.05]
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_its_state_is_in_the_checkpoint(tmp_path, stop):
-    runs.run(tmp_path / "a", *CONSTANT, *PLATEAU)
-    runs.run_until(tmp_path / "b", stop, *CONSTANT, *PLATEAU)
-    runs.run(tmp_path / "b", *CONSTANT, *PLATEAU)
+# OneCycleLR's constructor sets betas to where they begin; a checkpoint has those of its step.
+ONE_CYCLE = (*MLP, "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.5", "train.max_steps=6")
+
+
+@pytest.mark.parametrize("own", [(*CONSTANT, *PLATEAU), ONE_CYCLE], ids=["plateau", "one cycle"])
+def test_its_state_is_in_the_checkpoint(tmp_path, own):
+    runs.run(tmp_path / "a", *own)
+    runs.run_until(tmp_path / "b", 3, *own)
+    runs.run(tmp_path / "b", *own)
     assert runs.differences(runs.saved(tmp_path / "a", 6), runs.saved(tmp_path / "b", 6)) == []
     assert [line["lr"] for line in metrics(tmp_path / "b")] == [line["lr"] for line in metrics(tmp_path / "a")]
-    assert runs.saved(tmp_path / "a", 6)["schedule"]["rates"][0] == 0.1 / 2**5
 
 
 def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
@@ -285,15 +281,6 @@ def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.1 / 4)  # two reductions so far
     schedule.evaluated(1.0)
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.01 / 4)
-
-
-def test_options_that_it_has_set_continue(tmp_path):
-    """OneCycleLR's constructor sets betas to where they begin; a checkpoint has those of its step."""
-    own = (*MLP, "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.5", "train.max_steps=8")
-    runs.run(tmp_path / "a", *own)
-    runs.run_until(tmp_path / "b", 4, *own)
-    runs.run(tmp_path / "b", *own)
-    assert runs.differences(runs.saved(tmp_path / "a", 8), runs.saved(tmp_path / "b", 8)) == []
 
 
 def test_a_longer_run_has_the_phases_of_its_length():
