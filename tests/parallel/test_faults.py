@@ -5,14 +5,15 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers import metrics, result
 from runs import differences
 
-from .faults import environment, fail_at, fired
-from .launching import SABOTAGED, Launched, checkpoint, command, launch
+from .faults import Fault, environment, fail_at, fired
+from .launching import SABOTAGED, Ended, Launched, checkpoint, command, launch
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +29,14 @@ def reference(tmp_path_factory) -> Path:
     return run_dir
 
 
+def struck(tmp_path: Path, *overrides: str, faults: Sequence[Fault], code: int = 0) -> Ended:
+    """How a run in "run" ends in which each of the faults strikes."""
+    ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
+    assert [fired(tmp_path, fault) for fault in faults] == [fault.times for fault in faults]
+    assert ended.code == code, ended.text
+    return ended
+
+
 def last(run_dir: Path) -> int:
     """The step of the newest checkpoint."""
     return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
@@ -36,16 +45,11 @@ def last(run_dir: Path) -> int:
 def test_killed_workers_are_started_again(reference, tmp_path):
     # In the backward of step 4, and inside the save of step 6 (shards written, no manifest yet): from 2, then from 4.
     faults = [fail_at(1, 4, "backward", "kill", operation=20), fail_at(0, 6, "manifest", "kill")]
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, *faults))
-    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
-    assert ended.code == 0, ended.text
+    struck(tmp_path, *DDP, faults=faults)
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
     log = (tmp_path / "run" / "trainapp.log").read_text()
     assert re.findall(r"resumed from \S+step_0*(\d+):", log) == ["2", "4"]
-    lines = metrics(tmp_path / "run")
-    assert [(line["step"], line["loss"]) for line in lines] == [
-        (line["step"], line["loss"]) for line in metrics(reference)
-    ]
+    assert [line["loss"] for line in metrics(tmp_path / "run")] == [line["loss"] for line in metrics(reference)]
 
 
 def test_restarts_are_bounded(tmp_path):
@@ -74,19 +78,13 @@ def test_an_error_of_code_ends_the_run_at_once(tmp_path):
 @pytest.mark.nightly
 def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, tmp_path):
     """What kills it may be gone; the other rank's error, a lost connection, counts for nothing."""
-    fault = fail_at(1, 4, "backward", "kill", times=2)
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 2
-    assert ended.code == 0, ended.text
+    struck(tmp_path, *DDP, faults=[fail_at(1, 4, "backward", "kill", times=2)])
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
 def test_out_of_memory_without_votes(reference, tmp_path):
     # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
-    fault = fail_at(1, 3, "backward", operation=20)
-    ended = launch(tmp_path / "run", *DDP, "parallel.vote_on_oom=never", env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 0, ended.text
+    ended = struck(tmp_path, *DDP, "parallel.vote_on_oom=never", faults=[fail_at(1, 3, "backward", operation=20)])
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
     logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in logs
@@ -114,18 +112,13 @@ def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_pat
     """No checkpoint holds the first one's size when the second comes: it would fail again, for ever."""
     faults = [fail_at(1, 1, "backward", operation=20), fail_at(0, 1, "evaluate", operation=20)]
     fsdp = ("parallel=fsdp", *SABOTAGED, "parallel.vote_on_oom=never", "parallel.max_restarts=0", "every.eval=1")
-    ended = launch(tmp_path / "run", *fsdp, "every.save=6", "data.min_length=9", env=environment(tmp_path, *faults))
-    assert ended.code == 0, ended.text
-    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
+    struck(tmp_path, *fsdp, "every.save=6", "data.min_length=9", faults=faults)
     found = result(tmp_path / "run")
     assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 2, 6)
 
 
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
-    fault = fail_at(1, 3, "backward", operation=20)
-    ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 0, ended.text
+    struck(tmp_path, *DDP, "data.min_length=9", faults=[fail_at(1, 3, "backward", operation=20)])
     folder = tmp_path / "run" / "oom"
     assert sorted(path.name for path in folder.iterdir()) == [f"001_step_3_rank_1.{kind}" for kind in ("json", "png")]
     assert (folder / "001_step_3_rank_1.png").read_bytes().startswith(b"\x89PNG")
@@ -171,9 +164,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     fault = fail_at(1, 4, "save", "disk full")
     # A shard larger than the rank may write. In the background it fails first; then all ranks try again together.
     wide = ("model.width=64", f"checkpointing.asynchronous={asynchronous}")
-    ended = launch(tmp_path / "run", *SABOTAGED, "parallel=fsdp", *wide, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 1
+    ended = struck(tmp_path, *SABOTAGED, "parallel=fsdp", *wide, faults=[fault], code=1)
     assert "the checkpoint of step 4 could not be written to" in ended.text
     assert ("step 4 could not be written in the background" in ended.text) is (asynchronous == "true")
     assert "rank 1" in ended.text
@@ -185,10 +176,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
 
 
 def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
-    fault = fail_at(1, 3, "forward", "nan", operation=30)
-    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 1
+    ended = struck(tmp_path, *DDP, faults=[fail_at(1, 3, "forward", "nan", operation=30)], code=1)
     assert "step 3: the loss is not finite" in ended.text
     assert ended.text.count("is not finite") == 1  # reported once, not retried
     assert last(tmp_path / "run") == 2
@@ -197,11 +185,7 @@ def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
 @pytest.mark.nightly
 def test_a_peer_that_vanishes(tmp_path):
     fault = fail_at(1, 4, "backward", "freeze", operation=20)
-    ended = launch(
-        tmp_path / "run", *DDP, "parallel.timeout=10", "parallel.max_restarts=0", env=environment(tmp_path, fault)
-    )
-    assert fired(tmp_path, fault) == 1
-    assert ended.code == 1
+    ended = struck(tmp_path, *DDP, "parallel.timeout=10", "parallel.max_restarts=0", faults=[fault], code=1)
     assert "rank 0 failed" in ended.text
     # 10 s, plus torch's 30 s for a process to exit before it is killed
     assert time.time() - fault.marker(tmp_path, 0).stat().st_mtime < 70
@@ -217,7 +201,5 @@ def test_killed_anywhere(tmp_path):
     undisturbed = launch(tmp_path / "undisturbed", *overrides, env=environment(tmp_path))
     assert undisturbed.code == 0
     faults = [fail_at(1, 4, "save", "kill"), fail_at(1, 5, "commit", "kill")]
-    ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
-    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
-    assert ended.code == 0, ended.text
+    struck(tmp_path, *overrides, faults=faults)
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []

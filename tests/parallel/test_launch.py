@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_memory_of_every_rank(reference):
     assert result(reference)["peak_memory_bytes"] == max(line["memory/peak_max"] for line in metrics(reference))
 
 
+def completed(folder: Path, *overrides: str, starter: Sequence[str] = ()) -> None:
+    """Runs the command without faults, started by another if one is given."""
+    with Launched([sys.executable, *starter, "-m", "trainapp", *overrides], folder) as launched:
+        ended = launched.end()
+    assert ended.code == 0, ended.text
+    assert ended.orphans == []
+
+
+def torchrun() -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+
+
 def same_run(run_dir: Path, reference: Path) -> None:
     assert [line["loss"] for line in metrics(run_dir)] == [line["loss"] for line in metrics(reference)]
     assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
@@ -65,11 +78,7 @@ def same_run(run_dir: Path, reference: Path) -> None:
 
 
 def test_torchrun_gives_the_same_run(reference, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    with Launched([*torchrun, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path) as launched:
-        ended = launched.end()
-    assert ended.code == 0, ended.text
-    assert ended.orphans == []
+    completed(tmp_path, *LAUNCHED, "parallel=ddp", starter=torchrun())
     (run_dir,) = (tmp_path / "outputs" / "torchrun").iterdir()
     same_run(run_dir, reference)
 
@@ -91,9 +100,8 @@ def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
 
 
 def test_a_multirun_inside_torchrun_is_refused(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    overrides = ["parallel=ddp", "train.seed=1,2"]
-    with Launched([*torchrun, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:
+    words = [sys.executable, *torchrun(), "-m", "trainapp", "-m", *LAUNCHED, "parallel=ddp", "train.seed=1,2"]
+    with Launched(words, tmp_path) as launched:
         ended = launched.end()
     assert ended.code != 0
     assert "python -m trainapp -m" in ended.text
@@ -117,20 +125,13 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
     submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
-    words = [sys.executable, "-m", "trainapp", "-m", *LAUNCHED, "parallel=ddp", *submitit]
-    with Launched(words, tmp_path) as launched:
-        ended = launched.end()
-    assert ended.code == 0, ended.text
-    assert ended.orphans == []
+    completed(tmp_path, "-m", *LAUNCHED, "parallel=ddp", *submitit)
     same_run(tmp_path / "sweep" / "0", reference)
 
 
 def test_multirun_returns_the_objectives(tmp_path, reference):
     overrides = ["parallel=ddp", "train.seed=0,1", "every.eval=6", "hydra.sweep.dir=sweep", "train.max_steps=6"]
-    with Launched([sys.executable, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:
-        ended = launched.end()
-    assert ended.code == 0, ended.text
-    assert ended.orphans == []
+    completed(tmp_path, "-m", *LAUNCHED, *overrides)
     found = [result(tmp_path / "sweep" / str(job))["objective"] for job in (0, 1)]
     assert found[0] == result(reference)["objective"] != found[1]
 

@@ -200,13 +200,6 @@ def mean_of_tokens(model, batch):
     return loss / count, count, {}
 
 
-def of_pairs(model, batch):
-    """Each text against all others of its batch."""
-    kept = (batch["tokens"] != 0).unsqueeze(2)
-    texts = (model(batch["tokens"]) * kept).sum(1)
-    return F.cross_entropy(texts @ texts.T, torch.arange(len(texts)), reduction="sum"), len(texts), {}
-
-
 TEXTS = (*model_of("test_loss_check.Embedder"), "data._target_=test_loss_check.Sentences", "~data.augment")
 TEXTS = (*TEXTS, "objective=min loss", "batch.global_size=1", "data.num_workers=0")
 
@@ -216,8 +209,6 @@ def test_padded_texts_whose_count_is_tokens(tmp_path):
     runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
     with pytest.raises(UserError, match="the loss is a mean, where a sum is needed: for 3 samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
-    with pytest.raises(UserError, match="the loss is not a sum over samples"):
-        runs.prepare(tmp_path, *texts, "task=test_loss_check.of_pairs")
 
 
 def test_a_single_sample_says_nothing(tmp_path):
