@@ -9,7 +9,7 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.losses import losses
-from trainapp.losses.losses import InChunks, classification, in_chunks
+from trainapp.losses.losses import InChunks, classification
 from trainapp.memory.live_tensors import Category, LiveTensors
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.techniques.chunked_loss import (
@@ -187,7 +187,7 @@ def test_classification():
     torch.manual_seed(0)
     model, batch = Classifier(), (torch.randn(9, 1, 8, 8), torch.randint(0, 10, (9,)))
     loss, count, found = classification(model, batch)
-    other, other_count, other_found = in_chunks(classification, 4)(model, batch)
+    other, other_count, other_found = InChunks(classification, 4)(model, batch)
     assert float(other) == pytest.approx(float(loss), rel=1e-6)
     assert count == other_count == 9
     assert losses.evaluate_metrics(found) == losses.evaluate_metrics(other_found)
@@ -204,16 +204,6 @@ def test_the_model_is_called_and_left_as_it_was():
         1 / 0  # noqa: B018
     assert "forward" not in vars(model)
     assert model(inputs).shape == (2, 10)
-
-
-def test_a_task_can_be_wrapped_again():
-    def own(model, batch):
-        return classification(model, batch)
-
-    once = losses.CheckedTask(in_chunks(classification, 4), "task=auto")
-    assert in_chunks(once, 8) == InChunks(classification, 8)
-    assert in_chunks(once, None) is classification
-    assert in_chunks(own, 4) is own
 
 
 def test_a_task_of_ones_own_is_refused(tmp_path):

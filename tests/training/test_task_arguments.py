@@ -127,6 +127,6 @@ def test_attributes_of_a_partial_come_before_those_of_its_function():
 
 
 def test_tokens_are_counted_in_chunks_too():
-    assert losses.counts_tokens(losses.in_chunks(losses.next_token, 64))
+    assert losses.counts_tokens(losses.InChunks(losses.next_token, 64))
     assert losses.counts_tokens(functools.partial(losses.next_token))
-    assert not losses.counts_tokens(losses.in_chunks(losses.classification, 64))
+    assert not losses.counts_tokens(losses.InChunks(losses.classification, 64))

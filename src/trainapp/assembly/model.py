@@ -84,15 +84,11 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     )
     for module in state.stateful.modules.values():
         module.to(device)
-
-    def with_chunks(task: losses.CheckedTask) -> losses.CheckedTask:
-        return losses.CheckedTask(losses.in_chunks(task.unchecked, config.memory.loss_chunk), task.setting)
-
     return _kind_of_engine(config, components)(
         state,
         strategy,
-        with_chunks(components.task),
-        {name: with_chunks(task) for name, task in components.updates.items()},
+        losses.in_chunks(components.task, config.memory.loss_chunk),
+        {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in components.updates.items()},
         config.train,
         around=None if offloading is None else offloading.around,
         stateful_metrics=frozenset(components.hooks["metrics"]),

@@ -116,22 +116,14 @@ def is_built_in(task: Task) -> bool:
 
 def class_dim(task: Any) -> int | None:
     """The dimension of the classes in a built-in task's logits; None for other tasks."""
-    plain = in_chunks(task, None)
+    plain = unchecked(task)
+    plain = plain.task if isinstance(plain, InChunks) else plain
     return 1 if plain is classification else -1 if plain is next_token else None
 
 
 def counts_tokens(task: Task) -> bool:
     """Whether the task's count is a number of tokens, declared by its attribute `counts = "tokens"`."""
     return bool(attribute(task, "counts") == "tokens")
-
-
-def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
-    """A built-in task with its loss in chunks of `rows` rows; None: all logits at once. Other tasks are unchanged."""
-    if not is_built_in(task):
-        return task
-    plain = unchecked(task)
-    plain = plain.task if isinstance(plain, InChunks) else plain
-    return plain if rows is None else InChunks(plain, rows)
 
 
 class CheckedTask:
@@ -168,6 +160,13 @@ class CheckedTask:
         if not loss.requires_grad and torch.is_grad_enabled():
             refuse_without_gradient(self.setting)
         return loss, count, metrics
+
+
+def in_chunks(task: CheckedTask, rows: int | Literal["auto"] | None) -> CheckedTask:
+    """A built-in task with its loss in chunks of `rows` rows. Unchanged: other tasks, and all without rows."""
+    if rows is None or not is_built_in(task):
+        return task
+    return CheckedTask(InChunks(task.unchecked, rows), task.setting)
 
 
 def _is_addable(result: Any, with_metrics: bool) -> bool:
