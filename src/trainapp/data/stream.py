@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from trainapp.data.batch import own_part
 from trainapp.data.sampler import Share, Source
-from trainapp.data.stream_reader import Place, Position, Shard, has_shards
+from trainapp.data.stream_reader import Place, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 
@@ -94,18 +94,18 @@ class Stream(Source):
         if next_epoch > epoch:
             self._turn = 0
             for shard in self._shards:
-                if shard.position.epoch < next_epoch:
+                if shard.epoch < next_epoch:
                     shard.begin_next_epoch()
 
     def first(self, most: int) -> HeldSamples:
         """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
-        epoch = min(shard.position.epoch for shard in self._shards)
+        epoch = min(shard.epoch for shard in self._shards)
         return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
 
     def begin_epoch(self, epoch: int) -> None:
         """Skip the rest of earlier epochs."""
         for shard in self._shards:
-            shard.go_to(Position(epoch, 0, Place(epoch)))
+            shard.go_to(epoch)
         self._turn, self._step = 0, _Step()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Stream(Source):
             "rank": self.ranks.rank if self.is_sharded else 0,
             "is_sharded": self.is_sharded,
             "turn": self._turn,
-            "shards": [(*position[:2], tuple(position.base)) for position in (s.position for s in self._shards)],
+            "shards": [(shard.epoch, shard.number, tuple(shard.base)) for shard in self._shards],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Stream(Source):
                 self.close()
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            shard.go_to(Position(epoch, number, Place(*base)))
+            shard.go_to(epoch, number, Place(*base))
         self._turn, self._step = state["turn"], _Step()
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
@@ -206,7 +206,7 @@ class EvalStream:
         """The numbers of this rank's samples in each batch, after its first `done` ones. The samples are held until the
         next piece is requested.
         """
-        self._shard.go_to(Position())
+        self._shard.go_to(0)
         first, spare = 0, None
         while read := self._shard.available(0, size * self.world):
             samples = {first + number: self._shard.sample(number) for number in range(read)}

@@ -12,7 +12,6 @@ import logging
 import pickle
 import time
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -24,6 +23,7 @@ from trainapp.torch_private import become_main_process, outside_dispatch_modes
 
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
+_END = object()  # takes the place of a sample after the last
 log = logging.getLogger(__name__)
 
 
@@ -102,25 +102,8 @@ class Place(NamedTuple):
     state: Any = None
 
 
-class Position(NamedTuple):
-    """The position after `number` samples of an epoch. base: an earlier place from which the source can be read,
-    possibly in the previous epoch.
-    """
-
-    epoch: int = 0
-    number: int = 0
-    base: Place = Place()
-
-
-class _End(Enum):
-    END = "after the last sample"
-
-
-END = _End.END  # takes the place of a sample; an enum's member, for a worker to send
-
-
 class Read(NamedTuple):
-    """A sample, or END after the epoch's last. base: the place from which it can be read again."""
+    """A sample. base: an earlier place from which it can be read again, possibly in the previous epoch."""
 
     sample: Any
     base: Place
@@ -129,25 +112,25 @@ class Read(NamedTuple):
 class Shard(IterableDataset):
     """One shard of a stream. Samples are held until `advance`, so that a retried step has the same ones.
 
-    in_process: read by the calling process; otherwise ahead, by a separate process. Attribute: `position` of the
-    trained samples.
+    in_process: read by the calling process; otherwise ahead, by a separate process. Attributes: the position of the
+    trained samples, `epoch` and `number`, and `base`, the nearest earlier place from which the source can be read.
     """
 
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
         self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
         self._in_process, self._tells = in_process, _tells_position(self.source)
-        self.go_to(Position())
+        self.go_to(0)
 
-    def go_to(self, position: Position) -> None:
-        """Continue from this position. Reads nothing yet."""
-        self.position = position
-        self._reads: Iterator[Any] | None = None  # None until the first read
+    def go_to(self, epoch: int, number: int = 0, base: Place | None = None) -> None:
+        """Continue after `number` samples of an epoch. Reads nothing yet."""
+        self.epoch, self.number, self.base = epoch, number, base or Place(epoch)
+        self._reads: Iterator[Read | None] | None = None  # None until the first read
         self._buffer: list[Read] = []  # the next samples of the epoch
         self._ended = False  # whether the epoch has no more
 
     def available(self, epoch: int, wanted: int) -> int:
         """Read until `wanted` samples of the epoch are held or none are left. Returns the number held."""
-        if self.position.epoch > epoch:
+        if self.epoch > epoch:
             return 0  # this shard has ended
         while len(self._buffer) < wanted and not self._ended:
             self._read()
@@ -164,64 +147,62 @@ class Shard(IterableDataset):
     def advance(self, count: int) -> None:
         """Count the next `count` samples as trained."""
         if count:
-            epoch, number, _ = self.position
-            self.position = Position(epoch, number + count, base=self._buffer[count - 1].base)
+            self.number, self.base = self.number + count, self._buffer[count - 1].base
             del self._buffer[:count]
 
     def begin_next_epoch(self) -> None:
         """Call after the end of the epoch in all shards."""
-        epoch, base = self.position.epoch + 1, self.position.base
-        self.position = Position(epoch, 0, Place(epoch) if base.state is None else base)
-        self._ended = False
+        self.epoch, self.number, self._ended = self.epoch + 1, 0, False
+        if self.base.state is None:
+            self.base = Place(self.epoch)
 
     def close(self) -> None:
         """End the process that reads ahead. Discards its samples."""
-        self.go_to(self.position)
+        self.go_to(self.epoch, self.number, self.base)
 
     def _read(self) -> None:
         """Read the next sample, or the end of the epoch."""
-        started, is_first, (epoch, number, base) = time.monotonic(), self._reads is None, self.position
+        started, is_first = time.monotonic(), self._reads is None
         try:
             if self._reads is None:
                 self._reads = iter(self) if self._in_process else self._ahead()
             with preserved_rng(CPU) if self._in_process else contextlib.nullcontext():
                 read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
-            self.go_to(self.position)
+            self.close()
             raise
-        if is_first and number and base.state is None:
+        if is_first and self.number and self.base.state is None:
             log.info(
                 "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
                 "epoch %d were read again and skipped, in %.1f s",
-                number,
-                epoch,
+                self.number,
+                self.epoch,
                 time.monotonic() - started,
             )
-        if read.sample is END:
+        if read is None:
             self._ended = True
         else:
             self._buffer.append(read)
 
-    def _ahead(self) -> Iterator[Read]:
+    def _ahead(self) -> Iterator[Read | None]:
         # Pickled, because torch sends every tensor of a worker through an open file.
         with outside_dispatch_modes():  # the process inherits active modes: a memory counter, with its limit
             return map(pickle.loads, iter(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
 
-    def __iter__(self) -> Iterator[Read]:
-        """What comes after `position`, in this and all later epochs. Seeds the global generators. Raises UserError if
-        the stream ends before the position.
+    def __iter__(self) -> Iterator[Read | None]:
+        """What comes after the position, in this and all later epochs, with None after each epoch's end. Seeds the
+        global generators. Raises UserError if the stream ends before the position.
         """
         become_main_process()
-        start = self.position
-        place = base = start.base
+        start, place, base = (self.epoch, self.number), self.base, self.base
         while True:
             epoch, number, _ = place
             opened = self._open(place)
             if not self._tells:
                 base = place  # else: read from the previous epoch, until there is a state in this one
-            while (sample := self._next(epoch, number)) is not END:
+            while (sample := self._next(epoch, number)) is not _END:
                 number += 1
-                if (epoch, number) > start[:2]:
+                if (epoch, number) > start:
                     yield Read(sample, base)
                 if self._tells and (number == 1 or number % STATE_EVERY == 0):
                     # Never the state after the last trained sample: that of an epoch's end may begin it anew.
@@ -230,14 +211,14 @@ class Shard(IterableDataset):
                         self._tells = False  # it counts a sample only after it was yielded: its states are one too low
                     else:
                         base = Place(epoch, number, state)
-            if epoch == start.epoch and number < start.number:
+            if epoch == start[0] and number < start[1]:
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
-                    f"{epoch}, of which {start.number} were trained before; restore the data, or begin a new run with "
+                    f"{epoch}, of which {start[1]} were trained before; restore the data, or begin a new run with "
                     "these weights, model.init_from=RUN"
                 )
-            if epoch >= start.epoch:
-                yield Read(END, base)
+            if epoch >= start[0]:
+                yield None
             place = Place(epoch + 1)
 
     def _open(self, place: Place) -> Any:
@@ -252,7 +233,7 @@ class Shard(IterableDataset):
 
     def _next(self, epoch: int, number: int) -> Any:
         seed_from(CPU, self.seed, epoch, *self.shard, number)
-        return next(self._iterator, END)
+        return next(self._iterator, _END)
 
     def _state(self) -> Any:
         return copy.deepcopy(self.source.state_dict())
