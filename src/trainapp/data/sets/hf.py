@@ -87,18 +87,19 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
     import datasets  # late: only these data sets need it
 
     datasets.disable_progress_bars()
+    cache = str(directory / "datasets")
     entries = [os.path.expanduser(entry) for entry in ([path] if isinstance(path, str) else path)]
-    kinds, cache = {BUILDERS.get(Path(entry).suffix) for entry in entries}, str(directory / "datasets")
-    alone = Path(entries[0]) if len(entries) == 1 else None
+    kinds, first = {BUILDERS.get(Path(entry).suffix) for entry in entries}, "".join(entries[:1])
+    is_folder = len(entries) == 1 and os.path.isdir(first)
     try:
-        if alone is not None and alone.is_dir():
-            is_saved = any((alone / file).exists() for file in ("state.json", "dataset_dict.json"))
-            folder = str(alone)
-            loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(folder, cache_dir=cache)
+        if is_folder and {"state.json", "dataset_dict.json"} & set(os.listdir(first)):
+            loaded = datasets.load_from_disk(first)
+        elif is_folder:
+            loaded = datasets.load_dataset(first, cache_dir=cache)
         elif len(kinds) == 1 and None not in kinds:
             loaded = datasets.load_dataset(kinds.pop(), data_files=entries, cache_dir=cache)
-        elif alone is not None and not alone.exists() and not entries[0].startswith((".", "/")):
-            loaded = datasets.load_dataset(entries[0], name)
+        elif len(entries) == 1 and not os.path.exists(first) and not first.startswith((".", "/")):
+            loaded = datasets.load_dataset(first, name)
         else:
             raise ValueError(f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub")
     except Exception as error:  # a missing or damaged file, a name unknown to the hub, no network
@@ -121,12 +122,7 @@ def split_rows(
     kept, held_out = train.select(range(border)), train.select(list(range(border, len(train))))
     if split == "train":
         return kept, kept
-    log.info(
-        "the data has no split for validation, which gets the last %d of its %d rows (data.val_fraction=%s)",
-        len(held_out),
-        len(train),
-        val_fraction,
-    )
+    log.info("data.val_fraction=%s: the last %d of %d rows are for validation", val_fraction, len(held_out), len(train))
     return held_out, kept
 
 
@@ -154,7 +150,7 @@ def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
         yield value
 
 
-def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], torch.Tensor]:
+def numbered_classes(rows: Any, train: Any, label: str, names: list[str] | None) -> tuple[list[str], torch.Tensor]:
     """The class names, and the class of each row, int64 [N]. Raises UserError for a label without a class, or a value
     that cannot be a label.
     """
@@ -167,14 +163,13 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
             f"data.label={label}: a text has one class, a number or a name, all of the same type; write one per row, "
             "or use your own data and loss"
         ) from None
-    names = found if wanted is None else list(wanted)
-    numbers = {name: number for number, name in enumerate(names)}
-    if missing := sorted({*labels} - {*names}):
+    numbers = {name: number for number, name in enumerate(found if names is None else names)}
+    if missing := sorted({*labels} - {*numbers}):
         raise UserError(
-            f"data.label={label}: {listed(missing)} have no class: not among {listed(names)}, which "
-            f"{'the training rows have' if wanted is None else 'data.classes names'}"
+            f"data.label={label}: {listed(missing)} have no class: not among {listed(list(numbers))}, which "
+            f"{'the training rows have' if names is None else 'data.classes names'}"
         )
-    return names, torch.tensor([numbers[own] for own in labels])
+    return list(numbers), torch.tensor([numbers[own] for own in labels])
 
 
 # --- tokenizers

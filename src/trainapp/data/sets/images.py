@@ -35,19 +35,13 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 class Images(torch.utils.data.Dataset):
     """Images in class folders: inputs float32 [3, image_size, image_size], normalised; targets int64, the class.
 
-    With mixup or cutmix, the targets of training are float32 [classes]: the share of each class.
+    With mixup or cutmix, the targets of training are float32 [classes]: the share of each class. With both, each sample
+    gets one of them. conf/data/images.yaml describes the arguments.
 
     path: a folder with train/ and val/ (or validation/), each with one folder per class; or with the class folders
-    themselves. Images may lie at any depth below their class. See `SUFFIXES`. image_size: side length in pixels.
-    Training uses a random crop of random size and shape, evaluation the central square with 7/8 of the shorter side.
-    val_fraction: fraction of each class held out for validation if there is no val/; 1 for all of it. split_seed: seed
-    of that split, independent of the training's seed. classes: class names in order; folders of other classes are
-    ignored. None: all folders, sorted. scale: smallest and largest fraction of an image's area in a random crop. flip:
-    probability of a mirror image. mixup, cutmix: parameter of the beta distribution from which the share of a second
-    image is drawn; 0: off. With both, each sample gets one of them. The second image is chosen by the sample's own
-    random numbers, independent of the batch. mean, std: mean and standard deviation of red, green and blue for pixels
-    in 0..1, for normalisation. on_error: action for an unreadable file: stop, or skip, which uses the next readable
-    image in name order, so that every batch keeps its size.
+    themselves. Images may lie at any depth below their class. Training uses a random crop of random size and shape,
+    evaluation the central square with 7/8 of the shorter side. val_fraction: 1 for all of each class. classes: folders
+    of others are ignored. on_error: skip uses the next readable image in name order: every batch keeps its size.
 
     A sample is a function of (seed, epoch, index), through the generators that the loader seeds.
     Raises UserError for folders that do not fit this description.
