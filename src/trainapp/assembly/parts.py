@@ -55,7 +55,7 @@ class Parts:
         """Owners of state other than the model's tensors, by their names in checkpoints."""
         tasks = {"task": self.components.task.unchecked}
         tasks |= {f"{name}'s task": task.unchecked for name, task in self.components.updates.items()}
-        evaluated = {name: own.state_owner for name, own in self.eval_sets.items()}
+        evaluated = {name: own.dataset for name, own in self.eval_sets.items() if not own.is_stream}
         return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
 
     def close(self) -> None:

@@ -224,7 +224,6 @@ class EvalBatches:
         ranks = ranks or SingleRank()
         self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
-        self.state_owner = None if self.is_stream else dataset
         self.start, self.end = own_part(self.samples, ranks.rank, ranks.world)
         self._stream = None
         if self.is_stream:

@@ -17,19 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class HeldSamples(Dataset):
-    """The samples of a step, by number, for the loader to collate."""
+    """The samples of a step, by number, for the loader to collate. spare: a sample for a rank that only keeps in step
+    with the others.
+    """
 
     moves_at_commit = True  # with the stream's position: the source is not searched for state
 
     def __init__(self, source: Any, samples: dict[int, Any] | None = None):
-        self._samples: dict[int, Any] = samples or {}
-        self._spare: Any = None  # sample for a rank that only keeps in step with the others
+        self.samples: dict[int, Any] = samples or {}
+        self.spare: Any = None
         for name in ("collate", "split"):
             if callable(getattr(source, name, None)):
                 setattr(self, name, getattr(source, name))
 
     def __getitem__(self, number: int) -> Any:
-        sample = self._samples.get(number, self._spare)
+        sample = self.samples.get(number, self.spare)
         if not hasattr(self, "collate"):
             return sample  # torch's collating copies it
         # A user's collate may take samples apart, or pass them on to a task that writes to its batch: a retry needs
@@ -37,11 +39,7 @@ class HeldSamples(Dataset):
         return copy.deepcopy(sample)
 
     def __len__(self) -> int:
-        return len(self._samples)
-
-    def hold(self, numbers: Sequence[int], samples: Sequence[Any], spare: Any) -> None:
-        """Replace the held samples."""
-        self._samples, self._spare = dict(zip(numbers, samples, strict=True)), spare
+        return len(self.samples)
 
 
 class _Step(NamedTuple):
@@ -170,7 +168,7 @@ class Stream(Source):
                 f"data: the stream has no samples in epoch {epoch}; `iter` must begin anew each time, except after "
                 "`load_state_dict`; to read it once, use train.max_epochs=1"
             )
-        self.fetched.hold(numbers, samples, spare)
+        self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
         after = (epoch + 1, 0) if ends else (epoch, consumed + total)
         return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, turn)
 
@@ -207,16 +205,13 @@ class EvalStream:
         next piece is requested.
         """
         self._shard.go_to(0)
-        first, spare = 0, None
+        first, held = 0, self.fetched
         while read := self._shard.available(0, size * self.world):
-            samples = {first + number: self._shard.sample(number) for number in range(read)}
-            spare = samples[first + read - 1]
-            numbers = [
-                number for number in samples if number % self.world == self.rank and number // self.world >= done
-            ]
-            self.fetched.hold(numbers, [samples[number] for number in numbers], spare)
+            numbers = [n for n in range(first, first + read) if n % self.world == self.rank and n // self.world >= done]
+            held.samples = {number: self._shard.sample(number - first) for number in numbers}
+            held.spare = self._shard.sample(0)
             if numbers:
                 yield numbers
             self._shard.advance(read)
             first += read
-        self.fetched.hold([], [], spare)
+        held.samples = {}
