@@ -48,13 +48,6 @@ class Pair(NamedTuple):
     inputs: Tensor
 
 
-@dataclass
-class Plain:
-    inputs: Tensor
-    targets: Tensor
-    name: str = "plain"
-
-
 @dataclass(frozen=True, slots=True)
 class FrozenSlots:
     inputs: Tensor
@@ -99,12 +92,10 @@ pytree.register_pytree_node(
 KINDS = {
     "dict": dict,
     "attribute dict": AttributeDict,
-    "user dict": UserDict,
     "encoding": lambda batch: Encoding(batch, encodings=["kept"]),
     "list": lambda batch: [batch["inputs"], batch["targets"]],
     "tuple": lambda batch: (batch["inputs"], batch["targets"]),
     "namedtuple": lambda batch: Pair(inputs=batch["inputs"], targets=batch["targets"]),
-    "dataclass": lambda batch: Plain(**batch),
     "frozen dataclass with slots": lambda batch: FrozenSlots(**batch),
     "dataclass with derived fields": lambda batch: Derived(**batch),
     "registered type": TensorBag,
@@ -112,7 +103,6 @@ KINDS = {
 # What they hold besides the two tensors, and must not lose.
 ATTRIBUTES = {
     "encoding": ("encodings", ["kept"]),
-    "dataclass": ("name", "plain"),
     "frozen dataclass with slots": ("name", "slots"),
     "registered type": ("device", "here"),
 }

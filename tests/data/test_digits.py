@@ -9,17 +9,14 @@ from trainapp.data.sets.digits import DigitPairs, Digits, load, split_indices
 
 
 def test_shipped_arrays_equal_the_source():
-    """The totals and digests were taken from the 1797 x 65 table in the source file, read as uint8."""
+    """The digests were taken from the 1797 x 65 table in the source file, read as uint8."""
     images, labels = load()
     assert images.shape == (1797, 8, 8)
     assert images.dtype == labels.dtype == np.uint8
-    assert images.sum(dtype=int) == 561_718
-    assert (images.min(), images.max()) == (0, 16)
     digest = "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3"
     assert hashlib.sha256(images.tobytes()).hexdigest() == digest
     digest = "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0"
     assert hashlib.sha256(labels.tobytes()).hexdigest() == digest
-    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
 def test_split_is_stratified_and_the_same_for_every_seed():
@@ -28,7 +25,6 @@ def test_split_is_stratified_and_the_same_for_every_seed():
     assert (len(train), len(val)) == (1437, 360)
     assert sorted([*train, *val]) == list(range(1797))
     assert np.bincount(labels[val]).tolist() == [36, 36, 36, 36, 37, 36, 36, 36, 35, 36]
-    assert np.bincount(labels[train]).tolist() == [142, 146, 141, 147, 144, 146, 145, 143, 139, 144]
     for split, size in (("train", 1437), ("val", 360)):
         first, second = (Digits(split, seed=seed).__getitems__(range(size)) for seed in (0, 1))
         assert torch.equal(first["inputs"], second["inputs"])
@@ -37,9 +33,7 @@ def test_split_is_stratified_and_the_same_for_every_seed():
 def test_batch_has_the_promised_types_and_scale():
     data = Digits("train")
     batch = data.__getitems__(range(len(data)))
-    assert batch["inputs"].shape == (1437, 1, 8, 8)
     assert batch["inputs"].dtype == torch.float32
-    assert batch["targets"].dtype == torch.int64
     assert abs(batch["inputs"].mean().item()) < 1e-3
     assert abs(batch["inputs"].std().item() - 1) < 1e-3
     assert data.spec == {"image_shape": (1, 8, 8), "num_classes": 10}

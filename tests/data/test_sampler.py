@@ -10,7 +10,7 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import cut, cut_evenly, own_part, pieces_of
+from trainapp.data.batch import cut, cut_evenly, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.sampler import epoch_order
 from trainapp.data.sets.digits import Digits
@@ -269,16 +269,10 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     assert next(iter(batches.micro_batches(progress, sizes, every))).data.tolist() == epoch_order(0, 0, 20)[8:16]
 
 
-class Counted:
-    """Numbers; counts how many were asked for."""
+class Counted(Numbers):
+    """Counts how many were asked for."""
 
-    in_memory = True
-
-    def __init__(self, samples):
-        self.samples, self.fetched = samples, 0
-
-    def __len__(self):
-        return self.samples
+    fetched = 0
 
     def __getitem__(self, index):
         self.fetched += 1
@@ -290,15 +284,7 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("samples", "size", "sizes"),
-    [
-        (10, 3, [3, 3, 2, 2]),
-        (10, 4, [4, 4, 2]),
-        (10, 16, [10]),
-        (9, 8, [7, 2]),
-        (3, 2, [2, 1]),
-        (1, 4, [1]),
-        (0, 4, []),
-    ],
+    [(10, 3, [3, 3, 2, 2]), (10, 4, [4, 4, 2]), (9, 8, [7, 2]), (3, 2, [2, 1]), (0, 4, [])],
 )
 def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
     assert [len(part) for part in cut(list(range(samples)), size)] == sizes
@@ -316,12 +302,3 @@ def test_cut_keeps_every_sample_in_order():
             assert [i for piece in pieces for i in piece] == list(range(samples))
             assert len(pieces) == min(size, samples)  # no empty micro-batch
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
-
-
-@pytest.mark.parametrize("world", range(1, 9))
-def test_the_first_ranks_have_one_sample_more(world):
-    for samples in range(3 * world):
-        parts = [range(samples)[slice(*own_part(samples, rank, world))] for rank in range(world)]
-        assert [number for part in parts for number in part] == list(range(samples))
-        assert sorted(map(len, parts), reverse=True) == [len(part) for part in parts]
-        assert len(parts[0]) - len(parts[-1]) <= 1

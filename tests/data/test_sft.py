@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.data.sets.hf import load_tokenizer
 from trainapp.data.sets.sft import IGNORED, SupervisedFineTuning, packed
 from trainapp.errors import UserError
 
@@ -63,18 +62,6 @@ def test_rows_of_both_kinds_are_read_once(make, monkeypatch, tmp_path, tokenizer
     monkeypatch.setattr(SupervisedFineTuning, "_pair", None)  # would be called
     again = SupervisedFineTuning("train", str(tmp_path / "chat.jsonl"), tokenizer, context_length=64, val_fraction=0.0)
     assert torch.equal(again[0]["inputs"], data[0]["inputs"])
-
-
-def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path):
-    data = make()
-    data.save_tokenizer(tmp_path / "saved")
-    saved = load_tokenizer(str(tmp_path / "saved"))
-    assert saved.pad_token_id == data.spec["pad_token_id"] == data.tokenizer.eos_token_id
-    texts = ["the fox", "the quick brown fox<|endoftext|>"]
-    padded = saved(texts, padding=True)
-    assert padded["attention_mask"][0][-1] == 0
-    assert padded["input_ids"][0][-1] == data.spec["pad_token_id"]
-    assert saved(texts)["input_ids"] == data.tokenizer(texts)["input_ids"]
 
 
 def test_of_a_conversation_the_assistants_messages_count(make):
