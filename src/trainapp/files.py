@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).parent
 CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
 
 
-def user_cache_dir() -> Path:
-    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
-    if chosen := os.environ.get("TRAINAPP_CACHE"):
+def cache_directory(setting: str | None = None) -> Path:
+    """`setting`, or $TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
+    if chosen := setting or os.environ.get("TRAINAPP_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "trainapp"

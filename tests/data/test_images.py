@@ -79,6 +79,16 @@ def test_nested_folders_links_hidden_and_other_files(tmp_path):
     ]
 
 
+def test_train_may_be_a_class(tmp_path):
+    """Of which there are images; a folder of classes is a split, whatever is beside it."""
+    fill(tmp_path / "classes", 2)
+    (tmp_path / "classes/green").rename(tmp_path / "classes/train")
+    assert open_images(tmp_path / "classes").class_names == ["blue", "red", "train"]
+    (splits(tmp_path / "splits", 2, 1) / "notes").mkdir()
+    assert open_images(tmp_path / "splits").class_names == ["blue", "green", "red"]
+    assert len(open_images(tmp_path / "splits", "val")) == 3
+
+
 def test_a_seeded_split_is_of_each_class_and_stays_when_images_are_added(tmp_path):
     root = fill(tmp_path, 10)
     parts = {split: set(names(open_images(root, split, val_fraction=0.3))) for split in ("train", "val")}

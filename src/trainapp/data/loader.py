@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.sampler import Draw
@@ -38,7 +38,7 @@ class Fetcher(Dataset):
         self.dataset, self.seed = dataset, seed
         self._epoch: int | None = None
         promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
-        self._batched = hasattr(dataset, "__getitems__") and promises and not isinstance(dataset, Subset)
+        self._batched = hasattr(dataset, "__getitems__") and promises
         self._own_collate = getattr(dataset, "collate", None)
 
     def __getitem__(self, request: Request) -> Any:

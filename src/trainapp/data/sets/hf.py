@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainapp.config.targets import require_package
 from trainapp.data.loader import BatchedDataset
 from trainapp.errors import UserError
-from trainapp.files import user_cache_dir
+from trainapp.files import cache_directory
 from trainapp.units import listed
 from trainapp.validation import Fraction, PositiveInt, Str
 
@@ -47,7 +47,7 @@ def open_dataset(
     training rows. classes: names in the model's order; None: the column's order, or sorted; rows with names but no
     label column can only be predicted. tokenizer: a folder, a tokenizer.json or a name on the hub; None trains a
     byte-level BPE of `vocab_size` tokens on the training rows. Tokens and tokenizers are cached in `cache_dir`; see
-    `files.user_cache_dir` for the default. Raises UserError for a path, split or column that does not exist, and for a
+    `files.cache_directory` for the default. Raises UserError for a path, split or column that does not exist, and for a
     text too short for one block.
     """
     if path is None:
@@ -62,18 +62,11 @@ def open_dataset(
         tokenizer = str(trained_bpe(lambda: _texts(train[text], text), key, vocab_size, directory))
     if label is None and classes is None:
         return Blocks(rows, text, tokenizer, context_length, directory, split)
-    names, targets = list(classes or ()), None
-    if label is not None:
-        names, targets = numbered_classes(rows, train, label, classes)
+    names, targets = (list(classes or ()), None) if label is None else numbered_classes(rows, train, label, classes)
     return Labelled(rows, text, tokenizer, context_length, directory, names, targets)
 
 
 # --- rows
-
-
-def cache_directory(setting: str | None) -> Path:
-    """`data.cache_dir`, or the user's cache directory."""
-    return user_cache_dir() if setting is None else Path(setting).expanduser()
 
 
 def key_of(*parts: Any) -> str:

@@ -173,7 +173,11 @@ def find(
             f"data.path={path}: there is no such folder, searched from {os.getcwd()}; name the one that holds the "
             "class folders"
         )
-    training, validation = _split_folders(path, root)
+    training, validation, folders = root, None, set(_folders_in(root))
+    inside = os.path.join(root, "train")
+    if "train" in folders and (folders <= SPLITS or _folders_in(inside)):  # otherwise it is a class like the others
+        training = inside
+        validation = next((os.path.join(root, name) for name in ("val", "validation") if name in folders), None)
     folder, divides = (validation or training) if split == "val" else training, validation is None
     found = _folders_in(training)
     names = found if classes is None else list(classes)
@@ -201,23 +205,6 @@ def find(
         by_class = [_part(own, folder, split, val_fraction, split_seed) for own in by_class]
     labels = np.repeat(np.arange(len(names)), [len(own) for own in by_class])
     return names, [file for own in by_class for file in own], labels
-
-
-def _split_folders(path: str, root: str) -> tuple[str, str | None]:
-    """The folders of the training and, if any, the validation images. The root itself holds the training images if it
-    has a folder that is not a split: `train` is then a class like the others.
-    """
-    names = set(_folders_in(root))
-    if "train" in names and names <= SPLITS:
-        validation = next((name for name in ("val", "validation") if name in names), None)
-        return os.path.join(root, "train"), validation and os.path.join(root, validation)
-    if (SPLITS - {"test"}) & names:
-        log.warning(
-            "data.path=%s: %s are taken for classes, since a folder that is made of train/ and val/ has no other",
-            path,
-            listed(sorted(names)),
-        )
-    return root, None
 
 
 def _folders_in(folder: str) -> list[str]:

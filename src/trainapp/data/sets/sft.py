@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainapp.data.sets.hf import Tokenized, cache_directory, open_rows, split_rows
+from trainapp.data.sets.hf import Tokenized, open_rows, split_rows
 from trainapp.errors import UserError
+from trainapp.files import cache_directory
 from trainapp.validation import Bool, Fraction, PositiveInt, Str
 
 log = logging.getLogger(__name__)
