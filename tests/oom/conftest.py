@@ -11,6 +11,10 @@ import runs
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+from trainapp.training.session import Session
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
@@ -54,6 +58,11 @@ def tiny(
             change = {key: value}
         config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
     return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def prepared(config: Config) -> Session:
+    """A run that is ready for its next step."""
+    return runner.prepare(config, StopRequest(), SingleRank())
 
 
 def cell(model: str, precision: str) -> tuple[str, ...]:

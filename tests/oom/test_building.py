@@ -12,8 +12,6 @@ from trainapp.memory import device
 from trainapp.oom.recovery import out_of_memory_named
 from trainapp.optim import precision
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
-from trainapp.signals import StopRequest
 
 MLP = (*runs.MODELS["mlp"], "train.max_steps=2")
 DRIVER = "CUDA error: out of memory"
@@ -97,6 +95,6 @@ def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
     noting(precision, "build", "precision")
     noting(build, "assemble")
     noting(device.DeviceMemory, "enforce", "limit again")
-    run = runner.prepare(runs.configure(tmp_path, *MLP), StopRequest(), SingleRank())
+    run = runs.prepare(tmp_path, *MLP)
     run.close()
     assert order == ["limit", "precision", "assemble", "limit again"]

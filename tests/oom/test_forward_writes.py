@@ -14,14 +14,11 @@ from runs import differences, own_model
 
 from trainapp import snapshot
 from trainapp.errors import TrainingStopped
-from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
-from trainapp.signals import StopRequest
 from trainapp.snapshot import Snapshot
 from trainapp.training import loop
 from trainapp.training.session import Session
 
-from .conftest import tiny
+from .conftest import prepared, tiny
 from .inject import Counts, Injector, Recorded, Watched, operations
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -183,7 +180,7 @@ SKIPPING = ("train.nonfinite=skip",)
 
 def skipped(run_dir: Path, case: str, step: int) -> tuple[dict, dict]:
     """The state before and after a step whose inputs are not finite."""
-    session = runner.prepare(tiny(run_dir, *CASES[case], *SKIPPING), StopRequest(), SingleRank())
+    session = prepared(tiny(run_dir, *CASES[case], *SKIPPING))
     fetcher = session.batches._loader.fetcher
     states = []
     try:

@@ -14,14 +14,12 @@ import torch
 from runs import differences
 
 from trainapp.oom import recovery
-from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.signals import StopRequest
 from trainapp.snapshot import Snapshot
 from trainapp.training import transaction
 from trainapp.training.engine import Engine
 
-from .conftest import MODELS, PRECISIONS, cell, tiny
+from .conftest import MODELS, PRECISIONS, cell, prepared, tiny
 from .inject import PHASES, Injector, Recorded, logged, operations
 
 STEPS = (1, 3, 4)  # first, middle, last
@@ -183,7 +181,7 @@ def test_the_commit_was_torn(tmp_path):
     # Otherwise the cells above prove nothing: half of the parameters have changed when the error strikes.
     injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
-    run = runner.prepare(config, StopRequest(), SingleRank())
+    run = prepared(config)
     injector.attach(run)
     before = {}
     commit = Engine.commit

@@ -13,11 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.oom import recovery
-from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.signals import StopRequest
 
-from .conftest import MODELS, cell, tiny
+from .conftest import MODELS, cell, prepared, tiny
 from .inject import PHASES, Injector, Recorded, Watched, limit_between
 
 # Models whose result does not depend on how a batch is cut: no BatchNorm, no dropout.
@@ -121,7 +119,7 @@ def all_bytes() -> int:
 
 def failed_attempt(config: Config, step: int, injector: Injector):
     """A run that fails in `step`: the run, its report, the bytes before that step, and the tensors the step made."""
-    run = runner.prepare(config, StopRequest(), SingleRank())
+    run = prepared(config)
     fetcher = run.batches._loader.fetcher
     fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
     injector.attach(run)

@@ -11,10 +11,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
 from trainapp.run.result import opening_lines, result_of, write
-from trainapp.signals import StopRequest
 from trainapp.sizes.record import RESTART, Sizes
 
 from .conftest import cell, tiny
@@ -212,7 +209,7 @@ def test_the_sizes_of_a_restart_is_used_once(tmp_path, monkeypatch):
     config = tiny(tmp_path, *OVERRIDES)
 
     def prepared() -> tuple[int, int]:
-        run = runner.prepare(config, StopRequest(), SingleRank())
+        run = prepared(config)
         run.close()
         return run.sizes.train.size, run.sizes.oom_restarts
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 from runs import weights
 
-from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.signals import StopRequest
 from trainapp.training.phase import Phase
 from trainapp.training.transaction import rollback
 
-from .conftest import cell, tiny
+from .conftest import cell, prepared, tiny
 from .inject import Injector, Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -57,7 +55,7 @@ class Steps:
 def test_the_order_of_a_rollback(tmp_path):
     """First the device comes to rest, while the failed attempt's tensors exist; they go, and only then the cache."""
     injector = Injector("loss", 2)
-    run = runner.prepare(tiny(tmp_path, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
     injector.attach(run)
     steps = Steps(run, injector)
     with injector:
@@ -72,7 +70,7 @@ def test_the_order_of_a_rollback(tmp_path):
 
 
 def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(tmp_path):
-    run = runner.prepare(tiny(tmp_path, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
     run.snapshot.take()
     steps = Steps(run, Injector("loss", 2))
     rollback(run, Phase.DATA, other_ranks_wait=True)
@@ -82,7 +80,7 @@ def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(
 
 def failing_while_waiting(folder, message, times=1):
     """A run that runs out of memory in step 2; waiting for the device then raises `message`."""
-    run = runner.prepare(tiny(folder, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    run = prepared(tiny(folder, *cell("mlp", "fp32")))
     injector, raised = Injector("forward", 2), []
     injector.attach(run)
 
