@@ -116,12 +116,7 @@ def test_an_error_that_is_not_the_disks_is_not_hidden(tmp_path, monkeypatch, asy
 @pytest.mark.slow
 def test_in_the_background_the_same_is_saved(tmp_path):
     """The state at the time of `save`, not that of a later step, which changes the same tensors in place."""
-    overrides = (
-        *runs.MODELS["gpt"],
-        "train.ema=0.9",
-        "every.save=1",
-        "checkpointing.keep_last=4",
-    )
+    overrides = (*runs.MODELS["gpt"], "train.ema=0.9", "every.save=1", "checkpointing.keep_last=4")
     runs.run(tmp_path / "now", *overrides)
     runs.run(tmp_path / "later", *overrides, LATER)
     assert names(tmp_path / "now") == names(tmp_path / "later")

@@ -81,12 +81,7 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
 
 
 @pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("RegisteredByTheFirstForward", "inner.seen"),
-        ("Counting", "calls"),
-        ("Expanded", "scale"),
-    ],
+    ("model", "name"), [("RegisteredByTheFirstForward", "inner.seen"), ("Counting", "calls"), ("Expanded", "scale")]
 )
 def test_what_is_left_out_is_named_once_and_the_run_resumes(tmp_path, caplog, model, name):
     runs.run_until(tmp_path, 4, *overrides(model), "every.save=1")

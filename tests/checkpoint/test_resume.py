@@ -80,8 +80,7 @@ def test_stopped_at_every_step(tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "lost"),
-    [("mlp", "consumed"), ("resnet", "epoch"), ("mlp", "optimizer"), ("resnet", "buffers")],
+    ("case", "lost"), [("mlp", "consumed"), ("resnet", "epoch"), ("mlp", "optimizer"), ("resnet", "buffers")]
 )
 def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
     """Negative controls: with one part of the state lost, the result differs."""

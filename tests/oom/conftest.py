@@ -38,10 +38,7 @@ def composed(*overrides: str) -> Config:
 
 
 def tiny(
-    run_dir: Path,
-    *overrides: str,
-    schedule: dict[int, int] | None = None,
-    changes: Mapping[str, Any] | None = None,
+    run_dir: Path, *overrides: str, schedule: dict[int, int] | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
     """TINY with these overrides and this `batch.micro_schedule`, in `run_dir`.
 
