@@ -162,6 +162,19 @@ def test_a_rebuilt_run_continues_where_it_began(tmp_path):
     assert differences(found, everything(recorded)) == []
 
 
+@pytest.mark.parametrize(
+    ("resume", "step", "place"),
+    [("checkpoints/step_00000002", 3, "the checkpoint of step 2; 0 finished"), ("none", 2, "the start; 1 finished")],
+)
+def test_a_rebuilt_run_that_has_saved_nothing_ignores_other_checkpoints_in_its_directory(tmp_path, resume, step, place):
+    """They are later ones of another branch, or those of an earlier run."""
+    saving = (*MLP, "checkpointing=standard", "checkpointing.keep_last=9", "every.save=2", "schedule=constant")
+    Recorded(tiny(tmp_path, *saving, "train.max_steps=4"))
+    named = {"checkpointing.resume": resume if resume == "none" else str(tmp_path / resume)}
+    recorded = Recorded(tiny(tmp_path, *saving, changes=named), Injector("commit", step, 2))
+    assert f"so back to {place} steps are repeated" in recorded.failures[0].action
+
+
 @pytest.mark.slow
 def test_a_rebuilt_run_begins_again_with_the_weights_that_it_began_with(tmp_path):
     """Those of another run, as long as it has no checkpoint of its own."""

@@ -39,6 +39,7 @@ class Checkpointer:
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save or resume
+        self.has_saved = False  # in this process
         self._not_saved: list[str] = []  # what the log has named
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
         self.pending: tuple[Future[dict[str, Any]], Callable[..., None]] | None = None  # being written; its commit
@@ -52,6 +53,7 @@ class Checkpointer:
         if self.directory is None:
             return
         self.finish()
+        self.has_saved = True
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
         self._say_what_is_not_saved()
@@ -73,10 +75,6 @@ class Checkpointer:
         if self.pending is not None:
             (written, commit), self.pending = self.pending, None
             commit(written.result)
-
-    def newest(self) -> Path | None:
-        """See `CheckpointDirectory.newest`."""
-        return None if self.directory is None else self.directory.newest()
 
     def newest_name(self) -> str | None:
         """See `CheckpointDirectory.newest_name`."""

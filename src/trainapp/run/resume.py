@@ -20,18 +20,19 @@ from trainapp.units import listed
 log = logging.getLogger(__name__)
 
 
-def agreed_origin(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
+def agreed_origin(config: Config, ranks: Ranks, continues: bool) -> Path | None:
     """The checkpoint that a run continues from; rank 0 looks for it. None: the run begins with initial weights.
     Collective; raises UserError on all ranks.
+
+    continues: whether the run's own newest checkpoint comes before the one that `checkpointing.resume` names.
     """
-    return answered_by_rank_zero(ranks, lambda: _origin(config, has_restarted))
+    return answered_by_rank_zero(ranks, lambda: _origin(config, continues))
 
 
-def _origin(config: Config, has_restarted: bool) -> Path | None:
-    """The run's own newest checkpoint if the run continues, otherwise the one that `checkpointing.resume` names."""
+def _origin(config: Config, continues: bool) -> Path | None:
     resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir))
-    newest = own.newest() if has_restarted or resume == "auto" else None
+    newest = own.newest() if continues or resume == "auto" else None
     if newest is not None or resume in ("auto", "none"):
         return newest
     path, run_dir = resolve(resume), Path(config.run_dir).resolve()

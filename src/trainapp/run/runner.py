@@ -194,9 +194,8 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     config = session.config
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
-    path = session.checkpointer.newest()
-    if path is None:  # the run may have started from another run's checkpoint
-        path = resume.agreed_origin(config, session.ranks, False)
+    # Until it has saved one, its directory may have those of another branch, or of an earlier run.
+    path = resume.agreed_origin(config, session.ranks, continues=session.checkpointer.has_saved)
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start"
