@@ -41,21 +41,15 @@ if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
-
-
 # How a worker ended, in plain values that can be sent to the parent: its result, a mistake, or a signal's exit code.
 Outcome: TypeAlias = "Result | UserError | int"
-
-
-# The launcher
 
 
 def run_workers(config: Config) -> Outcome:
     """Run the workers on this machine until they end.
 
-    Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped if a restart would only
-    repeat a worker's error, if the same error occurred twice at the same step, or after `parallel.max_restarts`
-    restarts (see `Failures`).
+    Raises UserError for settings that do not suit this machine, and TrainingStopped after `parallel.max_restarts`
+    restarts, or for an error that another would repeat (see `Failures`).
     """
     settings = config.parallel
     launch = LaunchConfig(
@@ -151,7 +145,7 @@ def workers_to_start(config: Config) -> int:
 
 
 def run_worker(config: Config) -> Outcome:
-    """Entry point of a worker. Its rank and the number of ranks come from the environment: RANK, WORLD_SIZE, ..."""
+    """One rank, in this process: by RANK, WORLD_SIZE and so on in the environment."""
     host.prepare_allocator()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
@@ -164,7 +158,10 @@ def run_worker(config: Config) -> Outcome:
         return error.with_traceback(None)
     except runner.Interrupted as error:
         code = int(error.code or 0)
-        _exit_if_not_collected(code)
+        # A launcher that also got the signal collects no outcomes, and this worker would wait for it.
+        timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
+        timer.daemon = True
+        timer.start()
         return code
     except Exception as error:
         log.exception("this rank failed")
@@ -200,13 +197,6 @@ def take_errors(run_dir: Path) -> dict[str, bool]:
             path.unlink()
             taken[str(text)] = repeats is True
     return taken
-
-
-def _exit_if_not_collected(code: int) -> None:
-    """End this process soon: a launcher that also got the signal collects no outcomes, and the worker would wait."""
-    timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
-    timer.daemon = True
-    timer.start()
 
 
 @contextlib.contextmanager

@@ -150,11 +150,9 @@ def _text(run_dir: Path, rates: list[float], found: Suggestion, why_ended: str) 
 
 
 def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion | None) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: half a second
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # late: half a second
 
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="C0", alpha=0.3, label="loss")
     axes.plot(rates, curve, color="C0", label="smoothed")
@@ -167,4 +165,4 @@ def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
     axes.legend()
     with atomic_write(path, "wb") as file:
-        canvas.print_png(file)
+        figure.savefig(file, format="png")
