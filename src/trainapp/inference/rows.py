@@ -54,7 +54,8 @@ def predict(session: Session) -> None:
             "data by data=... or eval.NAME"
         )
     batches = session.eval_sets[name]
-    predictor = Predictor(unchecked(session.task), config.task, class_names(batches.dataset))
+    names = labels_of(batches.dataset) or list(getattr(batches.dataset, "spec", {}).get("classes") or ())
+    predictor = Predictor(unchecked(session.task), config.task, names)
     write_rows(
         session,
         "predictions",
@@ -279,11 +280,6 @@ class Predictor:
             if row["prediction"] < len(self.names):
                 row["prediction_name"] = str(self.names[row["prediction"]])
         return rows
-
-
-def class_names(data: Any) -> Sequence[str]:
-    """A data set's class names, from `class_names` or its `spec`; empty without."""
-    return labels_of(data) or list(getattr(data, "spec", {}).get("classes") or ())
 
 
 def _part(batch: Any, name: str) -> Any:

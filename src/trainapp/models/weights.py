@@ -30,8 +30,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
     `torch.save(state_dict)`. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its names
     prefixed by DDP or torch.compile. No code in the file is executed.
     strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
-    shape, and ignores tensors that the model lacks. For weights that only the model ties, the last of the file's names
-    counts.
+    shape, and ignores tensors that the model lacks. Of weights that only the model ties, the file's first name counts.
     Returns the model's names that were not loaded, with a warning: empty if strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
@@ -57,13 +56,18 @@ def load_tensors(
     unexpected = [name for name in found if name not in own]
     misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
     fitting = {name: found[name] for name in found if name in own and name not in misshaped}
-    first = {id(own[name]): name for name in reversed(fitting)}  # of tied weights, the first name
-    untied = [name for name in fitting if _differs(found, name, first[id(own[name])])]
-    if not fitting or (strict and (missing or unexpected or misshaped or untied)):
-        shapes = [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped]
-        kinds = {"missing": missing, "not in the model": unexpected, "of another shape": shapes}
-        kinds["tied in the model, but not equal in the file"] = untied
-        misfits = "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names)
+    untied, first = [], {}  # of tied weights, the first name
+    for name, tensor in fitting.items():
+        if (other := first.setdefault(id(own[name]), name)) != name and not torch.equal(tensor, fitting[other]):
+            untied.append(name)
+    kinds = {
+        "missing": missing,
+        "not in the model": unexpected,
+        "of another shape": [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped],
+        "tied in the model, but not equal in the file": untied,
+    }
+    misfits = "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names)
+    if not fitting or (strict and misfits):
         raise UserError(
             f"{setting}: the weights do not fit the model: {misfits or 'there are none'}. Give the model the settings "
             f"that they were trained with{', or set model.init_strict=false to load what fits' if fitting else ''}"
@@ -76,10 +80,6 @@ def load_tensors(
     if skipped := missing + misshaped + untied:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
     return skipped
-
-
-def _differs(found: Mapping[str, Tensor], name: str, other: str) -> bool:
-    return name != other and not torch.equal(found[name], found[other])
 
 
 def _read(path: Path, setting: str) -> Mapping[str, Any]:
@@ -119,10 +119,9 @@ def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, 
     while wrapped := [content[key] for key in WRAPPER_KEYS if isinstance(content.get(key), Mapping)]:
         content = wrapped[0]
     found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
-    while found and (prefix := next((p for p in WRAPPER_PREFIXES if _all_start(found, p)), None)):
-        if _all_start(own, prefix):
-            break
-        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    for prefix in WRAPPER_PREFIXES * 2:  # in either order
+        if found and _all_start(found, prefix) and not _all_start(own, prefix):
+            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     return found
 
 
