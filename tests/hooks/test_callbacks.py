@@ -6,11 +6,11 @@ import own_hooks
 import pytest
 import runs
 import torch
-from helpers import metrics, result, train
+from helpers import _events, metrics, result, texts
 
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.files import json_lines
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
-from trainapp.run import runner
 from trainapp.training import events
 from trainapp.training.engine import Engine
 
@@ -207,36 +207,17 @@ def test_a_metric_that_is_misspelt_or_no_number_is_named(tmp_path):
 # Shipped ones
 
 
-@pytest.mark.slow
 def test_predictions_and_confusion_matrix(tmp_path):
-    chosen = (*MLP, "callbacks=[predictions,confusion_matrix]", "every.eval=2", "train.max_steps=2")
-    train(tmp_path / "run", *chosen, *(o for o in runs.TINY if "max_steps" not in o and "every.eval" not in o))
-    config = runs.configure(tmp_path / "run", *chosen)
-    run = runner.prepare(config, runs.StopRequest(), runs.SingleRank())
-    run.close()
-    data = run.eval_sets[""].dataset
-    batch = data.__getitems__(list(range(len(data))))
-    with torch.no_grad():
-        logits = run.state.model.eval()(batch["inputs"])
-    import csv
-    import json
-
-    rows = [json.loads(line) for line in (tmp_path / "run/predictions/step_00000002.jsonl").read_text().splitlines()]
-    assert [row["target"] for row in rows] == batch["targets"][:8].tolist()
-    assert [row["prediction"] for row in rows] == logits[:8].argmax(-1).tolist()
-    assert [row["probability"] for row in rows] == pytest.approx(logits[:8].softmax(-1).amax(-1).tolist(), rel=1e-5)
-    with (tmp_path / "run/confusion_matrix/step_00000002.csv").open() as file:
-        header, *table = csv.reader(file)
-    expected = torch.zeros(10, 10, dtype=torch.long)
-    for target, prediction in zip(batch["targets"], logits.argmax(-1), strict=True):
-        expected[target, prediction] += 1
-    assert torch.tensor([[int(cell) for cell in row[1:]] for row in table]).equal(expected)
-    assert header[1:] == [str(number) for number in range(10)]
-    png = (tmp_path / "run/confusion_matrix/step_00000002.png").read_bytes()
-    assert png.startswith(b"\x89PNG")
-    from helpers import _events, texts
-
-    assert "confusion_matrix" in _events(tmp_path / "run").Tags()["images"]
-    ((step, text),) = texts(tmp_path / "run")["predictions"]
-    assert step == 2
+    """What they compute: test_predict.py, test_classes_of_pixels."""
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    runs.run(tmp_path, *MLP, "callbacks=[predictions,confusion_matrix]", "every.eval=4")
+    rows = json_lines(tmp_path / "predictions/step_00000004.jsonl")
+    assert [sorted(row) for row in rows] == [["prediction", "probability", "sample", "target"]] * 8
+    table = (tmp_path / "confusion_matrix/step_00000004.csv").read_text().splitlines()
+    assert table[0] == "true class / predicted,0,1,2,3,4,5,6,7,8,9"
+    assert sum(int(cell) for line in table[1:] for cell in line.split(",")[1:]) == 360
+    assert (tmp_path / "confusion_matrix/step_00000004.png").read_bytes().startswith(b"\x89PNG")
+    assert "confusion_matrix" in _events(tmp_path).Tags()["images"]
+    ((step, text),) = texts(tmp_path)["predictions"]
+    assert step == 4
     assert text.startswith("| sample | target | prediction | probability |\n")

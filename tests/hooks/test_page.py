@@ -1,6 +1,7 @@
 """docs/metrics_and_callbacks.md: its files and its first commands work as printed."""
 
 import re
+import shlex
 
 import pytest
 import runs
@@ -8,34 +9,29 @@ from helpers import ROOT, evaluations, result, run_cli, scalars
 from markdown import write_files
 
 PAGE = ROOT / "docs/metrics_and_callbacks.md"
-QUICK = ("train.max_epochs=1", "model.width=16", "train.device=cpu")
 
 
-def command(start):
-    """The words after `trainapp` of the first command that has `start`."""
-    import shlex
-
-    line = next(line for line in PAGE.read_text().splitlines() if line.startswith("trainapp ") and start in line)
-    return shlex.split(line)[1:]
+def words(part):
+    """The words after `trainapp model=mlp` of the page's first command that has this part."""
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith("trainapp ") and part in line)
+    return [word for word in shlex.split(line)[2:] if not word.startswith("user_packages")]
 
 
 @pytest.mark.slow
-def test_the_callback_of_the_page(tmp_path):
+def test_the_metric_the_callback_and_the_tracker_of_the_page(tmp_path):
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
     assert write_files(PAGE, tmp_path) == {"my_callbacks.py", "my_trackers.py"}
-    done = run_cli(*command("callbacks.norms"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    chosen = [*words("metrics.f1"), *words("callbacks.norms"), *words("tracker.lines")]
+    quick = ("model=mlp", "train.max_epochs=1", "model.width=16", "train.device=cpu", "hydra.run.dir=run")
+    done = run_cli(*quick, "user_packages=[my_callbacks,my_trackers]", *chosen, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    tags = {tag: values for tag, values in scalars(tmp_path / "run").items() if tag.startswith("norm/")}
+    run = tmp_path / "run"
+    assert result(run)["objective"] == evaluations(run)[-1]["f1"]
+    tags = {tag: values for tag, values in scalars(run).items() if tag.startswith("norm/")}
     assert len(tags) == 6
     assert all(set(values) == {5, 10, 15, 20} for values in tags.values())
-
-
-@pytest.mark.slow
-def test_the_metric_of_the_page(tmp_path):
-    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
-    done = run_cli(*command("metrics.f1"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "run")["objective"] == evaluations(tmp_path / "run")[-1]["f1"]
-    assert result(tmp_path / "run")["metric"] == "f1"
+    lines = (run / "lines.txt").read_text().splitlines()
+    assert {line.split()[0] for line in lines} >= {"train", "eval"}
 
 
 @pytest.mark.slow
@@ -54,12 +50,3 @@ def test_the_task_of_the_page_passes_arguments_to_all_metrics(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = evaluations(tmp_path / "run")
     assert line["mine"] == pytest.approx(line["loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_tracker_of_the_page(tmp_path):
-    write_files(PAGE, tmp_path)
-    done = run_cli(*command("tracker.lines"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "run/lines.txt").read_text().splitlines()
-    assert {line.split()[0] for line in lines} == {"train", "eval"}

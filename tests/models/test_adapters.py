@@ -104,35 +104,12 @@ def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     assert (without - wanted).abs().max() > 1e-3
 
 
-@pytest.mark.slow
-def test_a_weight_average_is_exported(tmp_path, base):
-    run = runs.run_until(tmp_path / "run", 4, *on(base), "train.ema=0.5")
-    average = dict(run.state.tensors()["average"])
-    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}")
-    exported = load_file(tmp_path / "out/export/adapter_model.safetensors")
-    name = next(name for name in average if "q_proj.lora_B" in name)
-    own = f"base_model.model.{name.replace('.default', '')}"
-    assert torch.equal(exported[own], average[name])
-    assert not torch.equal(exported[own], dict(run.state.model.named_parameters())[name])
-
-
 def test_a_base_in_bf16_has_adapters_in_fp32(tmp_path):
     run = runs.prepare(tmp_path, *LORA, "adapter.base_dtype=bf16", "precision=bf16")
     dtypes = {p.requires_grad: p.dtype for p in run.state.model.parameters()}
     runs.loop.train_step(run)
     run.close()
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
-
-
-@pytest.mark.slow
-def test_a_classifier_trains_its_new_last_layer(tmp_path):
-    files = hf_files.texts(tmp_path / "texts.jsonl")
-    overrides = ("model=hf", "model.task=sequence_classification", hf_files.BERT, "data=hf", f"data.path={files}")
-    run = runs.prepare(tmp_path / "run", *overrides, "data.label=label", "adapter=lora", "data.vocab_size=300")
-    trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad and "lora_" not in name}
-    run.close()
-    assert {name.rpartition(".")[2] for name in trained} == {"weight", "bias"}
-    assert all(name.startswith("classifier.modules_to_save") for name in trained)
 
 
 @pytest.mark.slow

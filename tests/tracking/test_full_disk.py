@@ -98,22 +98,6 @@ def run_on(small_disk: Path, tmp_path: Path, run_dir: Path, *overrides: str) -> 
 
 
 @pytest.mark.slow
-def test_a_full_disk_where_checkpoints_have_another(small_disk, tmp_path):
-    run_dir, elsewhere = small_disk / "run", tmp_path / "elsewhere"
-    run_dir.mkdir()
-    elsewhere.mkdir()
-    (run_dir / "checkpoints").symlink_to(elsewhere)
-    ended = run_on(small_disk, tmp_path, run_dir, "every.save=3")
-    assert ended.returncode == 0, ended.stderr
-    told = complaints(ended.stderr)
-    assert set(told) >= {"metrics.jsonl", "tracker.tensorboard", "result.json"}  # others have room in their last page
-    assert len(told) == len(set(told))
-    assert (elsewhere / "step_00000009" / "manifest.json").exists()
-    assert not (run_dir / "result.json").exists()
-    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_for_checkpoints_too(small_disk, tmp_path, asynchronous):
     overrides = ("every.eval=3", "every.save=3", f"checkpointing.asynchronous={str(asynchronous).lower()}")
