@@ -49,27 +49,21 @@ def generate(session: Session) -> None:
         texts = continued(model, own, settings, ends, session.state.device)
         return [_row(data, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
 
+    def batch(begin: int, start: int, end: int) -> dict[str, Tensor]:
+        """Numbers of prompts, int64 [B], and zeros, [B, T], in the shape of the texts: it determines the size's
+        bucket.
+        """
+        numbers = range(begin + start, begin + end)
+        longest = max(len(prompts[number]) for number in numbers) + settings.max_new_tokens
+        return {"numbers": torch.tensor(numbers), "room": torch.zeros(len(numbers), longest)}
+
     def fetched(done: int) -> Iterator[MicroBatch]:
-        return batches_of(prompts, settings.max_new_tokens, done, session.sizes.evaluation.size)
+        for start, end in ranges(done, len(prompts), session.sizes.evaluation.size):
+            piece = functools.partial(batch, start)
+            yield MicroBatch(piece(0, end - start), end == len(prompts), True, end - start, piece)
 
     if (path := write_rows(session, "generations", fetched, rows_of)) is not None:
         _show(len(prompts), path)
-
-
-def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int) -> Iterator[MicroBatch]:
-    """The prompts after the first `done`, `size` at a time: their numbers, int64 [B], and zeros, int64 [B, T].
-
-    The zeros have the shape of the texts with `new` tokens, which determines the size's bucket.
-    """
-
-    def batch(numbers: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
-        chosen = list(numbers)[start:end]
-        longest = max(len(prompts[number]) for number in chosen) + new
-        return {"numbers": torch.tensor(chosen), "room": torch.zeros(len(chosen), longest, dtype=torch.int64)}
-
-    for start, end in ranges(done, len(prompts), size):
-        piece = functools.partial(batch, range(start, end))
-        yield MicroBatch(piece(0, end - start), end == len(prompts), True, end - start, piece)
 
 
 # Continuing a batch: the new tokens of each prompt, at most `max_new_tokens`, the last of which may end the text.

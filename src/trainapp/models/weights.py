@@ -56,7 +56,8 @@ def load_tensors(
     unexpected = [name for name in found if name not in own]
     misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
     fitting = {name: found[name] for name in found if name in own and name not in misshaped}
-    untied, first = [], {}  # of tied weights, the first name
+    untied: list[str] = []
+    first: dict[int, str] = {}  # of tied weights, the first name
     for name, tensor in fitting.items():
         if (other := first.setdefault(id(own[name]), name)) != name and not torch.equal(tensor, fitting[other]):
             untied.append(name)
