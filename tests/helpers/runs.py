@@ -104,6 +104,17 @@ def accumulate(session: Session, is_logged: bool = False) -> Totals:
     return loop.accumulate(session.engine, transaction.micro_batches(session), around)
 
 
+def of_whole_batch(session: Session, task: Any, batch: Any = None) -> tuple[float, torch.Tensor]:
+    """Mean loss and gradient of the next step's samples, or of a batch, at once, by plain PyTorch."""
+    model, numbers = session.state.model, session.batches.share(session.state.progress).numbers
+    model.zero_grad()
+    loss, count, _ = task(model, session.batches.dataset.__getitems__(numbers) if batch is None else batch)
+    (loss / count).backward()
+    gradient = gradients(model)
+    model.zero_grad(set_to_none=True)
+    return float((loss / count).detach()), gradient
+
+
 def clip(session: Session) -> torch.Tensor:
     """Accumulate and clip the gradients of the next step. Returns their norm before clipping."""
     return session.engine.clip(accumulate(session))

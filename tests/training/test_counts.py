@@ -38,14 +38,10 @@ def prepare(tmp_path):
 
 def whole(run):
     """Loss and gradient of the next step as one batch with weights of about 1, by plain PyTorch."""
-    data = run.batches.dataset
-    batch = data.__getitems__(run.batches.share(run.state.progress).numbers)
-    batch["weights"] = batch["weights"] / data.weights.max()
-    loss, count, _ = weighted.task(run.state.model, batch)
-    (loss / count).backward()
-    gradient = runs.gradients(run.state.model)
-    run.state.model.zero_grad(set_to_none=True)
-    return float((loss / count).detach()), gradient
+    largest = run.batches.dataset.weights.max()
+    return runs.of_whole_batch(
+        run, lambda model, batch: weighted.task(model, batch | {"weights": batch["weights"] / largest})
+    )
 
 
 @pytest.mark.parametrize(("task", "scale"), [("task", 1e-3), ("task", 1e-25), ("task", 1e10), ("as_numbers", 1e-8)])

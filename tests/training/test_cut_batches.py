@@ -41,18 +41,13 @@ def mean_gradient(run):
 def of_the_whole_batch(run, task):
     """The same by plain PyTorch, uncut."""
     batch = collated(run.batches.dataset, run.batches.share(run.state.progress).numbers)
-    run.state.model.zero_grad()
-    loss, count, _ = task(run.state.model, batch)
-    (loss / count).backward()
-    gradient = runs.gradients(run.state.model)
-    run.state.model.zero_grad(set_to_none=True)
-    return gradient, float(loss.detach() / count)
+    return runs.of_whole_batch(run, task, batch)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_of_cut_batches_is_that_of_the_whole_batch(tmp_path, name):
     run, calls, task = prepare(tmp_path, name)
-    expected, loss = of_the_whole_batch(run, task)
+    loss, expected = of_the_whole_batch(run, task)
     gradient, mean = mean_gradient(run)
     run.close()
     assert calls == [3, 3, 2] * 2
@@ -68,7 +63,7 @@ def by_rows(batch, start, end):
 @pytest.mark.parametrize("name", ODD)
 def test_cutting_them_by_rows_would_be_noticed(tmp_path, name):
     run, _, task = prepare(tmp_path, name)
-    expected, _ = of_the_whole_batch(run, task)
+    _, expected = of_the_whole_batch(run, task)
     run.batches._loader._split = by_rows
     try:
         gradient, _ = mean_gradient(run)
@@ -96,7 +91,7 @@ def test_a_task_or_a_data_set_may_say_how(tmp_path, monkeypatch, way):
         value = staticmethod(split) if way == "data set" else "train"
         monkeypatch.setattr(batches.Tuples, "split", value, raising=False)
     run, calls, task = prepare(tmp_path, "tuple")
-    expected, _ = of_the_whole_batch(run, task)
+    _, expected = of_the_whole_batch(run, task)
     fetched.clear()
     cuts.clear()
     gradient, _ = mean_gradient(run)

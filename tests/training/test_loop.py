@@ -12,13 +12,13 @@ from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
 CASES = {
-    "mlp": (runs.MODELS["mlp"], "classification"),
+    "mlp": (runs.MODELS["mlp"], losses.classification),
     "groupnorm": (
         ("model=resnet", "model.width=8", "model.norm=group", "data=synthetic_images", "data.image_shape=[1,16,16]"),
-        "classification",
+        losses.classification,
     ),
-    "gpt": (GPT, "next_token"),
-    "padded": ((*GPT, "data.min_length=1"), "next_token"),
+    "gpt": (GPT, losses.next_token),
+    "padded": ((*GPT, "data.min_length=1"), losses.next_token),
 }
 CUTS = {
     "greedy": ("batch.micro_size=3",),  # 3, 3, 2, 2
@@ -40,23 +40,12 @@ def prepare(tmp_path):
         run.tracker.close()
 
 
-def big_batch(run, task):
-    """Loss and gradient of the next step's samples as one batch, by plain PyTorch."""
-    batch = run.batches.dataset.__getitems__(run.batches.share(run.state.progress).numbers)
-    run.state.model.zero_grad()
-    loss, count, _ = getattr(losses, task)(run.state.model, batch)
-    (loss / count).backward()
-    gradient = runs.gradients(run.state.model)
-    run.state.model.zero_grad(set_to_none=True)
-    return float(loss.detach() / count), gradient
-
-
 def mean_of_means(run, task):
     """A common mistake: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
     parts = list(run.batches.micro_batches(run.state.progress, [run.sizes.train.size]))
     for micro in parts:
-        loss, count, _ = getattr(losses, task)(run.state.model, micro.data)
+        loss, count, _ = task(run.state.model, micro.data)
         (loss / count / len(parts)).backward()
     return runs.gradients(run.state.model)
 
@@ -67,7 +56,7 @@ def mean_of_means(run, task):
 def test_accumulated_is_the_big_batch(prepare, case, cut):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
-    loss, expected = big_batch(run, task)
+    loss, expected = runs.of_whole_batch(run, task)
     totals = runs.accumulate(run)
     norm = run.engine.clip(totals)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 2e-6
@@ -79,14 +68,14 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
 def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
-    _, expected = big_batch(run, task)
+    _, expected = runs.of_whole_batch(run, task)
     assert runs.relative_error(mean_of_means(run, task), expected) > wrong
 
 
 def test_batch_norm_depends_on_the_micro_batch(prepare):
     """This is inherent: for a result that does not, choose GroupNorm."""
     run = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
-    _, expected = big_batch(run, "classification")
+    _, expected = runs.of_whole_batch(run, losses.classification)
     runs.clip(run)
     assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.05
 
@@ -98,7 +87,7 @@ def test_the_last_partial_step_of_an_epoch(prepare):
     run.state.progress.consumed = (run.batches.samples - 1) // 16 * 16
     left = run.batches.samples - run.state.progress.consumed
     assert 0 < left < 16
-    _, expected = big_batch(run, task)
+    _, expected = runs.of_whole_batch(run, task)
     runs.clip(run)
     actual = runs.gradients(run.state.model)
     assert runs.relative_error(actual, expected) < 2e-6
@@ -126,7 +115,7 @@ def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
 def test_one_clip_of_the_whole_gradient(prepare, micro):
     clip = 0.05
     run = prepare(*runs.MODELS["mlp"], f"batch.micro_size={micro}", f"train.grad_clip={clip}")
-    _, expected = big_batch(run, "classification")
+    _, expected = runs.of_whole_batch(run, losses.classification)
     assert float(expected.norm()) > 2 * clip
     norm = runs.clip(run)
     clipped = runs.gradients(run.state.model)
@@ -138,7 +127,7 @@ def test_one_clip_of_the_whole_gradient(prepare, micro):
 def test_clipping_each_micro_batch_is_something_else(prepare):
     clip = 0.05
     run = prepare(*runs.MODELS["mlp"], "batch.micro_size=4", f"train.grad_clip={clip}")
-    _, expected = big_batch(run, "classification")
+    _, expected = runs.of_whole_batch(run, losses.classification)
     total = torch.zeros_like(expected)
     for micro in run.batches.micro_batches(run.state.progress, [4]):
         run.state.model.zero_grad()

@@ -27,14 +27,9 @@ def test_it_is_never_cut(tmp_path):
 
 def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
     run = runs.prepare(tmp_path, *WHOLE, "batch.global_size=32")
-    data, model = run.batches.dataset, run.state.model
     totals = runs.accumulate(run)
-    found = runs.gradients(model) * 32 / totals.count
-    model.zero_grad()
-    batch = data.__getitems__(run.batches.share(run.state.progress).numbers)
-    loss, count, _ = own_tasks.mirrored(model, batch)
-    (loss / count).backward()
-    expected = runs.gradients(model)
+    found = runs.gradients(run.state.model) * 32 / totals.count
+    _, expected = runs.of_whole_batch(run, own_tasks.mirrored)
     run.close()
     assert runs.relative_error(found, expected) < 1e-6
 
