@@ -44,41 +44,30 @@ def seed_evaluation(device: torch.device, seed: int, name: str) -> None:
     seed_from(device, seed, zlib.crc32(name.encode()))  # Python's hash of a string differs between processes
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy, torch's CPU and the device. Takes about 50 microseconds."""
-    with outside_dispatch_modes():  # a fake tensor would not hold the state
-        state: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=True),
-            "torch": torch.default_generator.get_state(),
-        }
-        if device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(device)
-        elif device.type == "mps":
-            state["mps"] = torch.mps.get_rng_state()
-        return state
-
-
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `rng_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    with outside_dispatch_modes():
-        torch.set_rng_state(state["torch"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], device)
-        elif device.type == "mps":
-            torch.mps.set_rng_state(state["mps"])
-
-
 @contextlib.contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restore the global generators after the block, for example one that fetches samples within a step."""
-    state = rng_state(device)
+    """Restore the global generators of Python, NumPy, torch's CPU and the device after the block, for example one that
+    fetches samples within a step. Takes about 50 microseconds.
+    """
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    with outside_dispatch_modes():  # a fake tensor would not hold the state
+        own = torch.default_generator.get_state()
+        on_device: Any = None
+        if device.type == "cuda":
+            on_device = torch.cuda.get_rng_state(device)
+        elif device.type == "mps":
+            on_device = torch.mps.get_rng_state()
     try:
         yield
     finally:
-        set_rng_state(state, device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        with outside_dispatch_modes():
+            torch.default_generator.set_state(own)
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(on_device, device)
+            elif device.type == "mps":
+                torch.mps.set_rng_state(on_device)
 
 
 def is_generator(value: Any) -> bool:
