@@ -24,14 +24,12 @@ def parse_memory_size(value: int | float | str, total: int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
     if isinstance(value, bool) or not match or match[2] not in units:
         raise ValueError(rule)
-    amount = float(match[1])
-    if not match[2] and not amount.is_integer() and amount > 1:
-        raise ValueError(f"{rule}: {value} of what? Write {value}GiB, or whole bytes")
-    if not match[2] and 0 < amount <= 1 and not isinstance(value, int):
+    amount, unit = float(match[1]), match[2]
+    if not unit and 0 < amount <= 1 and not isinstance(value, int):
         return int(amount * total)
-    if amount * units[match[2]] < 1:
+    if amount * units[unit] < 1 or (not unit and not amount.is_integer()):
         raise ValueError(rule)
-    return int(amount * units[match[2]])
+    return int(amount * units[unit])
 
 
 @dataclass(frozen=True)

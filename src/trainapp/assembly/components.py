@@ -1,6 +1,5 @@
 """The parts that a configuration names: device, data sets, classes. Every mistake in them is a UserError."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -144,20 +143,15 @@ def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[s
     UserError for arguments that do not fit.
     """
     task = found
-    if inspect.isclass(found):
-        task = targets.construct(found, arguments, setting, config.user_packages)
-        if not callable(task):
-            raise UserError(
-                f"{setting}={name}: an instance of it cannot be called; give the class a method "
-                "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
-            )
-    elif inspect.isfunction(found):
-        model_and_batch = dict.fromkeys(_parameters(found)[:2])
-        given = targets.arguments_of(found, arguments, setting, config.user_packages, model_and_batch)
-        own = {key: value for key, value in given.items() if key not in model_and_batch}
-        task = functools.partial(found, **own) if own else found
+    if inspect.isclass(found) or inspect.isfunction(found):
+        task = targets.function_of(found, arguments, setting, config.user_packages, leading=2)
     elif arguments:
         raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
+    if not callable(task):
+        raise UserError(
+            f"{setting}={name}: an instance of it cannot be called; give the class a method "
+            "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
+        )
     return CheckedTask(task, f"{setting}={name}")
 
 

@@ -114,7 +114,7 @@ def construct(
     Nodes with a `_target_` in the arguments, at any depth and in lists, are built first: see `_build`. Raises UserError
     for all arguments that do not fit, and for targets that are not allowed.
     """
-    values = arguments_of(target, arguments, setting, user_packages, provided)
+    values = _arguments_of(target, arguments, setting, user_packages, provided)
     try:
         return target(**values)
     except Exception as error:
@@ -124,14 +124,32 @@ def construct(
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
-def arguments_of(
+def function_of(
     target: Callable[..., Any],
     arguments: dict[str, Any],
     setting: str,
     user_packages: Sequence[str],
+    leading: int,
     provided: dict[str, Any] | None = None,
+) -> Any:
+    """What the program calls with `leading` positional arguments: an instance of a class, or a function, with
+    `arguments` for its other parameters. Raises UserError as `construct` does.
+    """
+    if inspect.isclass(target):
+        return construct(target, arguments, setting, user_packages, provided)
+    given = dict.fromkeys(list(_parameters(target))[:leading])
+    options = _arguments_of(target, arguments, setting, user_packages, (provided or {}) | given)
+    options = {name: value for name, value in options.items() if name not in given}
+    return functools.partial(target, **options) if options else target
+
+
+def _arguments_of(
+    target: Callable[..., Any],
+    arguments: dict[str, Any],
+    setting: str,
+    user_packages: Sequence[str],
+    provided: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments with which `construct` calls the target, for targets that are called more than once."""
     takes = _parameters(target)
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}

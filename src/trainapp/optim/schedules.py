@@ -144,20 +144,16 @@ def _function(
     target: Any, settings: schema.Schedule, user_packages: Sequence[str], provided: dict[str, Any]
 ) -> Callable[[int], Any]:
     """A function whose first parameter is the step, or an instance of a class that is called like that."""
-    if inspect.isclass(target):
-        built: Callable[[int], Any] = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
-        if callable(built):
-            return built
     first = next(iter(inspect.signature(target).parameters), None)
-    if inspect.isclass(target) or first is None or first in settings.arguments:
-        raise UserError(
-            f"schedule._target_={settings.target}: must be a function whose first parameter is the step and which "
-            "returns the factor of the learning rate, a class whose instances are called like that, or have a "
-            "parameter `optimizer` and return one of torch's schedulers"
-        )
-    options = targets.arguments_of(target, settings.arguments, "schedule", user_packages, provided | {first: 0})
-    del options[first]
-    return lambda step: target(step, **options)
+    if inspect.isclass(target) or first not in (None, *settings.arguments):
+        found: Any = targets.function_of(target, settings.arguments, "schedule", user_packages, 1, provided)
+        if callable(found):
+            return found
+    raise UserError(
+        f"schedule._target_={settings.target}: must be a function whose first parameter is the step and which returns "
+        "the factor of the learning rate, a class whose instances are called like that, or have a parameter "
+        "`optimizer` and return one of torch's schedulers"
+    )
 
 
 def _checked(function: Callable[[int], Any], name: str) -> Factor:
