@@ -78,13 +78,6 @@ def test_mistake_is_one_message(tmp_path, arguments, parts):
     assert_refused(run_cli(*arguments.split(), cwd=tmp_path), tmp_path, *parts)
 
 
-@pytest.mark.slow
-def test_several_mistakes_are_reported_together(tmp_path):
-    done = run_cli("optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "+batch.foo=1", cwd=tmp_path)
-    assert_refused(done, tmp_path, "optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "batch.foo")
-    assert len(done.stderr.splitlines()) == 4
-
-
 # Mistakes that need the classes or the files to be detected
 
 

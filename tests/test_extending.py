@@ -14,35 +14,38 @@ pytestmark = pytest.mark.slow  # half a minute
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """The folder that contains `my_project`, and what each command did there."""
+def folder(tmp_path_factory):
+    """A reader's folder, with the files of the page."""
     folder = tmp_path_factory.mktemp("reader")
-    written = write_files(DOCUMENT, folder)
-    assert written == files(folder)
-    done = []
+    assert write_files(DOCUMENT, folder) == files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder):
+    """What each command did there: the command, its process, and the directories of its runs."""
+    ended = []
+    env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
     for words in commands(DOCUMENT):
         before = runs_in(folder)
-        env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
         process = subprocess.run(
             with_this_python(words), cwd=folder, env=env, capture_output=True, text=True, timeout=120
         )
-        done.append((words, process, sorted(runs_in(folder) - before)))
-    return folder, done
+        ended.append((words, process, sorted(runs_in(folder) - before)))
+    return ended
 
 
 def runs_in(folder):
     return {path.parent for path in folder.glob("outputs/*/*/result.json")}
 
 
-def test_every_command_succeeds(project):
-    _, done = project
+def test_every_command_succeeds(done):
     assert len(done) == 9
     for words, process, _ in done:
         assert process.returncode == 0, f"{words}\n{process.stderr}"
 
 
-def test_the_example_learns(project):
-    _, done = project
+def test_the_example_learns(done):
     (run,) = done[0][2]
     ended = result(run)
     assert ended["metric"] == "accuracy"
@@ -51,23 +54,20 @@ def test_the_example_learns(project):
     assert "ConvNet with" in done[0][1].stderr
 
 
-def test_the_second_command_recovers_and_learns_as_well(project):
-    _, done = project
+def test_the_second_command_recovers_and_learns_as_well(done):
     (run,) = done[1][2]
     assert result(run)["oom_restarts"] >= 1
     assert result(run)["micro_size"] < 64
     assert result(run)["objective"] >= 0.9
 
 
-def test_own_model_reads_the_applications_data(project):
-    _, done = project
+def test_own_model_reads_the_applications_data(done):
     (run,) = done[2][2]
     assert result(run)["steps"] == 23
     assert "image_shape" not in (run / ".hydra/config.yaml").read_text()
 
 
-def test_help_lists_the_users_options(project):
-    _, done = project
+def test_help_lists_the_users_options(done):
     shown = done[3][1].stdout
     for line in (
         "model: convnet, gpt, hf, mlp, resnet, vit",
@@ -78,13 +78,11 @@ def test_help_lists_the_users_options(project):
     assert "rmsprop" in next(line for line in shown.splitlines() if line.startswith("optimizer: "))
 
 
-def test_the_loss_with_a_state_is_exact(project):
-    _, done = project
+def test_the_loss_with_a_state_is_exact(done):
     assert "the first 3 steps are the same when they are retried" in done[4][1].stderr
 
 
-def test_a_setting_of_the_machine_reaches_the_run(project):
-    folder, done = project
+def test_a_setting_of_the_machine_reaches_the_run(folder, done):
     (run,) = done[0][2]
     text = (run / ".hydra/config.yaml").read_text()
     assert "num_workers: 0" in text
@@ -94,8 +92,7 @@ def test_a_setting_of_the_machine_reaches_the_run(project):
     assert "num_workers: auto" in shown.stdout
 
 
-def test_the_gan_trains(project):
-    _, done = project
+def test_the_gan_trains(done):
     plain, limited = (run for _, _, (run,) in done[5:7])
     assert result(plain)["steps"] == result(limited)["steps"] == 46
     assert result(plain)["oom_restarts"] == 0
@@ -105,8 +102,7 @@ def test_the_gan_trains(project):
     assert (lines[-1]["discriminator/lr"], lines[-1]["generator/lr"]) == (2e-3, 1e-3)
 
 
-def test_a_run_learns_from_its_teacher(project):
-    _, done = project
+def test_a_run_learns_from_its_teacher(done):
     (run,) = done[8][2]
     assert result(run)["objective"] >= 0.85
     assert result(run)["best_step"] > 0

@@ -49,76 +49,54 @@ FACTORS = GROUPS | OPTIONAL | SWITCHES
 WITHOUT_COMPILER = FACTORS | {"compile": SWITCHES["compile"][:1]}
 # Rows with these are skipped where the extras are not installed: the others cover their pairs without them.
 OF_EXTRAS = {"model=hf": "transformers", "data=hf": "datasets", "data=sft": "datasets", "adapter=lora": "peft"}
+SEVERAL_RANKS = tuple(option for option in GROUPS["parallel"] if option != "parallel=single")  # ddp, fsdp, hsdp
 ON_ONE_RANK = WITHOUT_COMPILER | {"parallel": ("parallel=single",)}
 ON_TWO_RANKS = WITHOUT_COMPILER | {
-    "parallel": tuple(o for o in GROUPS["parallel"] if o != "parallel=single"),
+    "parallel": SEVERAL_RANKS,
     "in_backward": SWITCHES["in_backward"][:1],
 }
 
-# Pairs that are refused, each with the start of the message.
-TOKENS = ("hf", "sft", "synthetic_tokens", "text")
-CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.sets\.\w+\.\w+: it needs "
+# Pairs that are refused: an option, another, and the start of the message.
+TOKENS = ("data=hf", "data=sft", "data=synthetic_tokens", "data=text")
+IMAGES = ("data=digits", "data=images", "data=synthetic_images")
+CANNOT_READ = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.sets\.\w+\.\w+: it needs "
+ROUNDS_TO_NEAREST = tuple(o for o in GROUPS["optimizer"] if not o.startswith("optimizer=adamw_"))
 REFUSED = {
-    frozenset((f"model={model}", f"data={data}")): CHOOSE_ANOTHER
-    for model, kinds in {
-        "gpt": ("digits", "images", "synthetic_images"),
-        "mlp": TOKENS,
-        "resnet": TOKENS,
-        "vit": TOKENS,
-    }.items()
-    for data in kinds
-} | {
-    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 with batch\.micro_size=3: both",
-    frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
-    frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
-}
-# Its blocks have convolutions only.
-REFUSED |= {
-    frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"
-    for kind in ("int8", "fp8")
-}
-REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16 with "
-REFUSED |= {
-    frozenset(("optimizer.in_backward=true", other)): "optimizer.in_backward=true: a parameter is updated"
-    for other in (
-        "train.compile=true",
-        "train.nonfinite=skip",
-        "precision=fp16",
-        "parallel=ddp",
-        "parallel=fsdp",
-        "parallel=hsdp",
+    frozenset((one, other)): message
+    for ones, others, message in (
+        (("model=gpt",), (*IMAGES, "callbacks=confusion_matrix"), CANNOT_READ),  # which is for classes
+        (("model=mlp", "model=resnet", "model=vit"), TOKENS, CANNOT_READ),
+        (("callbacks=confusion_matrix",), TOKENS, r"metrics\.confusion_matrix\.num_classes: required, but not"),
+        (("accumulation=fixed",), ("batch.micro_size=3",), r"accumulation\.steps=4 with batch\.micro_size=3: both"),
+        (("precision=bf16_pure",), ("model=resnet",), r"precision=bf16_pure: BatchNorm needs its weights in fp32"),
+        (("precision=bf16_pure",), ("train.ema=0.9",), r"precision=bf16_pure with train\.ema=0\.9: an average"),
+        (("precision=bf16_pure",), ROUNDS_TO_NEAREST, r"precision=bf16_pure with [\w.]+: updates smaller than half of"),
+        (
+            ("precision=int8", "precision=fp8"),
+            ("model=resnet",),
+            r"precision=\w+: no nn\.Linear in the blocks of ResNet",
+        ),
+        (("adapter=lora",), ("model=resnet",), r"adapter\.targets=auto: no linear layers in the blocks of ResNet"),
+        (("debug=nonfinite",), ("precision=fp16",), r"train\.detect_anomaly=true with precision=fp16 with "),
+        (
+            ("optimizer.in_backward=true",),
+            ("train.compile=true", "train.nonfinite=skip", "precision=fp16", *SEVERAL_RANKS),
+            "optimizer.in_backward=true: a parameter is updated",
+        ),
+        (
+            ("optimizer=adamw_8bit", "optimizer=adamw_4bit", "optimizer=adafactor"),
+            SEVERAL_RANKS[1:],
+            r"optimizer\.\w+=[\w.]+ with parallel=fsdp: (the|its) state",
+        ),
     )
-}
-REFUSED[frozenset(("adapter=lora", "model=resnet"))] = (
-    r"adapter\.targets=auto: no linear layers in the blocks of ResNet"
-)
-# Weights in bf16 need an optimizer that rounds by chance.
-REFUSED |= {
-    frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"
-    for option in GROUPS["optimizer"]
-    if not option.startswith("optimizer=adamw_")
-}
-# Tokens have no classes to confuse.
-REFUSED |= {
-    frozenset(
-        ("callbacks=confusion_matrix", f"data={data}")
-    ): r"metrics\.confusion_matrix\.num_classes: required, but not"
-    for data in TOKENS
-}
-REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
-REFUSED |= {
-    frozenset(
-        (f"optimizer={kind}", f"parallel={strategy}")
-    ): r"optimizer\.\w+=[\w.]+ with parallel=fsdp: (the|its) state"
-    for kind in ("adamw_8bit", "adamw_4bit", "adafactor")
-    for strategy in ("fsdp", "hsdp")
+    for one in ones
+    for other in others
 }
 
 # Compiling its many blocks takes minutes on two ranks, or with what is recomputed.
 TOO_LONG = {
     frozenset(("model=resnet", "train.compile=true", option))
-    for option in (*GROUPS["parallel"], "activation_checkpointing=full")
-    if option != "parallel=single"
+    for option in (*SEVERAL_RANKS, "activation_checkpointing=full")
 }
 
 # What keeps a run small. None of it is a default that another choice of option depends on.
@@ -262,12 +240,8 @@ def complete(folder, row):
     if data == "data=sft":
         files.append(f"data.files={hf_files.examples(folder / 'chat.jsonl')}")
         files.append(f"data.tokenizer={hf_files.tokenizer_folder(folder / 'tokenizer')}")
-    small = OF_MODEL[model] if model != "model=hf" else hf_files.CAUSAL[1:] if reads_tokens(data) else OF_VIT
+    small = OF_MODEL[model] if model != "model=hf" else hf_files.CAUSAL[1:] if data in TOKENS else OF_VIT
     return [*row, *SMALL, *small, *files]
-
-
-def reads_tokens(data):
-    return data.removeprefix("data=") in TOKENS
 
 
 def save_weights(folder, overrides):
