@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import Fault
 from parallel import cells
 from parallel.conftest import Cell
-from parallel.faults import fail_at
 from parallel.pool import Pool
 from parallel.test_equality import errors, together
 
@@ -26,7 +26,7 @@ from trainapp.parallel.ranks import DistributedRanks, Ranks
 Run = Callable[..., list[cells.Record]]
 STEP = 3
 # Operations before the error, by phase.
-PLACES = {"fetch": 0, "forward": 60, "backward": 60, "bucket": 0, "metric": 0, "clip": 0}
+PLACES = {"data": 0, "forward": 60, "backward": 60, "bucket": 0, "metric": 0, "clip": 0}
 EXACT = 1e-5  # relative error of gradients; atomic additions may come in any order
 SETTINGS = ("parallel=ddp", "train.ema=0.5", "data.min_length=9")  # all texts of one shape: a schedule has one size
 
@@ -50,7 +50,7 @@ def reference(run) -> list[cells.Record]:
 @pytest.mark.parametrize("phase", PLACES)
 def test_rank_1_runs_out_in(run, reference, got, phase):
     """the step is retried at half the size, with the gradients of a run configured so, to 1e-5"""
-    records = run(faults=[fail_at(1, STEP, phase, operation=PLACES[phase])])
+    records = run(faults=[Fault(phase, STEP, PLACES[phase], rank=1)])
     assert not any(record.error for record in records), records
     error = worst_error(records, reference)
     got(f"micro-batches {records[0].sizes} and {records[1].sizes}, relative error {error:.1e}")
@@ -63,12 +63,12 @@ def test_rank_1_runs_out_in_its_evaluation(run, got):
     """metrics and training of a run without the error: there a rank recovers alone"""
     settings = ("every.eval=2", "train.ema=null")  # an average is swapped in by views, which take no memory
     whole = run(*settings)
-    records = run(*settings, faults=[fail_at(1, 2, "evaluate", operation=30)])
+    records = run(*settings, faults=[Fault("evaluate", 2, 30, rank=1)])
     assert not any(record.error for record in (*whole, *records)), records
     error = worst_error(records, whole)
     losses = [[means["loss"] for means in one[0].evaluated] for one in (records, whole)]
     got(f"losses {losses[0]} and {losses[1]}, relative error of training {error:.1e}")
-    assert [failure["phase"] for failure in records[1].failures] == ["evaluate"]
+    assert [failure.phase for failure in records[1].failures] == ["evaluate"]
     assert losses[0] == pytest.approx(losses[1], rel=EXACT)
     assert error <= EXACT
 

@@ -1,4 +1,4 @@
-"""State outside of tensors: found, copied, saved, and the same after a resume."""
+"""State outside of tensors: what is refused, what is said."""
 
 import traceback
 from types import SimpleNamespace
@@ -8,45 +8,19 @@ import pytest
 import runs
 import torch
 import writing_models
-from runs import end
 
-from trainapp.checkpoint import state_dicts
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
 
-OWN = ("user_packages=[writing_models,test_stateful]", "data=digits", "batch.micro_size=8")
-MODEL = (*OWN, "model=mlp", "~model.width", "~model.depth", "~model.dropout")
-MLP = (*OWN, "model=mlp", "model.width=16")
-CASES = {
-    **{
-        kind.__name__: (*MODEL, f"model._target_=writing_models.{kind.__name__}")
-        for kind in (writing_models.ExtraState, writing_models.Generators, writing_models.TeacherHidden)
-    },
-    "queue task": (*MLP, "task=writing_models.QueueTask"),
-    "module task": (*MLP, "task=writing_models.ModuleTask"),
-    "data": (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_uninterrupted(tmp_path, case):
-    overrides = (*CASES[case], "train.max_steps=6", "every.eval=2")
-    runs.run(tmp_path / "a", *overrides)
-    runs.run_until(tmp_path / "b", 3, *overrides)
-    runs.run(tmp_path / "b", *overrides)
-    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) == []
-    assert end(tmp_path / "a")["stateful"][0]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_without_the_saved_state_it_is_not(tmp_path, monkeypatch, case):
-    overrides = (*CASES[case], "train.max_steps=6")
-    runs.run(tmp_path / "a", *overrides)
-    runs.run_until(tmp_path / "b", 3, *overrides)
-    monkeypatch.setattr(state_dicts, "load_stateful", lambda *_: [])
-    runs.run(tmp_path / "b", *overrides)
-    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) != []
+# That a resumed run is the uninterrupted one, and without the saved state is not: tests/zoo.
+MLP = (
+    "user_packages=[writing_models,test_stateful]",
+    "data=digits",
+    "batch.micro_size=8",
+    "model=mlp",
+    "model.width=16",
+)
 
 
 class Unplain:
@@ -91,7 +65,7 @@ def test_an_error_in_a_users_method_keeps_its_class_and_its_place(tmp_path):
 
 
 def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
-    stateful = (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits", "data.num_workers=1")
+    stateful = (*MLP, "~data.augment", "data._target_=test_stateful.CountingDigits", "data.num_workers=1")
     run = runs.prepare(tmp_path / "s", *stateful)
     assert run.batches._loader.workers == 0
     run.close()
@@ -119,6 +93,16 @@ class NoisyDigits:
     def __getitem__(self, index: int) -> dict:
         inputs = torch.from_numpy(self.digits.noise.normal(size=(1, 8, 8)).astype(np.float32))
         return {"inputs": inputs, "targets": torch.tensor(index % 10)}
+
+
+class CountingDigits(NoisyDigits):
+    """With a state."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
 
 
 def test_another_task_starts_from_its_initial_state_and_says_so(tmp_path, caplog):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from faults import PHASES, Fault
 from hypothesis import strategies as st
-from oom.inject import BETWEEN, PHASES
 from zoo.catalogue import ALL
 
 # Their models need more than one sample in a forward.
@@ -14,15 +14,6 @@ DEPEND_ON_MORE = {name for name, cell in ALL.items() if not cell.resumes} | {"wr
 NAMES = sorted(ALL.keys() - NEED_TWO - DEPEND_ON_MORE)
 # Their own arithmetic allows autocast.
 MIXED = {"unit weights", "transformer", "tied weights", "dict", "tuple", "strings"}
-
-
-@dataclass(frozen=True)
-class Oom:
-    """Memory runs out before an operation of a phase of a step."""
-
-    phase: str
-    step: int
-    operation: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Case:
 
     name: str
     settings: dict[str, Any]
-    events: list[Oom | Stop | Raise] = field(default_factory=list)
+    events: list[Fault | Stop | Raise] = field(default_factory=list)
     later: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -97,8 +88,9 @@ def settings_of(draw: Any, name: str) -> dict[str, Any]:
     return chosen
 
 
+PLACES = (*PHASES, "commit", "after the commit", "weight average", "evaluate")
 EVENTS = st.one_of(
-    st.builds(Oom, st.sampled_from([*PHASES, *BETWEEN, "commit"]), st.integers(1, 7), st.integers(0, 80)),
+    st.builds(Fault, st.sampled_from(PLACES), st.integers(1, 7), st.integers(0, 80)),
     st.builds(Stop, st.integers(0, 6)),
     st.builds(Raise, st.integers(0, 6), st.integers(1, 12)),
 )

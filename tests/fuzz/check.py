@@ -5,14 +5,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from oom.inject import Injector
+from faults import Fault, Injector
 from zoo.catalogue import ALL, Cell
-from zoo.harness import Training, check_samples, compare
+from zoo.harness import Training, check_samples, compare, configure
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.training.session import Session
 
-from .cases import Case, Oom, Raise, Stop
+from .cases import Case, Raise, Stop
 
 # Settings that decide sizes or recovery, not results: a replay has none of them.
 ONLY_SIZES = ("batch.micro_size", "memory.limit", "oom.grow", "oom.clean_steps")
@@ -27,8 +27,8 @@ class Story:
 
     def __init__(self, case: Case, folder: Path):
         self.case, self.folder = case, folder
-        self.pending = [event for event in case.events if not isinstance(event, Oom)]
-        self.faults = [Injector(e.phase, e.step, e.operation) for e in case.events if isinstance(e, Oom)]
+        self.pending = [event for event in case.events if not isinstance(event, Fault)]
+        self.injector = Injector([event for event in case.events if isinstance(event, Fault)])
         self.trained: dict[tuple[int, int], list[list[int]]] = {}
         self.failures = self.restarts = self.samples = 0
 
@@ -42,7 +42,10 @@ class Story:
         """The last session."""
         changes = dict(self.case.settings)
         while True:
-            session = Training(self.cell, self.folder / "run", changes, self.faults, self.on_batch, self.on_sample)
+            config = configure(self.cell, self.folder / "run", changes)
+            session = Training(
+                self.cell, config, injector=self.injector, on_batch=self.on_batch, on_sample=self.on_sample
+            )
             if session.began is not None:
                 self.trained = {at: samples for at, samples in self.trained.items() if at < session.began}
             self.trained |= session.trained
@@ -52,8 +55,6 @@ class Story:
             later = self.case.later[self.restarts % len(self.case.later)] if self.case.later else {}
             changes |= later
             self.restarts += 1
-            for fault in self.faults:
-                fault.run = None
 
     def on_batch(self, session: Session) -> None:
         for event in self.pending:
@@ -95,7 +96,7 @@ def check(case: Case) -> str:
         memory = session.run.memory
         assert memory.limit is None or memory.peak <= memory.limit
         assert session.run.sizes.train.size >= 1
-        replay = Training(story.cell, folder / "replay", replay_of(case, session))
+        replay = Training(story.cell, configure(story.cell, folder / "replay", replay_of(case, session)))
         assert replay.error is None, f"the replay ended with {type(replay.error).__name__}: {replay.error}"
         assert not replay.failures
         found = compare(session.record(), replay.record(), exact_evaluations=False)

@@ -4,8 +4,9 @@ import helpers
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, command, forget, launched, limit_of, replayed
-from oom.inject import Injector, Recorded
 
 from trainapp.memory.detection import requested_bytes
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
@@ -46,7 +47,7 @@ def test_default_kernels_are_equal_to_rounding(tmp_path):
 
 def test_an_error_in_the_commit_goes_back(tmp_path):
     overrides = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], *ON_GPU, "optimizer.fused=false")
-    recorded = Recorded(runs.configure(tmp_path, *overrides), Injector("commit", 3, 1))
+    recorded = Recorded(runs.configure(tmp_path, *overrides), Fault("commit", 3, 1))
     assert [failure.phase for failure in recorded.failures] == ["commit"]
     assert recorded.run.state.progress.step == 4
 

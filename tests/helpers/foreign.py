@@ -6,35 +6,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from writing_models import Base
 
 
-class Linear(nn.Module):
-    """Digits, one linear layer; subclasses add state that changes in training and changes the output."""
+class Linear(Base):
+    """One linear layer; subclasses change something in training that changes the output."""
 
-    def __init__(self, num_classes: int):
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """What a subclass adds."""
-
-    def shift(self, inputs: Tensor) -> Tensor | float:
-        """Added to the output."""
+    def change(self, inputs: Tensor) -> Tensor | float:
         return 0.0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        flat = inputs.flatten(1)
-        return self.linear(flat) + self.shift(flat.detach())
 
 
 class RegisteredByTheFirstForward(Linear):
     """A buffer that a fresh model does not know of, in a module inside it."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.inner = nn.Module()
 
-    def shift(self, inputs: Tensor) -> Tensor:
+    def change(self, inputs: Tensor) -> Tensor:
         if not hasattr(self.inner, "seen"):
             self.inner.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
         self.inner.seen += inputs.mean().double()
@@ -44,10 +32,9 @@ class RegisteredByTheFirstForward(Linear):
 class Counting(Linear):
     """A number in a plain attribute."""
 
-    def prepare(self) -> None:
-        self.calls = 0
+    calls = 0
 
-    def shift(self, inputs: Tensor) -> float:
+    def change(self, inputs: Tensor) -> float:
         self.calls += 1
         return 1e-3 * self.calls
 
@@ -55,21 +42,21 @@ class Counting(Linear):
 class Expanded(Linear):
     """A buffer whose elements share memory."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.register_buffer("scale", torch.full((1,), 0.5).expand(8))
 
-    def shift(self, inputs: Tensor) -> Tensor:
+    def change(self, inputs: Tensor) -> Tensor:
         return self.scale.sum()
 
 
 class SparseBuffers(Linear):
     """The edges of a graph, and one with a weight that every forward changes."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.register_buffer("edges", torch.eye(64).to_sparse_csr())
         self.register_buffer("weighted", torch.eye(64).to_sparse())
 
-    def shift(self, inputs: Tensor) -> Tensor:
+    def change(self, inputs: Tensor) -> Tensor:
         self.weighted = self.weighted * 0.9
         return (self.edges @ (self.weighted @ inputs.T)).sum()
 
@@ -77,10 +64,10 @@ class SparseBuffers(Linear):
 class OwnEntries(Linear):
     """A tensor and a number of its own in the state dict, with the methods that torch asks for."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.queue, self.calls = torch.zeros(4), 0
 
-    def shift(self, inputs: Tensor) -> Tensor:
+    def change(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         self.queue = torch.cat([self.queue[1:], inputs.mean().reshape(1)])
         return self.queue.sum() * self.calls
@@ -98,11 +85,11 @@ class OwnEntries(Linear):
 class NonPersistent(Linear):
     """A buffer outside of the state dict that every forward changes."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.register_buffer("mean", torch.zeros(64), persistent=False)
         self.register_buffer("constant", torch.ones(64), persistent=False)
 
-    def shift(self, inputs: Tensor) -> Tensor:
+    def change(self, inputs: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(inputs.mean(0), alpha=0.1)
         return (self.mean * self.constant)[20:30]
 
@@ -110,7 +97,7 @@ class NonPersistent(Linear):
 class Viewed(Linear):
     """Its state dict has a view of a parameter under another name."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.register_state_dict_post_hook(self._add_view)
 
     @staticmethod
@@ -121,7 +108,7 @@ class Viewed(Linear):
 class Unused(Linear):
     """A layer that gets no gradient."""
 
-    def prepare(self) -> None:
+    def build(self, num_classes: int) -> None:
         self.unused = nn.Linear(2, 2)
 
 
@@ -183,7 +170,7 @@ class Replacing(Linear):
 
     calls = 0
 
-    def shift(self, inputs: Tensor) -> float:
+    def change(self, inputs: Tensor) -> float:
         self.calls += 1
         if self.calls > 1:
             self.linear.weight = nn.Parameter(self.linear.weight.detach().clone())

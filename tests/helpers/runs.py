@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def configure(run_dir: Path, *overrides: str) -> Config:
     if any(override.startswith("hydra.searchpath") for override in overrides):  # files that tests write anew
         return compose.from_command_line([*TINY, *overrides], str(run_dir))
     return dataclasses.replace(copy.deepcopy(_composed(overrides)), run_dir=str(run_dir))
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy with `{"section.key": value}`, also arguments of `data` and `model`: composing costs more than a run."""
+    for name, value in values.items():
+        section, key = name.split(".")
+        part = getattr(config, section)
+        is_argument = section in ("data", "model") and not hasattr(part, key)
+        change = {"arguments": {**part.arguments, key: value}} if is_argument else {key: value}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
+    return config
 
 
 @functools.lru_cache(256)

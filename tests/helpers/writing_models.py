@@ -5,14 +5,11 @@ Each result depends on what was changed, and what is changed depends on how ofte
 
 import random
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from trainapp.data.sets.digits import Digits
 
 
 class Base(nn.Module):
@@ -77,17 +74,6 @@ class TeacherOfBase(Teacher):
         return 0.5 * self.teacher(inputs)
 
 
-class TeacherHidden(Teacher):
-    """In a list, so that the model does not register it."""
-
-    def build(self, num_classes: int) -> None:
-        self.hidden = [nn.Linear(64, num_classes).requires_grad_(False)]
-
-    @property
-    def teacher(self) -> nn.Module:
-        return self.hidden[0]
-
-
 class ExtraState(Base):
     """A Python counter and a queue, by torch's protocol."""
 
@@ -120,17 +106,6 @@ class Generators(Base):
             return torch.zeros(())
         numbers = [self.others[0].normal(), self.others[1].normal(), self.by_name["python"].gauss(0, 1)]
         return torch.randn(len(inputs), self.linear.out_features, generator=self.generator) + sum(numbers)
-
-
-class Counter(Base):
-    """A Python counter in an attribute of a module."""
-
-    def build(self, num_classes: int) -> None:
-        self.calls = 0
-
-    def change(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(inputs) * 0.01 * self.calls
 
 
 class CountsInEvaluation(Base):
@@ -199,23 +174,6 @@ class QueueTask:
         self.losses = deque(state["losses"], maxlen=5)
 
 
-class ModuleTask(nn.Module):
-    """A loss with a buffer and a frozen network that follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-        self.network = nn.Linear(10, 1).requires_grad_(False)
-
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        loss, logits = cross_entropy(model, batch)
-        with torch.no_grad():
-            if model.training:
-                self.mean.lerp_(loss / len(logits), 0.1)
-                self.network.weight.mul_(0.9).add_(logits.mean(), alpha=0.1)
-        return loss * (1 + self.mean) + self.network(logits).sum(), len(logits), {}
-
-
 class Failing:
     """Cross-entropy that runs out of memory in one call: where compiled code is not to be seen by a dispatch mode."""
 
@@ -231,30 +189,3 @@ class Failing:
         if self.left[0] == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return loss, len(logits), {}
-
-
-class StatefulDigits:
-    """Digits under noise from its own generator, with a counter, and in a wrapper."""
-
-    task = "classification"
-    in_memory = True
-
-    def __init__(self, split: str):
-        self.digits = Digits(split)
-        self.spec = self.digits.spec
-        self.noise, self.calls = np.random.default_rng(5), 0
-
-    def __len__(self) -> int:
-        return 256 if len(self.digits) > 1000 else 60
-
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        batch = self.digits.__getitems__(indices)
-        self.calls += 1
-        noise = self.noise.normal(size=batch["inputs"].shape).astype(np.float32)
-        return batch | {"inputs": batch["inputs"] * (1 + 0.01 * self.calls) + 0.1 * torch.from_numpy(noise)}
-
-    def state_dict(self) -> dict:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.calls = state["calls"]

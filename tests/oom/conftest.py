@@ -1,15 +1,16 @@
-"""Configurations, composed once for all tests of this folder: composing costs more than a tiny run."""
+"""The configurations of this folder's tests, and their undisturbed runs."""
 
-import dataclasses
+import collections
 import functools
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+from harness import Record, Recorded
 
-from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
@@ -31,30 +32,12 @@ PRECISIONS = {
 }
 
 
-@functools.cache
-def composed(*overrides: str) -> Config:
-    """The configuration of `trainapp OVERRIDES`, cached."""
-    return compose.from_command_line(overrides)
-
-
 def tiny(
     run_dir: Path, *overrides: str, schedule: dict[int, int] | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """TINY with these overrides and this `batch.micro_schedule`, in `run_dir`.
-
-    changes: settings of sections such as `batch.global_size`, and constructor arguments such as `data.size`, set
-    without recomposing.
-    """
-    config = composed(*TINY, *overrides)
-    for name, value in {"batch.micro_schedule": schedule, **(changes or {})}.items():
-        section, key = name.split(".")
-        part = getattr(config, section)
-        if section in ("data", "model"):
-            change = {"arguments": {**part.arguments, key: value}}
-        else:
-            change = {key: value}
-        config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
-    return dataclasses.replace(config, run_dir=str(run_dir))
+    """TINY with these overrides, this `batch.micro_schedule` and these changes: see `runs.changed`."""
+    config = runs.configure(run_dir, *TINY, *overrides)
+    return runs.changed(config, {"batch.micro_schedule": schedule, **(changes or {})})
 
 
 def prepared(config: Config) -> Session:
@@ -65,6 +48,35 @@ def prepared(config: Config) -> Session:
 def cell(model: str, precision: str) -> tuple[str, ...]:
     """The overrides of a model and a precision of the grid."""
     return (*MODELS[model], *PRECISIONS[precision])
+
+
+def peak_of(run_dir: Path, overrides: Sequence[str], size: int) -> int:
+    """Peak bytes of two steps with this micro-batch."""
+    changes = {"batch.micro_size": size, "train.max_steps": 2}
+    return Recorded(tiny(run_dir, *overrides, changes=changes)).run.memory.peak
+
+
+def limit_between(folder: Path, overrides: Sequence[str], fits: int, fails: int) -> int:
+    """A limit in bytes under which a micro-batch of `fits` fits and one of `fails` does not."""
+    peaks = [peak_of(folder / str(size), overrides, size) for size in (fits, fails)]
+    assert peaks[0] + 2 < peaks[1]
+    return sum(peaks) // 2
+
+
+@functools.cache
+def operations(*overrides: str) -> collections.Counter:
+    """The number of operations in each phase of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Recorded(tiny(Path(folder), *overrides), counts=True).injector.operations
+
+
+@functools.cache
+def undisturbed(*overrides: str, schedule: tuple[tuple[int, int], ...] = ()) -> Record:
+    """The record of a run without errors, which switches sizes by configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = Recorded(tiny(Path(folder), *overrides, schedule=dict(schedule) or None))
+        assert not recorded.failures
+        return recorded.record()
 
 
 @pytest.fixture(autouse=True, scope="module")

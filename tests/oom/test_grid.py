@@ -3,14 +3,13 @@
 Phase x step x model x precision. Every cell asserts that the error struck, and where.
 """
 
-import functools
 import itertools
-import json
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from faults import PHASES, Fault, Injector, injected
+from harness import Recorded
 from runs import differences
 
 from trainapp.oom import recovery
@@ -19,22 +18,9 @@ from trainapp.snapshot import Snapshot
 from trainapp.training import transaction
 from trainapp.training.engine import Engine
 
-from .conftest import MODELS, PRECISIONS, cell, prepared, tiny
-from .inject import PHASES, Injector, Recorded, logged, operations
+from .conftest import MODELS, PRECISIONS, cell, operations, prepared, tiny, undisturbed
 
 STEPS = (1, 3, 4)  # first, middle, last
-
-
-pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-@functools.cache
-def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]) -> tuple[dict, list]:
-    """The state and logged numbers of the run that switches sizes by configuration."""
-    with tempfile.TemporaryDirectory() as folder:
-        recorded = Recorded(tiny(Path(folder), *cell(model, precision), schedule=dict(schedule) or None))
-        assert not recorded.failures
-        return recorded.state(), logged(Path(folder))
 
 
 def late(model: str, precision: str, phase: str, step: int) -> int:
@@ -46,15 +32,14 @@ def late(model: str, precision: str, phase: str, step: int) -> int:
 
 def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: str, step: int) -> list[str]:
     """Where the recovered run differs from the configured one. Asserts that the error struck once, in its phase."""
-    injector = Injector(phase, step, late(model, precision, phase, step))
-    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)
-    assert injector.fired == len(recorded.failures) == 1
+    fault = Fault(phase, step, late(model, precision, phase, step))
+    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), fault)
     (failure,) = recorded.failures
     # Averaging has no micro-batch: it resumes where it stopped, and the sizes stay.
     sized = phase != "weight average"
     assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4 if sized else 8)
-    wanted, losses = configured(model, precision, ((step, 4),) if sized else ())
-    return differences(recorded.state(), wanted) + differences(logged(tmp_path), losses)
+    wanted = undisturbed(*cell(model, precision), schedule=((step, 4),) if sized else ())
+    return differences(recorded.record(), wanted)
 
 
 # With each push every pair of model, precision, phase and step; nightly each model in each phase with the other two
@@ -78,43 +63,23 @@ def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase,
 @pytest.mark.slow
 def test_two_halvings_in_one_step(tmp_path):
     # Fails while the micro-batch is above 4: 16 -> 8 -> 4 within step 3; the oracle goes from 16 to 4 at once.
-    injector = Injector("backward", 3, 5, above=4)
     overrides = (*cell("resnet", "fp32"), "batch.micro_size=16")
-    recorded = Recorded(tiny(tmp_path / "a", *overrides), injector)
+    recorded = Recorded(tiny(tmp_path, *overrides), Fault("backward", 3, 5, above=4))
     assert [(f.step, f.old_size, f.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
-    assert injector.fired == 2
-    wanted = Recorded(tiny(tmp_path / "b", *overrides, schedule={3: 4}))
-    assert differences(recorded.state(), wanted.state()) == []
-    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+    assert differences(recorded.record(), undisturbed(*overrides, schedule=((3, 4),))) == []
 
 
 @pytest.mark.slow
 def test_fetched_ahead_by_a_worker(tmp_path):
     # The worker has already fetched for the old cut: the retry still sees the same samples.
-    overrides = (*cell("resnet", "fp32"), "data.num_workers=1")
-    injector = Injector("forward", 3, 20)
-    recorded = Recorded(tiny(tmp_path / "a", *overrides), injector)
-    assert injector.fired == len(recorded.failures) == 1
-    wanted = Recorded(tiny(tmp_path / "b", *cell("resnet", "fp32"), schedule={3: 4}))
-    assert differences(recorded.state()["tensors"], wanted.state()["tensors"]) == []
-    assert differences(recorded.state()["values"], wanted.state()["values"]) == []
-    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+    recorded = Recorded(tiny(tmp_path, *cell("resnet", "fp32"), "data.num_workers=1"), Fault("forward", 3, 20))
+    assert len(recorded.failures) == 1
+    assert recorded.fetched == []  # in the worker
+    wanted = undisturbed(*cell("resnet", "fp32"), schedule=((3, 4),))
+    assert differences(recorded.record(), wanted._replace(fetched=[])) == []
 
 
 EVALUATION = ("every.eval=1", "batch.eval_micro_size=90")
-
-
-def evaluations(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-
-
-@functools.cache
-def evaluated(model: str, precision: str, size: int) -> tuple[dict, list[dict]]:
-    """An undisturbed run that evaluates in batches of `size`."""
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = (*cell(model, precision), *EVALUATION, f"batch.eval_micro_size={size}")
-        recorded = Recorded(tiny(Path(folder), *overrides))
-        return recorded.state(), evaluations(Path(folder))
 
 
 # Every pair of model, precision and step; one of three with each push.
@@ -127,21 +92,19 @@ CELLS = [
 
 def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, operation: int) -> None:
     """The metrics equal those of an evaluation in smaller batches, each sample counted once; training is untouched."""
-    injector = Injector("evaluate", step, operation)
     overrides = (*cell(model, precision), *EVALUATION)
-    recorded = Recorded(tiny(tmp_path, *overrides), injector)
-    assert injector.fired == len(recorded.failures) == 1
+    recorded = Recorded(tiny(tmp_path, *overrides), Fault("evaluate", step, operation))
     (failure,) = recorded.failures
     ran = min(90, len(recorded.run.eval_sets[""].dataset))  # the size that ran and failed, halved next
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, ran, ran // 2)
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, ran // 2)
-    undisturbed, _ = evaluated(model, precision, 90)
-    assert differences(recorded.state()["tensors"], undisturbed["tensors"]) == []
-    assert recorded.fetched == undisturbed["fetched"]
-    _, wanted = evaluated(model, precision, ran // 2)
-    found = evaluations(tmp_path)
-    assert [line["step"] for line in found] == [1, 2, 3, 4]
-    for line, other in zip(found, wanted, strict=True):
+    found, whole = recorded.record(), undisturbed(*overrides)
+    for part in ("model", "optimizer", "average"):
+        assert differences(found.state[part], whole.state[part]) == []
+    assert found.fetched == whole.fetched
+    wanted = undisturbed(*overrides, f"batch.eval_micro_size={ran // 2}").evaluations
+    assert [line["step"] for line in found.evaluations] == [1, 2, 3, 4]
+    for line, other in zip(found.evaluations, wanted, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=TOLERANCE[precision])
         assert line["accuracy"] == pytest.approx(other["accuracy"], abs=1e-9 if precision == "fp32" else 0.006)
 
@@ -166,23 +129,17 @@ def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
-    injector = Injector("commit", step, late(model, precision, "commit", step))
-    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)
-    assert injector.fired == len(recorded.failures) == 1
+    fault = Fault("commit", step, late(model, precision, "commit", step))
+    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), fault)
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
     assert f"back to the start; {step - 1} finished steps are repeated" in failure.action
-    wanted, losses = configured(model, precision, ((1, 4),))
-    assert differences(recorded.state(), wanted) == []
-    assert logged(tmp_path) == losses
+    assert differences(recorded.record(), undisturbed(*cell(model, precision), schedule=((1, 4),))) == []
 
 
-def test_the_commit_was_torn(tmp_path):
+def test_the_commit_was_torn(tmp_path, monkeypatch):
     # Otherwise the cells above prove nothing: half of the parameters have changed when the error strikes.
-    injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))
-    config = tiny(tmp_path, *cell("mlp", "fp32"))
-    run = prepared(config)
-    injector.attach(run)
+    run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
     before = {}
     commit = Engine.commit
 
@@ -190,8 +147,8 @@ def test_the_commit_was_torn(tmp_path):
         before.update({n: p.detach().clone() for n, p in run.state.model.named_parameters()})
         return commit(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, injector:
-        patch.setattr(Engine, "commit", remembering)
+    monkeypatch.setattr(Engine, "commit", remembering)
+    with injected(Injector([Fault("commit", 3, late("mlp", "fp32", "commit", 3))])):
         failure = runner.attempt(run)
     run.close()
     assert failure.phase == "commit"
@@ -202,12 +159,10 @@ def test_the_commit_was_torn(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
     # The parameters have changed: whatever fails from here on, the step counts, exactly once.
-    counts = operations(*cell("mlp", precision))
-    injector = Injector("after commit", 3, 0)
-    assert counts["after commit", 3]
-    recorded = Recorded(tiny(tmp_path, *cell("mlp", precision)), injector)
-    assert injector.fired == len(recorded.failures) == 1
-    assert differences(recorded.state(), configured("mlp", precision, ())[0]) == []
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", precision)), Fault("after the commit", 3))
+    assert len(recorded.failures) == 1
+    wanted = undisturbed(*cell("mlp", precision))
+    assert differences(recorded.record()[:2], wanted[:2]) == []  # without the log, in which it struck
 
 
 # Negative controls: faults that the oracle must detect.

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from faults import PHASES, Fault, Injector, injected
+from harness import Recorded
 from runs import relative_error, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,8 +17,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.oom import recovery
 from trainapp.run import runner
 
-from .conftest import MODELS, cell, prepared, tiny
-from .inject import PHASES, Injector, Recorded, Watched, limit_between
+from .conftest import MODELS, cell, limit_between, prepared, tiny
 
 # Models whose result does not depend on how a batch is cut: no BatchNorm, no dropout.
 SAME = {
@@ -26,25 +27,15 @@ SAME = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-class Breaking(Injector):
-    """The driver refuses to map memory, after which the allocator of expandable segments fails for good."""
-
-    def fail(self) -> None:
-        self.fired += 1
-        raise RuntimeError("CUDA driver error: out of memory")
-
-
 @pytest.mark.parametrize("phase", ["forward", "evaluate", "commit"])
 @pytest.mark.parametrize("size", [8, 1])
 def test_a_process_that_cannot_recover_says_how_to_continue(tmp_path, phase, size):
+    """The driver refuses to map memory, after which the allocator of expandable segments fails for good."""
     config = tiny(tmp_path, *MODELS["mlp"], "every.eval=1", f"batch.micro_size={size}")
-    injector = Breaking(phase, 2, times=9)
+    injector = Injector([fault := Fault(phase, 2, kind="driver", times=9)])
     with pytest.raises(TrainingStopped) as caught:
-        Recorded(config, injector)
-    assert injector.fired == 1  # nothing is retried
+        Recorded(config, injector=injector)
+    assert injector.fired[fault] == 1  # nothing is retried
     message = str(caught.value)
     assert message.startswith(f"out of memory at step 2 in {phase}")
     assert "the allocator of expandable segments fails from now on in this process" in message
@@ -117,25 +108,21 @@ def all_bytes() -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def failed_attempt(config: Config, step: int, injector: Injector):
-    """A run that fails in `step`: the run, its report, the bytes before that step, and the tensors the step made."""
+def failed_attempt(config: Config, fault: Fault):
+    """A run that fails: the run, its report, the bytes before that step, and the tensors the step made."""
     run = prepared(config)
-    fetcher = run.batches._loader.fetcher
-    fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
-    injector.attach(run)
-    injector.arm_attempt()
     storages, before = Storages(), {}
     take = run.snapshot.take
 
     def noting(*arguments):
         take(*arguments)
-        if run.state.progress.step + 1 == step:
+        if run.state.progress.step + 1 == fault.step:
             run.state.optimizer.zero_grad(set_to_none=True)
             before["bytes"] = all_bytes()
             storages.begin(t for tensors in run.meter.resident().values() for t in tensors)
 
     run.snapshot.take = noting
-    with storages, injector:
+    with storages, injected(Injector([fault])):
         failure = runner.attempt(run)
     run.snapshot.take = take
     return run, failure, before["bytes"], storages
@@ -145,7 +132,7 @@ def failed_attempt(config: Config, step: int, injector: Injector):
 @pytest.mark.parametrize(("phase", "model"), zip(PHASES, itertools.cycle(MODELS), strict=False))
 def test_memory_is_back_to_what_it_was(tmp_path, phase, model):
     config = tiny(tmp_path, *cell(model, "fp32"))
-    run, failure, before, storages = failed_attempt(config, 2, Injector(phase, 2, 1))
+    run, failure, before, storages = failed_attempt(config, Fault(phase, 2, 1))
     assert failure.phase == phase
     assert storages.seen
     recovered = runner.recover(run, failure)
@@ -162,7 +149,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     describe = runner.describe
     monkeypatch.setattr(runner, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
-    run, failure, before, storages = failed_attempt(config, 2, Injector("backward", 2, 1))
+    run, failure, before, storages = failed_attempt(config, Fault("backward", 2, 1))
     runner.recover(run, failure)
     run.close()
     assert storages.alive() > 0
@@ -171,9 +158,8 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
 
 def test_at_the_first_fetch_of_the_first_step(tmp_path):
     # Nothing has been cut yet, so no shape is known.
-    injector = Injector("data", 1, 0)
-    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert injector.fired == len(recorded.failures) == 1
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("data", 1))
+    assert len(recorded.failures) == 1
     assert (recorded.failures[0].old_size, recorded.failures[0].new_size) == (8, 4)
     assert recorded.run.sizes.train.size == 4
     assert set(recorded.run.sizes.train.searches) == {128}  # only the real shape
@@ -181,33 +167,29 @@ def test_at_the_first_fetch_of_the_first_step(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_left_to_halve(tmp_path):
-    injector = Injector("forward", 2, 1, above=0)
+    injector = Injector([fault := Fault("forward", 2, 1, above=0)])
     with pytest.raises(TrainingStopped, match="nothing is left to halve"):
-        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert injector.fired == 4  # at 8, 4, 2 and 1
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector=injector)
+    assert injector.fired[fault] == 4  # at 8, 4, 2 and 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, {1: 8}])
 def test_commit_that_never_fits_ends(tmp_path, schedule):
-    injector = Injector("commit", 1, 0, times=100)
+    injector = Injector([fault := Fault("commit", 1, times=100)])
     with pytest.raises(TrainingStopped):
-        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), schedule=schedule), injector, most=12)
-    assert injector.fired == 4
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), schedule=schedule), injector=injector)
+    assert injector.fired[fault] == 4
 
 
 def test_off_lets_it_through(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
-        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.enabled": False}), Injector("forward", 2, 1))
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.enabled": False}), Fault("forward", 2, 1))
 
 
 def test_an_error_of_the_users_passes(tmp_path):
-    class Mistake(Injector):
-        def fail(self):
-            raise ValueError("out of memory, says the user")
-
     with pytest.raises(ValueError, match="says the user"):
-        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Mistake("forward", 2, 1))
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1, kind="exception"))
 
 
 def test_recovery_runs_outside_except(tmp_path, monkeypatch):
@@ -221,7 +203,7 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
         undo(*arguments, **options)
 
     monkeypatch.setattr(recovery, "rollback", looking)
-    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1))
+    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1))
     assert handled == [None]
 
 

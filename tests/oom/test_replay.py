@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 
-from trainapp.run.result import opening_lines, result_of, write
+from trainapp.run.result import opening_lines
 from trainapp.sizes.record import RESTART, Sizes
 
-from .conftest import cell, tiny
-from .inject import Injector, Recorded
-
-pytestmark = pytest.mark.usefixtures("without_pictures")
+from .conftest import cell, prepared, tiny
 
 SAVING = {
     "checkpointing.save": True,
@@ -32,9 +32,7 @@ GPT = (*runs.MODELS["gpt"], "model.context_length=64", "data.size=96", "data.val
 
 def ended(recorded: Recorded) -> tuple[torch.Tensor, dict[str, Any]]:
     """The final weights, and result.json as anyone would read it."""
-    run_dir = Path(recorded.run.config.run_dir)
-    write(result_of(recorded.run, 1.0))
-    return runs.weights(recorded.run.state.model), json.loads((run_dir / "result.json").read_text())
+    return runs.weights(recorded.run.state.model), helpers.result(recorded.run_dir)
 
 
 def replay(run_dir: Path, result: dict[str, Any], *overrides: str, changes: dict[str, Any]) -> torch.Tensor:
@@ -55,11 +53,11 @@ def stopped_and_resumed(tmp_path: Path, *overrides: str, changes: dict[str, Any]
     """Memory runs out in step 2; after step 3 the run ends; another process resumes it and runs out in step 5."""
     first = Recorded(
         tiny(tmp_path / "run", *overrides, changes={**SAVING, **changes, "train.max_steps": 3}),
-        Injector("backward", 2, 3),
+        Fault("backward", 2, 3),
     )
     assert len(first.failures) == 1
     config = tiny(tmp_path / "run", *overrides, changes={**SAVING, **changes})
-    second = Recorded(config, Injector("backward", 5, 3))
+    second = Recorded(config, Fault("backward", 5, 3))
     assert [f.step for f in second.failures] == [5]
     return second
 
@@ -92,8 +90,8 @@ def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatc
 def test_a_run_that_went_back_after_an_error_in_the_commit(tmp_path, every):
     """To the checkpoint of step 4, made in step 4, or to the start: what came after it is not in the schedule."""
     changes = {**SAVING, "every.save": every, "train.max_steps": 7}
-    injector = Both(Injector("commit", 6, 2), Injector("backward", 3, 3))
-    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes=changes), injector)
+    config = tiny(tmp_path / "run", *OVERRIDES, changes=changes)
+    recorded = Recorded(config, Fault("backward", 3, 3), Fault("commit", 6, 2))
     assert [f.phase for f in recorded.failures] == ["backward", "commit"]
     weights, result = ended(recorded)
     assert result["micro_schedule"] == ({"1": 2} if every is None else {"1": 8, "3": 4, "5": 2})
@@ -102,54 +100,13 @@ def test_a_run_that_went_back_after_an_error_in_the_commit(tmp_path, every):
     assert torch.equal(weights, again)
 
 
-class Both(Injector):
-    """The errors of two injectors."""
-
-    def __init__(self, first: Injector, second: Injector):
-        super().__init__(first.phase, first.step, first.operation)
-        self.second = second
-
-    def attach(self, run) -> None:
-        super().attach(run)
-        self.second.attach(run)
-
-    def arm_attempt(self) -> None:
-        super().arm_attempt()
-        self.second.arm_attempt()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.second.run is not None and not func.is_view and self.second.at(self.second._phase()):
-            self.second.fail()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class Poisoned(Injector):
-    """Besides its error, the loss is not a number in these attempts (finished and skipped steps, from 1)."""
-
-    def __init__(self, *attempts: int, **options: Any):
-        super().__init__(**options)
-        self.attempts = attempts
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.run is None or "nll_loss_forward" not in str(func) or self.run.engine.phase != "forward":
-            return result
-        progress = self.run.state.progress
-        poison = float("nan") if progress.step + progress.skipped + 1 in self.attempts else 0.0
-        return (result[0] + poison, *result[1:])
-
-
 @pytest.mark.slow
 def test_a_run_with_skipped_steps(tmp_path):
     """Step 3 is skipped; the attempt after it has the same step, and runs out of memory."""
     changes = {"train.nonfinite": "skip", "train.max_steps": 5}
-
-    class FailsAfterTheSkip(Poisoned):
-        def at(self, phase):
-            return self.run.state.progress.skipped == 1 and super().at(phase)
-
-    injector = FailsAfterTheSkip(3, phase="backward", step=3, operation=3)
-    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes=changes), injector)
+    skipped = Fault("loss", 3, kind="nan")
+    config = tiny(tmp_path / "run", *OVERRIDES, changes=changes)
+    recorded = Recorded(config, skipped, Fault("backward", 4, 3))
     assert (recorded.run.state.progress.step, recorded.run.state.progress.skipped) == (5, 1)
     assert [f.step for f in recorded.failures] == [3]
     weights, result = ended(recorded)
@@ -160,7 +117,7 @@ def test_a_run_with_skipped_steps(tmp_path):
     def again(number: int) -> Recorded:
         shifted = {attempt + number * (attempt > 1): size for attempt, size in schedule.items()}
         config = tiny(tmp_path / f"again_{number}", *OVERRIDES, schedule=shifted, changes=changes)
-        return Recorded(config, Poisoned(3, phase="none", step=0))
+        return Recorded(config, skipped)
 
     assert torch.equal(weights, runs.weights(again(0).run.state.model))
     assert again(0).run.sizes.micro_schedule() == schedule
@@ -208,18 +165,18 @@ def test_the_sizes_of_a_restart_is_used_once(tmp_path, monkeypatch):
     restart = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
     config = tiny(tmp_path, *OVERRIDES)
 
-    def prepared() -> tuple[int, int]:
+    def sizes() -> tuple[int, int]:
         run = prepared(config)
         run.close()
         return run.sizes.train.size, run.sizes.oom_restarts
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     (tmp_path / RESTART).write_text(json.dumps(restart))
-    assert prepared() == (3, 5)
+    assert sizes() == (3, 5)
     assert not (tmp_path / RESTART).exists()
-    assert prepared() == (8, 0)
+    assert sizes() == (8, 0)
     # What an earlier start of the same command has left is not for this one, nor for its own restarts.
     (tmp_path / RESTART).write_text(json.dumps(restart))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert prepared() == (8, 0)
+    assert sizes() == (8, 0)
     assert not (tmp_path / RESTART).exists()

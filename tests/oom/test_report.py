@@ -7,14 +7,15 @@ import re
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 from helpers import texts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainapp.errors import TrainingStopped
 from trainapp.oom.report import describe
 
-from .conftest import MODELS, cell, tiny
-from .inject import Injector, Recorded, peak_of
+from .conftest import MODELS, cell, peak_of, tiny
 
 # One block needs far more memory than all the others: in the forward, or only in the backward.
 HUNGRY = (
@@ -29,7 +30,7 @@ def test_the_whole_report(tmp_path, hungry, caplog):
     overrides, module = (*HUNGRY, f"+model.phase={hungry}"), "blocks_.1"
     limit = peak_of(tmp_path / "peak", overrides, 8) + 2000
     with caplog.at_level(logging.WARNING):
-        recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
+        recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}), pictures=True)
     (failure,) = recorded.failures
     assert (failure.step, failure.phase, failure.module) == (1, hungry, module)
     assert (failure.old_size, failure.new_size) == (16, 8)
@@ -70,18 +71,8 @@ def test_the_whole_report(tmp_path, hungry, caplog):
 @pytest.mark.slow
 def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
     # The first error is traced to its module; at the second, tracking is off.
-    class Two(Injector):
-        """In the forward of step 1, then in the clipping of step 6."""
-
-        def fail(self):
-            self.phase, self.step, self.times = "clip", 6, 2
-            super().fail()
-
-    injector = Two("backward", 1, 3)
-    recorded = Recorded(
-        tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None}), injector
-    )
-    assert injector.fired == 2
+    config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None})
+    recorded = Recorded(config, Fault("backward", 1, 3), Fault("clip", 6))
     first, second = recorded.failures
     assert first.module.startswith("layers") or first.module == "head"
     assert (second.phase, second.module) == ("clip", "")
@@ -91,9 +82,7 @@ def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
 @pytest.mark.parametrize("error", [{"phase": "forward", "above": 2}, {"phase": "commit", "times": 2}])
 def test_reports_are_numbered(tmp_path, error):
     """Also where an error in the commit leads back to the start."""
-    injector = Injector(step=2, **error)
-    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert injector.fired == 2
+    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault(step=2, **error))
     assert [path.name for path in sorted((tmp_path / "oom").glob("*.json"))] == ["001_step_2.json", "002_step_2.json"]
 
 
@@ -117,7 +106,7 @@ def test_the_last_word(tmp_path):
 @pytest.mark.slow
 def test_a_healthy_step_is_drawn_on_request(tmp_path):
     config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"memory.timeline": True, "train.max_steps": 6})
-    Recorded(config)
+    Recorded(config, pictures=True)
     assert (tmp_path / "memory_timeline.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -126,9 +115,7 @@ def test_a_healthy_step_is_drawn_on_request(tmp_path):
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "oom").write_text("a file where the folder should be")
-    injector = Injector("forward", 2, 1)
-    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert injector.fired == 1
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1), pictures=True)
     assert recorded.run.state.progress.step == 4
     told = [r.getMessage() for r in caplog.records if "oom cannot be written" in r.getMessage()]
     assert len(told) == 1

@@ -5,6 +5,8 @@ import weakref
 
 import pytest
 import torch
+from faults import Fault, Injector, injected
+from harness import Recorded
 from runs import weights
 
 from trainapp.run import runner
@@ -12,7 +14,6 @@ from trainapp.training.phase import Phase
 from trainapp.training.transaction import rollback
 
 from .conftest import cell, prepared, tiny
-from .inject import Injector, Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -30,9 +31,9 @@ class Steps:
         self.watch(run.snapshot, "restore")
         fail = injector.fail
 
-        def failing():
+        def failing(fault):
             self.calls.clear()
-            fail()
+            return fail(fault)
 
         injector.fail = failing
         run.state.model.register_forward_hook(self.note_output)
@@ -54,11 +55,10 @@ class Steps:
 
 def test_the_order_of_a_rollback(tmp_path):
     """First the device comes to rest, while the failed attempt's tensors exist; they go, and only then the cache."""
-    injector = Injector("loss", 2)
+    injector = Injector([Fault("loss", 2)])
     run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
-    injector.attach(run)
     steps = Steps(run, injector)
-    with injector:
+    with injected(injector):
         failure = runner.attempt(run)
     assert failure.phase == "loss"
     assert steps.calls == [("synchronize", True)]
@@ -72,17 +72,19 @@ def test_the_order_of_a_rollback(tmp_path):
 def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(tmp_path):
     run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
     run.snapshot.take()
-    steps = Steps(run, Injector("loss", 2))
+    steps = Steps(run, Injector())
     rollback(run, Phase.DATA, other_ranks_wait=True)
     run.close()
     assert [name for name, _ in steps.calls[:4]] == ["synchronize", "drop_fetched", "abort_step", "zero_grad"]
 
 
+FAULT = [Fault("forward", 2)]
+
+
 def failing_while_waiting(folder, message, times=1):
     """A run that runs out of memory in step 2; waiting for the device then raises `message`."""
     run = prepared(tiny(folder, *cell("mlp", "fp32")))
-    injector, raised = Injector("forward", 2), []
-    injector.attach(run)
+    raised = []
 
     def synchronize():
         if len(raised) < times:
@@ -90,22 +92,21 @@ def failing_while_waiting(folder, message, times=1):
             raise RuntimeError(message)
 
     run.memory.synchronize = synchronize
-    return run, injector, raised
+    return run, raised
 
 
 def test_another_error_ends_the_run(tmp_path):
-    run, injector, _ = failing_while_waiting(tmp_path, "CUDA error: initialization error")
-    with injector, pytest.raises(RuntimeError, match="initialization error") as caught:
+    run, _ = failing_while_waiting(tmp_path, "CUDA error: initialization error")
+    with injected(Injector(FAULT)), pytest.raises(RuntimeError, match="initialization error") as caught:
         runner.attempt(run)
     run.close()
     assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
 
 
 def test_a_second_lack_of_memory_is_covered_by_the_same_recovery(tmp_path, caplog):
-    config = tiny(tmp_path / "plain", *cell("mlp", "fp32"))
-    plain = Recorded(config, Injector("forward", 2))
-    run, injector, raised = failing_while_waiting(tmp_path / "late", "CUDA error: out of memory")
-    with caplog.at_level(logging.WARNING), injector:
+    plain = Recorded(tiny(tmp_path / "plain", *cell("mlp", "fp32")), *FAULT)
+    run, raised = failing_while_waiting(tmp_path / "late", "CUDA error: out of memory")
+    with caplog.at_level(logging.WARNING), injected(Injector(FAULT)):
         while (failure := runner.attempt(run)) is not None:
             runner.recover(run, failure)
     run.close()

@@ -3,15 +3,12 @@
 import logging
 
 import pytest
+from harness import Recorded
 
-from .conftest import tiny
-from .inject import Recorded, limit_between
+from .conftest import limit_between, tiny
 
 # 64 inputs, two hidden layers: bytes grow linearly with the batch.
 LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
-
-
-pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def each_sample_once(recorded: Recorded, epochs: int) -> None:

@@ -1,18 +1,13 @@
 """With a technique in force, an out-of-memory error costs one retried step: bit for bit the replay of the schedule."""
 
-import functools
-import tempfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import runs
-import torch
+from faults import Fault
+from harness import Recorded
 
-from .conftest import tiny
-from .inject import Injector, Recorded, logged
-
-pytestmark = pytest.mark.usefixtures("without_pictures")
+from .conftest import peak_of, tiny, undisturbed
 
 # Dropout: a step cut in another way has other bits.
 GPT = (*runs.MODELS["gpt"], "data.min_length=12")
@@ -24,8 +19,12 @@ TECHNIQUES = {
     "bf16 states": ("optimizer=adamw_bf16",),
     "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
     "everything": (
-        *("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
-        *("memory.loss_chunk=5", "activation_checkpointing=full", "model.freeze=[norm]"),
+        "optimizer=adamw_bf16",
+        "precision=bf16_pure",
+        "train.ema=null",
+        "memory.loss_chunk=5",
+        "activation_checkpointing=full",
+        "model.freeze=[norm]",
     ),
     "8 bits": ("optimizer=adamw_8bit", "model.width=64", "data.vocab_size=128"),  # large enough to be quantized
     "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
@@ -45,31 +44,16 @@ CELLS = [
 ]
 
 
-def recorded(run_dir: Path, overrides, schedule=None, injector=None, changes=None) -> Recorded:
-    return Recorded(tiny(run_dir, *GPT, *overrides, schedule=schedule, changes=changes), injector)
-
-
-@functools.cache
-def configured(technique: str, *schedule: tuple[int, int]) -> tuple[dict, list]:
-    """The state and logged numbers of the run that switches sizes by configuration."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = recorded(Path(folder), TECHNIQUES[technique], dict(schedule))
-        assert not run.failures
-        return run.state(), logged(Path(folder))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("technique", "phase", "operation"), CELLS)
 def test_a_failure_is_the_replay_of_its_schedule(tmp_path, technique, phase, operation):
-    injector = Injector(phase, 2, operation)
-    failed = recorded(tmp_path / "failed", TECHNIQUES[technique], injector=injector)
-    assert (injector.fired, [f.phase for f in failed.failures]) == (1, [phase])
-    state, losses = configured(technique, *failed.run.sizes.micro_schedule().items())
-    assert runs.differences(failed.state(), state) == []
-    assert logged(tmp_path / "failed") == losses
+    failed = Recorded(tiny(tmp_path, *GPT, *TECHNIQUES[technique]), Fault(phase, 2, operation))
+    assert [f.phase for f in failed.failures] == [phase]
+    wanted = undisturbed(*GPT, *TECHNIQUES[technique], schedule=tuple(failed.run.sizes.micro_schedule().items()))
+    assert runs.differences(failed.record(), wanted) == []
     # Negative control: the schedule one step late.
-    late, _ = configured(technique, (1, 8), (3, 4))
-    assert runs.differences(failed.state()["tensors"]["model"], late["tensors"]["model"]) != []
+    late = undisturbed(*GPT, *TECHNIQUES[technique], schedule=((1, 8), (3, 4)))
+    assert runs.differences(failed.record().state["model"], late.state["model"]) != []
 
 
 @pytest.mark.slow
@@ -77,26 +61,10 @@ def test_a_failure_is_the_replay_of_its_schedule(tmp_path, technique, phase, ope
     "technique", [pytest.param(name, marks=() if name == "everything" else NIGHTLY) for name in TECHNIQUES]
 )
 def test_a_real_limit(tmp_path, technique):
-    own = TECHNIQUES[technique]
-    peak = recorded(tmp_path / "peak", own, changes={"batch.micro_size": 5}).run.memory.peak
-    failed = recorded(tmp_path / "failed", own, changes={"batch.micro_size": 16, "memory.limit": peak})
+    peak = peak_of(tmp_path / "peak", (*GPT, *TECHNIQUES[technique]), 5)
+    chosen = (*GPT, *TECHNIQUES[technique], "batch.micro_size=16")
+    failed = Recorded(tiny(tmp_path / "failed", *chosen, changes={"memory.limit": peak}))
     assert failed.failures
     assert failed.run.memory.peak <= peak
-    schedule = failed.run.sizes.micro_schedule()
-    again = recorded(tmp_path / "again", own, schedule, changes={"batch.micro_size": 16})
-    assert runs.differences(failed.state(), again.state()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "technique", [pytest.param(name, marks=() if name == "8 bits" else NIGHTLY) for name in TECHNIQUES]
-)
-def test_resumed(tmp_path, technique):
-    """Three steps, then three more from the checkpoint, equal six."""
-    own, six = TECHNIQUES[technique], {"train.max_steps": 6, "schedule.shape": "constant"}
-    saving = {**six, "checkpointing.save": True, "checkpointing.resume": "auto"}
-    whole = recorded(tmp_path / "whole", own, changes=six)
-    recorded(tmp_path / "run", own, changes={**saving, "train.max_steps": 3})
-    parts = recorded(tmp_path / "run", own, changes=saving)
-    assert parts.run.state.progress.step == 6
-    assert torch.equal(runs.weights(parts.run.state.model), runs.weights(whole.run.state.model))
+    wanted = undisturbed(*chosen, schedule=tuple(failed.run.sizes.micro_schedule().items()))
+    assert runs.differences(failed.record(), wanted) == []

@@ -119,7 +119,7 @@ OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
     own = (*MLP, f"optimizer={optimizer}", "optimizer.groups=[{match: head, lr: 0.01}]", "optimizer.layer_decay=0.5")
-    own += ("train.max_steps=4",)
+    own += ("train.max_steps=4", "model.width=128")  # large enough to be quantized
     runs.run(tmp_path / "a", *own)
     runs.run_until(tmp_path / "b", 2, *own)
     runs.run(tmp_path / "b", *own)

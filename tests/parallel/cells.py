@@ -1,4 +1,4 @@
-"""What one rank of a cell does in a worker of `pool`: a run built from the runner's own parts, fully recorded."""
+"""What one rank of a cell does in a worker of `pool`: a run, fully recorded."""
 
 import contextlib
 import dataclasses
@@ -6,13 +6,15 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from faults import Fault
+from harness import Recorded
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
@@ -22,7 +24,7 @@ from trainapp.launch import elastic
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
-from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.ranks import SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -30,8 +32,6 @@ from trainapp.torch_private import is_shard, outside_dispatch_modes
 from trainapp.training import loop
 from trainapp.training.engine import Engine
 from trainapp.training.session import Session
-
-from .faults import Fault, injected
 
 
 @dataclass
@@ -44,9 +44,8 @@ class Record:
     sizes: list[int] = field(default_factory=list)
     samples: dict[int, list[int]] = field(default_factory=dict)
     evaluated: list[dict[str, float]] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[OomReport] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
-    skipped: int = 0
     votes: int = 0
     votes_enabled: list[bool] = field(default_factory=list)
     average: torch.Tensor | None = None
@@ -64,6 +63,43 @@ def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.detach().double().flatten().clone() for t in whole])
 
 
+class _Noting(Recorded):
+    """Fills a record."""
+
+    def __init__(self, record: Record, config: Config, *faults: Fault, **options: Any):
+        self.noted = record
+        super().__init__(config, *faults, **options)
+
+    def watch(self, session: Session) -> None:
+        record, batches, engine = self.noted, session.batches, session.engine
+        record.failures = self.failures
+        commit, advance, evaluated = engine.commit, batches.advance, session.tracker.evaluated
+
+        def noting_commit(totals: Any, norm: torch.Tensor) -> bool:
+            with outside_dispatch_modes():  # it is the test that keeps them, not the run
+                gradients = vector([p.grad for p in engine.parameters if p.grad is not None])
+            applied = commit(totals, norm)
+            record.gradients.append(gradients)
+            record.losses.append(totals.means()["loss"])
+            record.sizes.append(session.sizes.train.size)
+            record.votes_enabled.append(session.ranks.votes_enabled)
+            if session.state.precision.scaler.is_enabled():
+                record.scales.append(session.state.precision.scaler.get_scale())
+            return applied
+
+        def noting_advance(progress: Any) -> None:
+            """Samples where they are used: real micro-batches of committed steps."""
+            used = batches._pieces(progress.epoch, progress.consumed, session.sizes.train.size)
+            record.samples[len(record.samples)] = [index for piece in used for index in piece]
+            advance(progress)
+
+        def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
+            record.evaluated.append(dict(means))
+            evaluated(step, samples, means)
+
+        engine.commit, batches.advance, session.tracker.evaluated = noting_commit, noting_advance, noting_evaluation
+
+
 def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str = "", single: bool = False) -> Record:
     """A run of `config` on the ranks of the cell (or alone), with these faults."""
     record = Record()
@@ -71,12 +107,17 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
     logging.getLogger("trainapp").addHandler(handler)
     logging.getLogger("trainapp").setLevel(logging.INFO)
     try:
-        with injected(faults, Path(folder)) if faults else contextlib.nullcontext():
-            if single:
-                _run(config, SingleRank(), record)
-            else:
-                with elastic.process_group(config) as ranks:
-                    _run(config, ranks, record)
+        with contextlib.nullcontext(SingleRank()) if single else elastic.process_group(config) as ranks:
+            session = _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).run
+            state = session.state
+            record.weights = vector(list(state.model.parameters()))
+            if state.average.averages:
+                record.average = vector(state.average.averages)
+            record.progress = dataclasses.asdict(state.progress)
+            record.votes = getattr(ranks, "votes", 0)
+            record.peak = max(ranks.all_gather_object(session.memory.peak))
+            record.shapes = {bucket: search.size for bucket, search in session.sizes.train.searches.items()}
+            record.schedule = session.sizes.micro_schedule()
     except UserError as error:
         record.error = str(error)
         _leave_group()
@@ -90,80 +131,6 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _run(config: Config, ranks: Ranks, record: Record) -> None:
-    stop = StopRequest()
-    session = runner.prepare(config, stop, ranks)
-    try:
-        with mock.patch.object(Engine, "commit", _noting(Engine.commit, record, lambda: session)):
-            _watch(session, record)
-            while (failure := runner.attempt(session)) is not None:
-                record.failures.append(_facts(failure))
-                assert len(record.failures) < 30, "this never ends"
-                carried = runner.recover(session, failure)
-                record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
-                if carried is not None:
-                    session.close()
-                    del session
-                    carried.memory.release()
-                    session = runner.prepare(carried.config, stop, ranks, carried)
-                    _watch(session, record)
-    finally:
-        session.tracker.close()
-    state = session.state
-    record.weights = vector(list(state.model.parameters()))
-    if state.average.averages:
-        record.average = vector(state.average.averages)
-    record.skipped = state.progress.skipped
-    record.progress = dataclasses.asdict(state.progress)
-    record.votes = getattr(ranks, "votes", 0)
-    record.peak = max(ranks.all_gather_object(session.memory.peak))
-    record.shapes = {bucket: search.size for bucket, search in session.sizes.train.searches.items()}
-    record.schedule = session.sizes.micro_schedule()
-
-
-def _facts(failure: OomReport) -> dict[str, Any]:
-    names = ("step", "phase", "by_peer", "rank", "module", "message")
-    return {name: getattr(failure, name) for name in names}
-
-
-def _noting(commit: Any, record: Record, current: Callable[[], Session]) -> Any:
-    def noting(engine: Engine, totals: Any, norm: torch.Tensor) -> bool:
-        session = current()
-        with outside_dispatch_modes():  # it is the test that keeps them, not the run
-            gradients = vector([p.grad for p in engine.parameters if p.grad is not None])
-        applied = commit(engine, totals, norm)
-        record.gradients.append(gradients)
-        record.losses.append(totals.means()["loss"])
-        record.sizes.append(session.sizes.train.size)
-        record.votes_enabled.append(session.ranks.votes_enabled)
-        if session.state.precision.scaler.is_enabled():
-            record.scales.append(session.state.precision.scaler.get_scale())
-        return applied
-
-    return noting
-
-
-def _watch(session: Session, record: Record) -> None:
-    """Record samples where they are used: real micro-batches of committed steps."""
-    batches, advance, pieces = session.batches, session.batches.advance, session.batches._pieces
-    session.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py covers it
-
-    def noting_advance(progress: Any) -> None:
-        key = len(record.samples)
-        used = pieces(progress.epoch, progress.consumed, session.sizes.train.size)
-        record.samples[key] = [index for piece in used for index in piece]
-        advance(progress)
-
-    batches.advance = noting_advance
-    evaluated = session.tracker.evaluated
-
-    def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
-        record.evaluated.append(dict(means))
-        evaluated(step, samples, means)
-
-    session.tracker.evaluated = noting_evaluation
 
 
 class _Lines(logging.Handler):

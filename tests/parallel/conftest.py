@@ -1,7 +1,5 @@
 """Cells of several ranks: gloo and CPU processes, tiny models, a time limit on each."""
 
-import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +8,10 @@ from typing import Any
 
 import pytest
 import runs
+from faults import Fault, fired
 from torch.distributed.fsdp import FSDPModule
 
-from trainapp.config import compose
-from trainapp.config.schema import Config
-
 from . import cells
-from .faults import Fault, fired
 from .pool import Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes started here
@@ -56,12 +51,6 @@ needs_reset = pytest.mark.skipif(not RESETS, reason="FSDP2 recovers in place fro
 REFERENCES: dict[tuple[Any, ...], list[cells.Record]] = {}  # see `Cell.reference`
 
 
-@functools.cache
-def composed(overrides: tuple[str, ...]) -> Config:
-    """The configuration of `trainapp OVERRIDES`, cached."""
-    return compose.from_command_line(overrides)
-
-
 @dataclass
 class Cell:
     """Runs tiny configurations on ranks dedicated to this test, in separate directories."""
@@ -89,9 +78,8 @@ class Cell:
         """One record per rank; world 0 is a single process without torch.distributed. All faults must fire."""
         if faults and not RESETS and {"parallel=fsdp", "parallel=hsdp"} & set(overrides):
             pytest.skip(needs_reset.kwargs["reason"])
-        base = composed((*tiny, f"parallel.timeout={limit / 3}", *overrides))
-        batch = dataclasses.replace(base.batch, micro_schedule=schedule)
-        settings = dataclasses.replace(base, run_dir=str(run_dir or self.directory()), batch=batch)
+        settings = runs.configure(run_dir or self.directory(), *tiny, f"parallel.timeout={limit / 3}", *overrides)
+        settings = runs.changed(settings, {"batch.micro_schedule": schedule})
         marks = self.folder / f"fired_{self.number}"
         marks.mkdir(exist_ok=True)
         records = self.pool.run(max(1, world), function, settings, faults, str(marks), world == 0, limit=limit)

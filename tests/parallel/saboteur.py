@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import faults
 import torch
 
 from trainapp.data.sets.synthetic import SyntheticTokens
-
-from . import faults
 
 
 class MaskedTokens(SyntheticTokens):
@@ -30,10 +29,8 @@ class MaskedTokens(SyntheticTokens):
         return batch
 
 
-def _planned() -> list[faults.Fault]:
-    return [faults.Fault(**fault) for fault in json.loads(os.environ[faults.ENVIRONMENT])["faults"]]
-
-
 if faults.ENVIRONMENT in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-    ARMED = faults.injected(_planned(), Path(json.loads(os.environ[faults.ENVIRONMENT])["folder"]))
+    PLAN = json.loads(os.environ[faults.ENVIRONMENT])
+    PLANNED = [faults.Fault(**fault) for fault in PLAN["faults"]]
+    ARMED = faults.injected(faults.Injector(PLANNED, Path(PLAN["folder"])))
     ARMED.__enter__()  # until this process ends

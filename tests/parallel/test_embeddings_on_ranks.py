@@ -1,9 +1,9 @@
 """A loss of embeddings on several ranks compares the samples of all: as on one rank."""
 
 import pytest
+from faults import Fault
 
 from .conftest import TINY, needs_reset
-from .faults import fail_at
 from .test_equality import assert_same, errors
 
 OWN = (
@@ -54,7 +54,7 @@ def test_the_samples_of_one_rank_are_another_loss(cell):
 @pytest.mark.slow
 @pytest.mark.parametrize(("spread", "phase"), [("ddp", "forward"), pytest.param("fsdp", "backward", marks=needs_reset)])
 def test_one_rank_runs_out_of_memory(cell, spread, phase):
-    records = run(cell, 2, TASK, f"parallel={spread}", faults=[fail_at(1, 2, phase)])
+    records = run(cell, 2, TASK, f"parallel={spread}", faults=[Fault(phase, 2, rank=1)])
     assert [len(record.failures) for record in records] == [1, 1]
     assert records[0].schedule == {1: 4, 2: 2}
     assert_as_one(cell, records)

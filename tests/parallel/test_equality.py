@@ -7,11 +7,11 @@ weight.
 
 import pytest
 import torch
+from faults import Fault
 
 from . import cells
 from .cells import Record
 from .conftest import RESETS, Cell
-from .faults import fail_at
 
 TOLERANCE = 2e-5
 SPREADS = ("ddp", "fsdp", "hsdp")
@@ -116,12 +116,12 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
     fp16 = ("precision=fp16", "precision.initial_scale=256")
     # The gradient of the loss; FSDP2 gathers the root's parameters before it.
     first = 28 if (spread, world) == ("fsdp", 2) else 3
-    fault = fail_at(world - 1, 2, "backward", "inf", operation=first)
+    fault = Fault("backward", 2, first, kind="inf", rank=world - 1)
     records = cell.run(world, f"parallel={spread}", *fp16, faults=[fault])
     (undisturbed,) = cell.reference(0, *fp16)
     for record in records:
         assert record.scales == [256.0, 128.0, 128.0, 128.0, 128.0]  # halved by the skipped step, on all ranks
-        assert record.skipped == 1
+        assert record.progress["skipped"] == 1
         assert record.progress["step"] == 4
         assert torch.equal(record.weights, records[0].weights)
         assert not record.gradients[1].isfinite().all()

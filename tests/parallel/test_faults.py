@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from faults import Fault, environment, fired
 from helpers import metrics, result
 from runs import differences
 
-from .faults import Fault, environment, fail_at, fired
 from .launching import SABOTAGED, Ended, Launched, checkpoint, command, launch
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def last(run_dir: Path) -> int:
 
 def test_killed_workers_are_started_again(reference, tmp_path):
     # In the backward of step 4, and inside the save of step 6 (shards written, no manifest yet): from 2, then from 4.
-    faults = [fail_at(1, 4, "backward", "kill", operation=20), fail_at(0, 6, "manifest", "kill")]
+    faults = [Fault("backward", 4, 20, kind="kill", rank=1), Fault("manifest", 6, kind="kill")]
     struck(tmp_path, *DDP, faults=faults)
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
     log = (tmp_path / "run" / "trainapp.log").read_text()
@@ -53,7 +53,7 @@ def test_killed_workers_are_started_again(reference, tmp_path):
 
 
 def test_restarts_are_bounded(tmp_path):
-    faults = [fail_at(1, step, "backward", "io error") for step in (2, 3, 4)]  # another step each time
+    faults = [Fault("backward", step, kind="io error", rank=1) for step in (2, 3, 4)]  # another step each time
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 0]
     assert ended.code == 1
@@ -63,11 +63,11 @@ def test_restarts_are_bounded(tmp_path):
 
 def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     """With its traceback, though three restarts are allowed; the checkpoints of before stay."""
-    fault = fail_at(1, 4, "backward", "exception", times=9)
+    fault = Fault("backward", 4, kind="exception", rank=1, times=9)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
-    told = "an error that a restart would repeat: ValueError: injected failure (at step 4); its log is in"
+    told = "an error that a restart would repeat: ValueError: out of memory, says the user (at step 4); its log is in"
     assert ended.text.count(told) == 1
     assert "in strike" in ended.text.partition(told)[0]  # the traceback
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
@@ -78,13 +78,13 @@ def test_an_error_of_code_ends_the_run_at_once(tmp_path):
 @pytest.mark.nightly
 def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, tmp_path):
     """What kills it may be gone; the other rank's error, a lost connection, counts for nothing."""
-    struck(tmp_path, *DDP, faults=[fail_at(1, 4, "backward", "kill", times=2)])
+    struck(tmp_path, *DDP, faults=[Fault("backward", 4, kind="kill", rank=1, times=2)])
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
 def test_out_of_memory_without_votes(reference, tmp_path):
     # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
-    ended = struck(tmp_path, *DDP, "parallel.vote_on_oom=never", faults=[fail_at(1, 3, "backward", operation=20)])
+    ended = struck(tmp_path, *DDP, "parallel.vote_on_oom=never", faults=[Fault("backward", 3, 20, rank=1)])
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
     logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in logs
@@ -110,7 +110,7 @@ def test_out_of_memory_without_votes(reference, tmp_path):
 @pytest.mark.nightly
 def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_path):
     """No checkpoint holds the first one's size when the second comes: it would fail again, for ever."""
-    faults = [fail_at(1, 1, "backward", operation=20), fail_at(0, 1, "evaluate", operation=20)]
+    faults = [Fault("backward", 1, 20, rank=1), Fault("evaluate", 1, 20)]
     fsdp = ("parallel=fsdp", *SABOTAGED, "parallel.vote_on_oom=never", "parallel.max_restarts=0", "every.eval=1")
     struck(tmp_path, *fsdp, "every.save=6", "data.min_length=9", faults=faults)
     found = result(tmp_path / "run")
@@ -118,7 +118,7 @@ def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_pat
 
 
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
-    struck(tmp_path, *DDP, "data.min_length=9", faults=[fail_at(1, 3, "backward", operation=20)])
+    struck(tmp_path, *DDP, "data.min_length=9", faults=[Fault("backward", 3, 20, rank=1)])
     folder = tmp_path / "run" / "oom"
     assert sorted(path.name for path in folder.iterdir()) == [f"001_step_3_rank_1.{kind}" for kind in ("json", "png")]
     assert (folder / "001_step_3_rank_1.png").read_bytes().startswith(b"\x89PNG")
@@ -137,7 +137,7 @@ def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
 )
 def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, code):
     number = signal.Signals(code - 128)
-    slow = fail_at(0, 3, "forward", "slow")
+    slow = Fault("forward", 3, kind="slow")
     run_dir = tmp_path / "run"
     words = command(run_dir, *DDP, "every.save=null")
     with Launched(words, tmp_path, environment(tmp_path, slow)) as launched:
@@ -161,7 +161,7 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
-    fault = fail_at(1, 4, "save", "disk full")
+    fault = Fault("save", 4, kind="disk full", rank=1)
     # A shard larger than the rank may write. In the background it fails first; then all ranks try again together.
     wide = ("model.width=64", f"checkpointing.asynchronous={asynchronous}")
     ended = struck(tmp_path, *SABOTAGED, "parallel=fsdp", *wide, faults=[fault], code=1)
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
 
 
 def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
-    ended = struck(tmp_path, *DDP, faults=[fail_at(1, 3, "forward", "nan", operation=30)], code=1)
+    ended = struck(tmp_path, *DDP, faults=[Fault("forward", 3, 30, kind="nan", rank=1)], code=1)
     assert "step 3: the loss is not finite" in ended.text
     assert ended.text.count("is not finite") == 1  # reported once, not retried
     assert last(tmp_path / "run") == 2
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
 
 @pytest.mark.nightly
 def test_a_peer_that_vanishes(tmp_path):
-    fault = fail_at(1, 4, "backward", "freeze", operation=20)
+    fault = Fault("backward", 4, 20, kind="freeze", rank=1)
     ended = struck(tmp_path, *DDP, "parallel.timeout=10", "parallel.max_restarts=0", faults=[fault], code=1)
     assert "rank 0 failed" in ended.text
     # 10 s, plus torch's 30 s for a process to exit before it is killed
@@ -200,6 +200,6 @@ def test_killed_anywhere(tmp_path):
     overrides = (*SABOTAGED, "parallel=fsdp", "checkpointing.asynchronous=true")
     undisturbed = launch(tmp_path / "undisturbed", *overrides, env=environment(tmp_path))
     assert undisturbed.code == 0
-    faults = [fail_at(1, 4, "save", "kill"), fail_at(1, 5, "commit", "kill")]
+    faults = [Fault("save", 4, kind="kill", rank=1), Fault("commit", 5, kind="kill", rank=1)]
     struck(tmp_path, *overrides, faults=faults)
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []

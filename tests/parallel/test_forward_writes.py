@@ -5,13 +5,13 @@ The reference is a run on as many ranks that changes its size by `batch.micro_sc
 
 import pytest
 import torch
+from faults import Fault
 from runs import own_model
 
 from trainapp.snapshot import Snapshot
 
 from .cells import Record, train
 from .conftest import TINY, Cell
-from .faults import fail_at
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def runs_of(cell: Cell, spread: str, model: str, step: int, function=train) -> t
     # `always`: at a validated size no rank votes, and the launcher restarts all workers.
     overrides = (*overrides, "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, tiny=WRITING, schedule={step: 2})
-    fault = fail_at(1, step, "backward", operation=6)
+    fault = Fault("backward", step, 6, rank=1)
     return cell.run(2, *overrides, tiny=WRITING, faults=[fault], function=function), wanted
 
 

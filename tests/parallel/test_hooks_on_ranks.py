@@ -1,9 +1,9 @@
 """Metrics with a state and callbacks on several ranks: the same values as on one, and one verdict for all."""
 
 import pytest
+from faults import Fault
 
 from .conftest import GPT, TINY
-from .faults import Fault
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_after_an_error_on_one_rank(cell, spread):
     """An evaluation that runs out of memory on rank 1: each sample counts once, on all ranks or none."""
     chosen = (*GPT, *EVALUATION, CORRECT, f"parallel={spread}")
     wanted = cell.run(2, *chosen, tiny=TINY)
-    records = cell.run(2, *chosen, tiny=TINY, faults=[Fault(1, 1, "evaluate", operation=150)])
+    records = cell.run(2, *chosen, tiny=TINY, faults=[Fault("evaluate", 1, 150, rank=1)])
     for record, other in zip(records, wanted, strict=True):
         assert record.error is None
         assert record.evaluated[0]["mine/total"] == 37

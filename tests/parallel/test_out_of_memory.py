@@ -10,10 +10,10 @@ import json
 
 import pytest
 import torch
+from faults import Fault
 
 from .cells import Record, train, train_counting_wrappers, train_short_but, train_without_recovery, train_without_reset
 from .conftest import Cell, needs_reset
-from .faults import Fault, fail_at
 from .pool import CellFailed
 from .test_equality import error, errors, together
 
@@ -29,10 +29,10 @@ def assert_recovered(records: list[Record], wanted: list[Record], culprits: list
         assert len(record.gradients) == len(other.gradients) == 4
         assert max(errors(record, other)) < EXACT
         assert error(record.average, other.average) < EXACT
-        assert [failure["step"] for failure in record.failures] == sorted({fault.step for fault in culprits})
+        assert [failure.step for failure in record.failures] == sorted({fault.step for fault in culprits})
         for failure in record.failures:
-            ranks = sorted({fault.rank for fault in culprits if fault.step == failure["step"]})
-            assert failure["culprits"] == ranks
+            ranks = sorted({fault.rank for fault in culprits if fault.step == failure.step})
+            assert failure.culprits == ranks
     assert together(records) == together(wanted)
 
 
@@ -49,8 +49,8 @@ def recovers(cell: Cell, world: int, spread: str, faults: list[Fault], *override
 # Operations of a phase are counted over the attempt's micro-batches: 60 is in the first forward's second block, 250 in
 # the second micro-batch.
 PLACES = [
-    ("fetch", 0),
-    ("fetch", 1),
+    ("data", 0),
+    ("data", 1),
     ("forward", 0),
     ("forward", 60),
     ("forward", 250),
@@ -67,7 +67,7 @@ BUFFERS = {
     "fsdp": [("gather buffer", 0), ("gather buffer", 4), ("reduce buffer", 0), ("reduce buffer", 3)],
     "hsdp": [("gather buffer", 2), ("reduce buffer", 1)],
 }
-EACH_PHASE = [("fetch", 0), ("forward", 60), ("backward", 60), ("metric", 6), ("clip", 0)]
+EACH_PHASE = [("data", 0), ("forward", 60), ("backward", 60), ("metric", 6), ("clip", 0)]
 NIGHTLY = pytest.mark.nightly
 DDP_OR_NIGHTLY = ["ddp", pytest.param("fsdp", marks=NIGHTLY)]
 FSDP_OR_NIGHTLY = [pytest.param("ddp", marks=NIGHTLY), "fsdp"]
@@ -90,11 +90,10 @@ def grid():
 def test_recovered_in_place(cell, spread, rank, step, phase, operation):
     world = 4 if spread == "hsdp" else 2  # two replicas of two shards each: on two ranks there is nothing to gather
     share = f"batch.global_size={8 * world}"
-    records = recovers(cell, world, spread, [fail_at(rank, step, phase, operation=operation)], share)
-    assert [record.failures[0]["by_peer"] for record in records] == [other != rank for other in range(world)]
-    found = records[rank].failures[0]["phase"]
+    records = recovers(cell, world, spread, [Fault(phase, step, operation, rank=rank)], share)
+    assert [record.failures[0].by_peer for record in records] == [other != rank for other in range(world)]
+    found = records[rank].failures[0].phase
     places = {
-        "fetch": ("data",),
         "gather buffer": ("forward", "backward"),
         "reduce buffer": ("backward",),
         "bucket": ("backward",),
@@ -106,10 +105,10 @@ def test_recovered_in_place(cell, spread, rank, step, phase, operation):
 @pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_an_error_that_something_caught(cell, spread):
     """The allocator's count has risen on one rank only; all ranks retry the step."""
-    fault = fail_at(1, 2, "forward", "swallowed", operation=60)
+    fault = Fault("forward", 2, 60, kind="swallowed", rank=1)
     records = recovers(cell, 2, spread, [fault], "batch.global_size=16")
-    assert [record.failures[0]["by_peer"] for record in records] == [True, False]
-    assert "1 allocation failed in this micro-batch and the error was caught" in records[1].failures[0]["message"]
+    assert [record.failures[0].by_peer for record in records] == [True, False]
+    assert "1 allocation failed in this micro-batch and the error was caught" in records[1].failures[0].message
 
 
 @pytest.mark.slow
@@ -118,7 +117,7 @@ def test_an_error_that_something_caught(cell, spread):
 )
 def test_an_error_that_breaks_the_process(cell, tmp_path, kind, reason):
     """No vote is held, in which the others might never take part: the rank ends at once, with the size in a file."""
-    fault = fail_at(1, 2, "backward", kind, operation=60)
+    fault = Fault("backward", 2, 60, kind=kind, rank=1)
     with pytest.raises(CellFailed, match=r"rank 1: ended\nexit code 82"):
         cell.run(2, "parallel=ddp", *WHOLE, faults=[fault], run_dir=tmp_path / "run")
     left = json.loads((tmp_path / "run" / "restart.json").read_text())
@@ -132,11 +131,11 @@ def test_an_error_that_breaks_the_process(cell, tmp_path, kind, reason):
 @pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 def test_several_culprits_at_once(cell, spread):
     # The second fires only if its rank gets that far before it learns of the first; both must recover either way.
-    first, second = (fail_at(rank, 2, "forward", operation=60) for rank in (0, 1))
+    first, second = (Fault("forward", 2, 60, rank=rank) for rank in (0, 1))
     wanted = cell.reference(2, f"parallel={spread}", *WHOLE, schedule={2: 2})
     records = cell.run(2, f"parallel={spread}", *WHOLE, faults=[first, second], must_fire="any")
     for record, other in zip(records, wanted, strict=True):
-        steps = [failure["step"] for failure in record.failures]
+        steps = [failure.step for failure in record.failures]
         assert steps in ([2], [2, 2])  # a fault that did not fire in the first attempt fires in the second
         if steps == [2]:
             assert record.sizes == other.sizes
@@ -149,7 +148,7 @@ def test_several_culprits_at_once(cell, spread):
 @pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_again_and_again(cell, spread):
     # Each rank fails in turn, in the first step and in a later one: 4 -> 2 -> 1.
-    recovers(cell, 2, spread, [fail_at(1, 1, "backward", operation=2), fail_at(0, 3, "forward", operation=60)])
+    recovers(cell, 2, spread, [Fault("backward", 1, 2, rank=1), Fault("forward", 3, 60)])
 
 
 @pytest.mark.slow
@@ -176,13 +175,13 @@ def test_again_and_again(cell, spread):
     ],
 )
 def test_recovered_with_other_settings(cell, spread, overrides):
-    recovers(cell, 2, spread, [fail_at(1, 2, "backward", operation=60)], *overrides)
+    recovers(cell, 2, spread, [Fault("backward", 2, 60, rank=1)], *overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 def test_fp16(cell, spread):
-    fault = fail_at(1, 2, "backward")
+    fault = Fault("backward", 2, rank=1)
     records = recovers(cell, 2, spread, [fault], "precision=fp16", "precision.initial_scale=256", "train.grad_clip=0.1")
     assert [record.scales for record in records] == [[256.0] * 4] * 2
 
@@ -210,14 +209,14 @@ def assert_evaluation_recovers(cell, spread, rank, operation):
     """Every sample counts once, and training is unaffected."""
     wanted = cell.reference(2, f"parallel={spread}", *WHOLE, *EVALUATION)
     records = cell.run(
-        2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[fail_at(rank, 2, "evaluate", operation=operation)]
+        2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[Fault("evaluate", 2, operation, rank=rank)]
     )
     for record, other in zip(records, wanted, strict=True):
         assert record.error is None
         # DDP's forward without gradients is local to each rank: the others need not know.
         knows = spread == "fsdp" or record is records[rank]
         wanted_failures = [(2, "evaluate", 8, 4)] if knows else []
-        assert [(f["step"], f["phase"], f["old"], f["new"]) for f in record.failures] == wanted_failures
+        assert [(f.step, f.phase, f.old_size, f.new_size) for f in record.failures] == wanted_failures
         assert record.sizes == other.sizes == [4] * 4
         assert max(errors(record, other)) == 0
         for found, known in zip(record.evaluated, other.evaluated, strict=True):
@@ -235,9 +234,7 @@ def test_votes_end_when_the_size_is_validated(cell, spread):
     records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
     assert [record.votes_enabled for record in records] == [[True] * 3 + [False] * 3] * 2
     assert len({record.votes for record in records}) == 1
-    failing = cell.run(
-        2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
-    )
+    failing = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[Fault("forward", 2, 60)])
     assert [record.votes_enabled for record in failing] == [[True] * 4 + [False] * 3] * 2
 
 
@@ -258,7 +255,7 @@ def test_where_no_step_is_recovered_in_place_there_is_no_vote(cell, overrides, f
 @pytest.mark.slow
 def test_the_schedule_of_a_search_over_ranks_replays_it(cell):
     """Ranks see different shapes; sizes fall on one rank's error and grow again. All of it is in the schedule."""
-    faults = [fail_at(1, 2, "backward", operation=20), fail_at(0, 7, "forward", operation=20)]
+    faults = [Fault("backward", 2, 20, rank=1), Fault("forward", 7, 20)]
     searching = ("parallel=ddp", "oom.grow=true", "oom.clean_steps=2", "train.max_steps=16", "batch.micro_size=auto")
     searching = (*searching, "parallel.vote_on_oom=always", "model.dropout=0.1")
     records = cell.run(2, *searching, faults=faults)
@@ -266,7 +263,7 @@ def test_the_schedule_of_a_search_over_ranks_replays_it(cell):
     assert len(schedule) > 3
     assert any(isinstance(plan, dict) for plan in schedule.values())
     for record, again in zip(records, cell.run(2, *searching, schedule=schedule), strict=True):
-        assert [failure["step"] for failure in record.failures] == [2, 7]
+        assert [failure.step for failure in record.failures] == [2, 7]
         assert (again.failures, again.schedule) == ([], schedule)
         assert again.losses == record.losses
         assert torch.equal(again.weights, record.weights)
@@ -300,12 +297,12 @@ def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     # Only rank 1 gets long texts: first while voting is off, later when all ranks know that such a shape exists. From
     # then on votes are held while that shape is in use, and an error in it is recovered in place.
     texts = ("model.context_length=64", "data.min_length=33", "train.max_steps=10", "oom.clean_steps=2")
-    fault = fail_at(1, 9, "backward", operation=2)
+    fault = Fault("backward", 9, 2, rank=1)
     records = cell.run(
         2, f"parallel={spread}", *texts, faults=[fault], function=train_short_but(1, steps=(5, 6, 9, 10))
     )
     assert [record.error for record in records] == [None, None]
-    assert [[failure["step"] for failure in record.failures] for record in records] == [[9], [9]]
+    assert [[failure.step for failure in record.failures] for record in records] == [[9], [9]]
     assert records[0].shapes == records[1].shapes == {16: 4, 128: 2}
     wanted = [True] * 2 + [False] * 4 + [True, False, True, True]
     assert [record.votes_enabled for record in records] == [wanted, wanted]
@@ -314,7 +311,7 @@ def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
 @pytest.mark.slow
 def test_nothing_left_to_halve(cell):
     for spread in ("ddp", "fsdp"):
-        records = cell.run(2, f"parallel={spread}", "batch.micro_size=1", faults=[fail_at(1, 2, "backward")])
+        records = cell.run(2, f"parallel={spread}", "batch.micro_size=1", faults=[Fault("backward", 2, rank=1)])
         assert all("micro-batch" in record.error for record in records)
 
 
@@ -323,7 +320,7 @@ def test_without_the_cleaning_gradients_are_wrong(cell):
     wanted = cell.reference(2, "parallel=fsdp", schedule={2: 2})
     worst = 0.0
     for operation in (60, 120, 200):
-        fault = fail_at(1, 2, "backward", operation=operation)
+        fault = Fault("backward", 2, operation, rank=1)
         try:
             records = cell.run(2, "parallel=fsdp", faults=[fault], function=train_without_reset, limit=15)
         except AssertionError:
@@ -337,6 +334,6 @@ def test_without_the_cleaning_gradients_are_wrong(cell):
 @pytest.mark.slow
 def test_nothing_of_the_old_wrapper_stays(cell):
     """DDP's buckets are as large as the gradients; a cycle through its hook, held by C++, would never be freed."""
-    faults = [fail_at(1, step, "backward", operation=60) for step in (1, 3)]
+    faults = [Fault("backward", step, 60, rank=1) for step in (1, 3)]
     counts = cell.run(2, "parallel=ddp", *WHOLE, faults=faults, function=train_counting_wrappers)
     assert counts == [(3, 0), (3, 0)]

@@ -1,9 +1,9 @@
 """Memory runs out on one rank that reads a stream: all ranks read the step again, and none waits for another."""
 
 import pytest
+from faults import Fault
 
 from .conftest import TINY, Cell
-from .faults import fail_at
 from .test_equality import errors
 
 STREAM = (*TINY, "model=mlp", "model.width=16", "user_packages=[own_streams]", "~data.augment", "data.num_workers=0")
@@ -28,10 +28,10 @@ def of(kind: str, *overrides: str) -> tuple[str, ...]:
 def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
     overrides = (f"parallel={spread}", *of(kind, *between))
     wanted = cell.reference(2, *overrides, tiny=STREAM)
-    records = cell.run(2, *overrides, faults=[fail_at(1, step, "read")], tiny=STREAM, limit=LIMIT)
+    records = cell.run(2, *overrides, faults=[Fault("read", step, rank=1)], tiny=STREAM, limit=LIMIT)
     for record, other in zip(records, wanted, strict=True):
-        assert [(failure["step"], failure["old"], failure["new"]) for failure in record.failures] == [(step, 4, 4)]
-        assert record.failures[0]["culprits"] == [1]
+        assert [(failure.step, failure.old_size, failure.new_size) for failure in record.failures] == [(step, 4, 4)]
+        assert record.failures[0].culprits == [1]
         assert (record.sizes, record.samples) == (other.sizes, other.samples)
         assert record.losses == other.losses
         assert max(errors(record, other)) == 0

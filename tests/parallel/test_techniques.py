@@ -5,11 +5,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from faults import Fault
 
 from trainapp.errors import UserError
 
 from .conftest import Cell
-from .faults import fail_at
 from .test_equality import SPREADS, as_one, assert_same, errors
 
 TECHNIQUES = {
@@ -66,7 +66,7 @@ def test_as_one_process(cell: Cell, spread, technique):
 def test_a_failure_on_one_rank(cell: Cell, spread, technique):
     overrides = (f"parallel={spread}", *TECHNIQUES[technique], "model.dropout=0.1", "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, schedule={3: 2})
-    records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=60)])
+    records = cell.run(2, *overrides, faults=[Fault("backward", 3, 60, rank=1)])
     for record, other in zip(records, wanted, strict=True):
         assert len(record.failures) == 1
         assert torch.equal(record.weights, other.weights)

@@ -5,10 +5,10 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from faults import Fault
 from zoo.gans import generate
 
 from .conftest import TINY, needs_reset
-from .faults import fail_at
 from .test_equality import assert_same, error
 
 
@@ -76,9 +76,9 @@ def test_an_error_on_one_rank_in_either_update(cell, spread, update):
     if update == "generator":
         records = run(cell, 2, f"parallel={spread}", generator="parallel.test_updates_on_ranks.failing")
     else:
-        records = run(cell, 2, f"parallel={spread}", faults=[fail_at(1, 2, "backward", operation=2)])
+        records = run(cell, 2, f"parallel={spread}", faults=[Fault("backward", 2, 2, rank=1)])
     assert_same(records, reference)
-    assert [[failure["step"] for failure in record.failures] for record in records] == [[2], [2]]
+    assert [[failure.step for failure in record.failures] for record in records] == [[2], [2]]
 
 
 @pytest.mark.slow

@@ -6,42 +6,15 @@ The allocator's counter is faked: only CUDA's has one.
 import json
 
 import pytest
-import torch
+from faults import NO_ENGINE, Fault
+from harness import Recorded
 from oom.conftest import MODELS, tiny
-from oom.inject import Injector, Recorded
-from runs import weights
+from runs import differences
 
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.device import CpuMemory
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_pictures")
-NO_ENGINE = "GET was unable to find an engine to execute this computation"  # pytorch/pytorch#108645
-
-
-class Refusing(Injector):
-    """Where an Injector raises, an allocation fails and something catches the error.
-
-    raises: the text of another error that follows, as where no other algorithm is left.
-    """
-
-    refused = 0
-
-    def __init__(self, *place, raises: str | None = None, counts: bool = True, **options):
-        super().__init__(*place, **options)
-        self.raises, self.counts = raises, counts
-
-    def fail(self) -> None:
-        self.fired += 1
-        Refusing.refused += self.counts
-        if self.raises:
-            raise RuntimeError(self.raises)
-
-
-@pytest.fixture(autouse=True)
-def counting(monkeypatch):
-    """A counter that is not zero at the start, as in the second run of a process."""
-    monkeypatch.setattr(Refusing, "refused", 3)
-    monkeypatch.setattr(CpuMemory, "refused_allocations", lambda self: Refusing.refused)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def chosen(run_dir, *overrides, schedule=None):
@@ -50,7 +23,7 @@ def chosen(run_dir, *overrides, schedule=None):
 
 @pytest.mark.parametrize(("phase", "step"), [("forward", 1), ("backward", 2)])
 def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, caplog, phase, step):
-    recorded = Recorded(chosen(tmp_path / "run"), Refusing(phase, step, 5))
+    recorded = Recorded(chosen(tmp_path / "run"), Fault(phase, step, 5, kind="swallowed"))
     (failure,) = recorded.failures
     assert (failure.step, failure.swallowed, failure.broken) == (step, True, None)
     assert (failure.old_size, failure.new_size) == (8, 4)
@@ -61,10 +34,9 @@ def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, caplog, phase,
     (path,) = (tmp_path / "run/oom").glob("*.json")
     assert json.loads(path.read_text())["swallowed"] is True
     wanted = Recorded(chosen(tmp_path / "wanted", schedule={step: 4}))
-    assert recorded.samples() == wanted.samples()
-    assert torch.equal(weights(recorded.run.state.model), weights(wanted.run.state.model))
+    assert differences(recorded.record(), wanted.record()) == []
     undisturbed = Recorded(chosen(tmp_path / "undisturbed"))
-    assert not torch.equal(weights(recorded.run.state.model), weights(undisturbed.run.state.model))
+    assert differences(recorded.record().state, undisturbed.record().state) != []
 
 
 def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
@@ -74,7 +46,7 @@ def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
     free = Recorded(config)
     buckets = free.run.sizes.train.searches
     assert len(buckets) > 1
-    recorded = Recorded(tiny(tmp_path / "run", *MODELS["gpt"], *texts), Refusing("forward", 1))
+    recorded = Recorded(tiny(tmp_path / "run", *MODELS["gpt"], *texts), Fault("forward", 1, kind="swallowed"))
     assert len(recorded.failures) == 1
     searches = recorded.run.sizes.train.searches.values()
     assert [search.size for search in searches if search.fails] == [2]
@@ -82,7 +54,7 @@ def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
 
 def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        recorded = Recorded(chosen(tmp_path), Refusing("forward", 1, above=0))
+        recorded = Recorded(chosen(tmp_path), Fault("forward", 1, above=0, kind="swallowed"))
     assert [(f.old_size, f.new_size) for f in recorded.failures] == [(8, 4), (4, 2), (2, 1)]
     assert recorded.run.state.progress.step == 4
     lines = [r.getMessage() for r in caplog.records if "since the micro-batch is the smallest" in r.getMessage()]
@@ -92,14 +64,12 @@ def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path,
 @pytest.mark.parametrize("setting", ["oom.clean_steps=1", "oom.enabled=false"])
 def test_a_validated_size_is_not_checked_and_nothing_if_recovery_is_off(tmp_path, setting):
     """The control of the others; a rank could not tell its peers."""
-    recorded = Recorded(chosen(tmp_path, setting), Refusing("forward", 3))
-    assert recorded.injector.fired == 1
-    assert not recorded.failures
+    assert not Recorded(chosen(tmp_path, setting), Fault("forward", 3, kind="swallowed")).failures
 
 
 def test_evaluation(tmp_path):
     evaluated = ("every.eval=2", "batch.eval_micro_size=90")
-    recorded = Recorded(chosen(tmp_path / "run", *evaluated), Refusing("evaluate", 2))
+    recorded = Recorded(chosen(tmp_path / "run", *evaluated), Fault("evaluate", 2, kind="swallowed"))
     (failure,) = recorded.failures
     assert (failure.evaluating, failure.swallowed, failure.old_size, failure.new_size) == (True, True, 90, 45)
     assert recorded.run.sizes.train.size == 8
@@ -108,45 +78,25 @@ def test_evaluation(tmp_path):
 
 
 def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(tmp_path):
-    recorded = Recorded(chosen(tmp_path), Refusing("backward", 2, 5, raises=NO_ENGINE))
+    recorded = Recorded(chosen(tmp_path), Fault("backward", 2, 5, kind="no engine for memory"))
     (failure,) = recorded.failures
     assert (failure.phase, failure.message, failure.swallowed) == ("backward", NO_ENGINE, False)
     assert (failure.old_size, failure.new_size) == (8, 4)
 
 
-@pytest.mark.parametrize(("text", "counts"), [(NO_ENGINE, False), ("the labels are wrong", True)])
-def test_other_errors_end_the_run(tmp_path, text, counts):
-    with pytest.raises(RuntimeError, match=text):
-        Recorded(chosen(tmp_path), Refusing("backward", 2, 5, raises=text, counts=counts))
+@pytest.mark.parametrize(("kind", "text"), [("no engine", NO_ENGINE), ("swallowed exception", "the labels are wrong")])
+def test_other_errors_end_the_run(tmp_path, kind, text):
+    with pytest.raises((RuntimeError, ValueError), match=text):
+        Recorded(chosen(tmp_path), Fault("backward", 2, 5, kind=kind))
 
 
 def test_earlier_refusals_do_not_count(tmp_path):
     """Those of the attempt before, which was rolled back."""
-
-    class OncePerAttempt(Refusing):
-        armed = True
-
-        def arm_attempt(self) -> None:
-            super().arm_attempt()
-            self.armed = True
-
-        def at(self, phase: str) -> bool:
-            return self.armed and super().at(phase)
-
-        def fail(self) -> None:
-            self.armed = False
-            self.raises = None if self.fired == 0 else NO_ENGINE
-            self.counts = self.fired == 0
-            super().fail()
-
-    injector = OncePerAttempt("forward", 2, times=2)
     with pytest.raises(RuntimeError, match=NO_ENGINE):
-        Recorded(chosen(tmp_path), injector)
-    assert injector.fired == 2
+        Recorded(chosen(tmp_path), Fault("forward", 2, kind="swallowed"), Fault("forward", 2, kind="no engine"))
     assert len(list((tmp_path / "oom").glob("*.json"))) == 1  # of the first, which had no error
 
 
-def test_without_a_gpu_nothing_is_counted(monkeypatch):
+def test_without_a_gpu_nothing_is_counted():
     assert refused_allocations() == 0
-    monkeypatch.undo()
     assert CpuMemory.refused_allocations(object()) == 0

@@ -4,7 +4,8 @@ import helpers
 import own_hooks
 import pytest
 import runs
-from oom.inject import Injector, Recorded
+from faults import Fault
+from harness import Recorded
 
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
@@ -48,17 +49,15 @@ def test_a_misspelt_objective_names_those_that_there_are(tmp_path):
         runs.run(tmp_path, *MLP, TRAIN_SPLIT, "objective=min hard/loss")
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_out_of_memory_continues_where_it_was(tmp_path, monkeypatch):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
     overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")
     runs.run(tmp_path / "a", *overrides)
-    injector = Injector("evaluate", 4, 45)
     opened, from_sample = [], EvalBatches.from_sample
     noting = lambda own, *rest: opened.append(own) or from_sample(own, *rest)  # noqa: E731
     monkeypatch.setattr(EvalBatches, "from_sample", noting)
-    recorded = Recorded(runs.configure(tmp_path / "b", *overrides), injector)
-    assert len(recorded.failures) == injector.fired == 1
+    recorded = Recorded(runs.configure(tmp_path / "b", *overrides), Fault("evaluate", 4, 45))
+    assert len(recorded.failures) == 1
     names = [name for own in opened for name, batches in recorded.run.eval_sets.items() if own is batches]
     assert sorted(set(names)) == ["", "seen", "shifted"]
     assert names == sorted(names)  # in this order: none before the interrupted one is evaluated again

@@ -7,7 +7,8 @@ import os
 import helpers
 import pytest
 import runs
-from oom.inject import Injector, Recorded
+from faults import Fault
+from harness import Recorded
 
 from trainapp.data.sets.digits import Digits
 from trainapp.data.stream import Stream
@@ -21,10 +22,10 @@ def of(kind, *overrides):
     return (*STREAM, f"data._target_=own_streams.{kind}", "~data.augment", *overrides)
 
 
-def finished(run_dir, *overrides, injector=None):
+def finished(run_dir, *overrides, faults=()):
     """What the last checkpoint of a whole run holds."""
-    recorded = Recorded(runs.configure(run_dir, *overrides), injector)
-    assert len(recorded.failures) == (injector.fired if injector else 0)
+    recorded = Recorded(runs.configure(run_dir, *overrides), *faults)
+    assert len(recorded.failures) == len(faults)
     return runs.saved(run_dir, recorded.run.state.progress.step)
 
 
@@ -36,9 +37,7 @@ def different(a, b):
 @pytest.mark.parametrize(("phase", "kind"), [("forward", "Plain"), ("backward", "Plain"), ("backward", "Popping")])
 def test_a_retried_step_has_the_same_samples(tmp_path, phase, kind):
     """Equal to the run that was told to use the smaller size from that step on."""
-    injector = Injector(phase, 6, 3)
-    recovered = finished(tmp_path / "a", *of(kind, "oom.grow=false"), injector=injector)
-    assert injector.fired == 1
+    recovered = finished(tmp_path / "a", *of(kind, "oom.grow=false"), faults=[Fault(phase, 6, 3)])
     replayed = finished(tmp_path / "b", *of(kind, "batch.micro_schedule={1: 16, 6: 8}"))
     assert different(recovered, replayed) == []
 
@@ -99,9 +98,7 @@ def test_a_stream_may_have_indexed_validation_data(tmp_path):
 def test_an_evaluation_of_a_stream_that_runs_out_of_memory_begins_its_set_again(tmp_path):
     overrides = of("Stateful", "every.eval=9")
     finished(tmp_path / "a", *overrides)
-    injector = Injector("evaluate", 9, 4)
-    finished(tmp_path / "b", *overrides, "batch.eval_micro_size=6", injector=injector)
-    assert injector.fired == 1
+    finished(tmp_path / "b", *overrides, "batch.eval_micro_size=6", faults=[Fault("evaluate", 9, 4)])
     (a,), (b,) = (helpers.evaluations(tmp_path / name) for name in ("a", "b"))
     assert b["accuracy"] == a["accuracy"]
     assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)

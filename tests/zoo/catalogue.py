@@ -33,6 +33,7 @@ class Cell(NamedTuple):
 MODELS = {
     "moco": Cell("teachers.MoCo", task="losses.own", sums=False),
     "mean teacher through data": Cell("teachers.MeanTeacher", task="losses.own"),
+    "hidden teacher": Cell("teachers.HiddenTeacher", task="losses.own"),
     "unit weights": Cell("teachers.UnitWeights"),
     "replaced parameter": Cell("teachers.ReplacedParameter"),
     "actnorm": Cell("teachers.ActNorm"),
@@ -47,6 +48,7 @@ MODELS = {
     "own generators": Cell("chance.OwnGenerators"),
     "mixup": Cell("chance.Mixup"),
     "gumbel": Cell("chance.Gumbel", task="losses.own", sums=False),
+    "counter": Cell("chance.Counter", resumes=False),  # nor are plain attributes
     "queue": Cell("chance.Queue"),
     "lstm": Cell("structures.LSTM", "data.Tokens"),
     "transformer": Cell("structures.Transformer", "data.Tokens"),

@@ -7,22 +7,22 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from oom.inject import Injector
+from faults import Fault
+from harness import Record
 from runs import differences
 
 from .catalogue import ALL
-from .harness import Counting, Record, Training, check_samples, compare, schedule_of, stop_at
+from .harness import Training, check_samples, compare, configure, schedule_of, stop_at
 
 EARLY, LATE = 1, 4
 EVALUATING = {"every.eval": 2, "checkpointing.save": False}  # after steps 2 and 4
 
 
-def finished(name: str, run_dir: Path, changes: dict[str, Any], *faults: Injector) -> Training:
+def finished(name: str, run_dir: Path, changes: dict[str, Any], *faults: Fault) -> Training:
     """A run that must reach its end, after as many errors as there are faults."""
-    training = Training(ALL[name], run_dir, changes, faults)
+    training = Training(ALL[name], configure(ALL[name], run_dir, changes), *faults)
     if training.error is not None:
         raise training.error
-    assert [fault.fired for fault in faults] == [1] * len(faults)
     struck = [(failure.phase.value, failure.step) for failure in training.failures]
     assert sorted(struck) == sorted((fault.phase, fault.step) for fault in faults)
     check_samples(training)
@@ -32,23 +32,23 @@ def finished(name: str, run_dir: Path, changes: dict[str, Any], *faults: Injecto
 @functools.cache
 def operations(name: str, every: int = 2) -> Counter:
     """The operations of each (phase, step) of an undisturbed run that evaluates `every` so many steps."""
-    counting = Counting()
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(ALL[name], Path(folder), {**EVALUATING, "every.eval": every}, [counting])
+        config = configure(ALL[name], Path(folder), {**EVALUATING, "every.eval": every})
+        training = Training(ALL[name], config, counts=True)
     if training.error is not None:
         raise training.error
-    return counting.operations
+    return training.injector.operations
 
 
-def fault(name: str, phase: str, step: int, share: float | None = None, every: int = 2) -> Injector:
+def fault(name: str, phase: str, step: int, share: float | None = None, every: int = 2) -> Fault:
     """An error `share` of the way through a phase of a step. By default it strikes in the second of two micro-batches,
     or at the end of the first batch of an evaluation, which then has all of its batches in the smaller size.
     """
     if phase == "data":
-        return Injector(phase, step)
+        return Fault(phase, step)
     if phase == "evaluate" and share is None:
-        return Injector(phase, step, operations(name, every)["first evaluation batch", step] - 1)
-    return Injector(phase, step, int(operations(name, every)[phase, step] * (share or 0.75)))
+        return Fault(phase, step, operations(name, every)["first evaluation batch", step] - 1)
+    return Fault(phase, step, int(operations(name, every)[phase, step] * (share or 0.75)))
 
 
 def differs_from_its_replay(run: Training, name: str, every: int = 2, exact: bool = True) -> list[str]:
@@ -94,11 +94,12 @@ def after_an_error_late_in_an_evaluation(name: str, folder: Path) -> list[str]:
 
 def resumed(name: str, folder: Path) -> list[str]:
     """Where a run that a signal stopped in its second step and that was resumed differs from one that was not."""
-    cell, run_dir, changes = ALL[name], folder / "resumed", {"every.eval": 2}
-    first = Training(cell, run_dir, changes, on_batch=stop_at(1))
+    changes = {"every.eval": 2}
+    config = configure(ALL[name], folder / "resumed", changes)
+    first = Training(ALL[name], config, on_batch=stop_at(1))
     assert isinstance(first.error, SystemExit), first.error
     assert first.run.state.progress.step == 2
-    second = Training(cell, run_dir, changes)
+    second = Training(ALL[name], config)
     if second.error is not None:
         raise second.error
     whole = finished(name, folder / "whole", changes)

@@ -69,6 +69,25 @@ class MeanTeacher(nn.Module):
         return (predicted - wanted + inputs).square().mean(1)
 
 
+class HiddenTeacher(nn.Module):
+    """The target network is in a list, so that the model does not register it."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = encoder()
+        self.hidden = [frozen_copy(self.online)]
+
+    @torch.no_grad()
+    def follow(self):
+        for target, online in zip(self.hidden[0].parameters(), self.online.parameters(), strict=True):
+            target.mul_(0.9).add_(online, alpha=0.1)
+
+    def forward(self, inputs):
+        if self.training:
+            self.follow()
+        return (self.online(inputs) - self.hidden[0](inputs) + inputs).square().mean(1)
+
+
 class UnitWeights(nn.Module):
     """The rows of a trained weight are scaled to length 1 in place before they are used."""
 

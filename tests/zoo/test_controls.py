@@ -4,8 +4,11 @@ that do not.
 
 import pytest
 
+from trainapp import snapshot
+from trainapp.checkpoint import state_dicts
 from trainapp.data.source import EvalBatches
 from trainapp.oom import recovery
+from trainapp.snapshot import Snapshot
 from trainapp.training import transaction
 
 from . import cells
@@ -31,6 +34,25 @@ def test_the_controls_leave_other_cells_alone(tmp_path, part):
     with leaving(part):
         differs = cells.after_an_error("tuple", "backward", 4, tmp_path) != []
     assert differs == (part == "gradients")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "step"),
+    [
+        ((snapshot, "_refill", lambda held, before: None), "counter", 4),
+        ((Snapshot, "_written", lambda self: []), "moco", 1),
+        ((Snapshot, "_sums", lambda self: {}), "mean teacher through data", 4),
+    ],
+)
+def test_what_is_not_noticed_is_not_restored(tmp_path, monkeypatch, part, name, step):
+    monkeypatch.setattr(*part)
+    assert cells.after_an_error(name, "backward", step, tmp_path) != []
+
+
+@pytest.mark.parametrize("name", ["hidden teacher", "own generators", "queue", "running scale", "replay"])
+def test_without_the_saved_state_a_resumed_run_is_another(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(state_dicts, "load_stateful", lambda *_: [])
+    assert cells.resumed(name, tmp_path) != []
 
 
 @pytest.mark.parametrize("name", ["gumbel", "mixup"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.faults import Fault, fail_at, fired
+from faults import Fault, fired
 from parallel.pool import Pool
 from runs import differences
 
@@ -70,7 +70,7 @@ def differs_from_its_replay(pool: Pool, name: str, folder: Path, *faults: Fault)
 
 @pytest.mark.parametrize("name", CELLS)
 def test_one_rank_out_of_memory(pool, tmp_path, name):
-    faults = (fail_at(1, 3, "forward", operation=3), fail_at(0, 4, "backward", operation=8))
+    faults = (Fault("forward", 3, 3, rank=1), Fault("backward", 4, 8))
     assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
 
 
@@ -78,5 +78,5 @@ def test_one_rank_out_of_memory(pool, tmp_path, name):
     "name", ["moco", *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name in BOTH)]
 )
 def test_both_ranks_out_of_memory_in_the_first_step(pool, tmp_path, name):
-    faults = (fail_at(0, 1, "backward", operation=6), fail_at(1, 1, "backward", operation=6))
+    faults = (Fault("backward", 1, 6), Fault("backward", 1, 6, rank=1))
     assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
