@@ -349,6 +349,19 @@ def prepare_fsdp(root: Any) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def clear_gathered_gradients(root: Any) -> None:
+    """Clear what FSDP2 has accumulated in gathered parameters, in micro-batches whose gradients are not reduced.
+
+    `reset_iter_state` is documented to discard it, and does not (torch 2.13).
+    """
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # from its first all-gather on
+                    parameter._unsharded_param.grad = None
+
+
 def fsdp_collectives() -> tuple[type, type]:
     """The classes of FSDP2's own all-gather and reduce-scatter.
 

@@ -13,7 +13,7 @@ from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
-from trainapp.torch_private import fsdp_collectives, prepare_fsdp, tree_map
+from trainapp.torch_private import clear_gathered_gradients, fsdp_collectives, prepare_fsdp, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 is slow to import
@@ -104,15 +104,11 @@ class FSDP(SingleDevice):
             module.reshard()
 
     def abort_step(self) -> None:
-        """Resets a half-done backward.
-
-        Gradients are cleared on both sides of the reset: without the first, those of gathered parameters leak into the
-        retry (torch 2.13).
-        """
+        """Resets a half-done backward, and clears the gradients of sharded and of gathered parameters."""
         super().abort_step()
-        self.model.zero_grad(set_to_none=True)
         prepare_fsdp(self._root)  # an error may precede the first forward, which creates what the reset needs
         self._root.reset_iter_state()
+        clear_gathered_gradients(self._root)
         self.model.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
