@@ -14,7 +14,7 @@ from torch import nn
 import trainapp
 from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
-from trainapp.models.adapters import add_lora, base_of, exported, merge
+from trainapp.models.adapters import add_lora, base_of, digest_of, exported, merge
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -345,3 +345,9 @@ def test_what_forwards_wrote_is_loaded_and_exported(tmp_path, caplog):
     assert "of code, peft takes the values of the base" in caplog.text
     runs.run(tmp_path / "merged", *of_run, "mode=export", "export.merge=true")
     assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)
+
+
+def test_the_digest_of_a_base_stays_as_checkpoints_have_it():
+    """Of format 3: with another digest, no run with adapters could resume."""
+    base = {"a": torch.arange(129.0), "b": torch.arange(37).to(torch.bfloat16)}
+    assert digest_of(base) == "70ad58251810b7841b723546e7e924db7f8fa0121f2e82e0ce1301ecc5af567c"
