@@ -93,7 +93,7 @@ class Measured:
         """
         share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
-        with self._running(config, size, parts, all_of_them=True) as work:
+        with self._running(config, size, parts) as work:
             taken = []
             for _ in range(1 + TIMED):
                 work.memory.synchronize()
@@ -104,17 +104,11 @@ class Measured:
         return statistics.median(taken[1:]) * share / (parts * size)
 
     @contextlib.contextmanager
-    def _running(
-        self, config: Config, size: int, micro_batches: int, most: int | None = None, all_of_them: bool = False
-    ) -> Iterator[Work]:
+    def _running(self, config: Config, size: int, micro_batches: int, most: int | None = None) -> Iterator[Work]:
         """The engine of the configuration, really built, with these samples per micro-batch and micro-batches per step.
         most: limit in bytes; if given, CPU storages are counted.
         """
-        samples = micro_batches * size * self.world
-        batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
-        accumulation = dataclasses.replace(config.accumulation, steps="auto")
-        cut = dataclasses.replace(config, batch=batch, accumulation=accumulation)
-        planned = planned_config(cut, size, self.world, all_of_them)
+        planned = planned_config(config, size, micro_batches * size * self.world)
         with simulated(0, self.world, self.device) as ranks:
             parts = load_parts(planned, ranks, self.components)
             if most is not None and parts.device.type == "cpu":

@@ -36,10 +36,6 @@ class SimulatedRanks(Ranks):
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
 
-    def on(self, device: torch.device) -> "SimulatedRanks":
-        """The same rank with its model on this device."""
-        return SimulatedRanks(self.rank, self.world, device)
-
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         with outside_dispatch_modes():  # not counted, as in a run
             return value.clone()

@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,13 +16,13 @@ from trainapp.assembly.components import Components
 from trainapp.assembly.model import assemble, materialise
 from trainapp.assembly.parts import Parts, load_parts
 from trainapp.config.schema import Config
-from trainapp.data.batch import MicroBatch, map_tensors
+from trainapp.data.batch import map_tensors
 from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import is_of_transformers, smallest_micro_batch
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.planning.recorder import Breakdown, Recorder
-from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
+from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
@@ -82,57 +82,47 @@ class Traced:
         """The peak with micro-batches of this size on the first rank, which has the most samples and largest shards."""
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
-        with (
-            simulated(0, self.world, torch.device("cpu")) as ranks,
-            _on_fakes(self, config, size, ranks) as (work, recorder, values, varies),
-        ):
-            self._is_of_transformers = is_of_transformers(work.engine.state.model)
-            found = work.peak(recorder)
-            notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            found = dataclasses.replace(found, notes=(*found.notes, *notes))
-            return found if self.gpu is None else self.gpu.completed(found, work.engine, config)
+        with simulated(0, self.world, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
+            return self._traced(config, size, ranks, stack)
 
-
-@contextlib.contextmanager
-def _on_fakes(
-    traced: Traced, config: Config, size: int, ranks: Ranks
-) -> Iterator[tuple[Work, Recorder, MadeUpValues, bool]]:
-    """An engine on tensors without data; the block runs in its modes. ranks: on the host, where the data is opened."""
-    components, gpu = traced.components, traced.gpu
-    planned = planned_config(config, size, ranks.world, components.has_embeddings)
-    longest_batch = longest(load_parts(planned, ranks, components).batches, size)
-    parts = load_parts(planned, ranks, components)
-    host = parts.device
-    if gpu is not None:
-        parts.device = gpu.device
-    parts.memory = recorder = Recorder(parts.device)
-    values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, traced.refuses)
-    with contextlib.ExitStack() as stack:
+    def _traced(self, config: Config, size: int, ranks: Ranks, stack: contextlib.ExitStack) -> Breakdown:
+        """ranks: on the host, where the data is opened. stack: enters the modes."""
+        components, gpu, samples = self.components, self.gpu, config.batch.global_size
+        # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of fewer
+        # than three, the second need not be full); all of them where each leaves memory for the next.
+        if not components.has_embeddings and -(-samples // ranks.world) >= 3 * size:
+            samples = 2 * size * ranks.world
+        planned = planned_config(config, size, samples)
+        longest_batch = longest(load_parts(planned, ranks, components).batches, size)
+        parts = load_parts(planned, ranks, components)
+        host = parts.device
         if gpu is not None:
+            parts.device = gpu.device
             stack.enter_context(gpu.pretended())
+        parts.memory = recorder = Recorder(parts.device)
+        parts.initial_device = str(parts.device)
         fake: Callable[[Tensor], Tensor] = stack.enter_context(fake_tensor_mode()).from_tensor
         fake = _views_uncounted(fake) if gpu is None else gpu.fake(fake)
+        values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
         stack.enter_context(values)
         if gpu is not None:
             stack.enter_context(gpu.engine())
             parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
-        model = _model_without_data(parts, fake, host)
-        parts.components = dataclasses.replace(parts.components, model=model)
-        if isinstance(ranks, SimulatedRanks):
-            ranks = ranks.on(parts.device)
-        parts.initial_device = str(parts.device)
+        if ranks.world > 1:
+            ranks.device = parts.device
+        parts.components = dataclasses.replace(components, model=_model_without_data(parts, fake, host))
         engine = assemble(planned, parts, ranks)
         stack.enter_context(document_borders(bool(components.spec.get("packed"))))
         engine.is_first = False  # the first step's additional checks read values
-
-        def faked(fetched: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            return without_values(fetched, fake, longest_batch)
-
-        work = Work(planned, engine, parts, size, faked)
+        self._is_of_transformers = is_of_transformers(engine.state.model)
+        work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
         if gpu is not None:
             gpu.prepare(engine)
         _settle_shards(work, fake)
-        yield work, recorder, values, longest_batch is not None
+        found = work.peak(recorder)
+        notes = [*([_VARIES] if longest_batch else []), *([_MADE_UP] if values.reads else [])]
+        found = dataclasses.replace(found, notes=(*found.notes, *notes))
+        return found if gpu is None else gpu.completed(found, engine, config)
 
 
 def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -172,7 +162,6 @@ def _model_without_data(
     """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise for
     real, for lazy modules and models that read values, and then drops the data.
     """
-
     components = parts.components
 
     @functools.wraps(components.model, updated=())

@@ -102,22 +102,12 @@ class Work:
             yield
 
 
-def planned_config(config: Config, size: int, world: int, all_at_once: bool = False) -> Config:
-    """The configuration of a planned step, without features that cost no device memory, or only in the first few steps.
-
-    size: micro-batch size, on one of `world` ranks. A step of many micro-batches peaks in its second one and again in
-    all later ones, so two are planned. (Of fewer than three, the second need not be full.) all_at_once: all are
-    planned, since each leaves memory for the next.
+def planned_config(config: Config, size: int, samples: int) -> Config:
+    """The configuration of a planned step of `samples` in micro-batches of `size`, without features that cost no device
+    memory, or only in the first few steps.
     """
-    whole = config.batch.global_size
-    global_size = whole if all_at_once or -(-whole // world) < 3 * size else 2 * size * world
     changes: dict[str, Any] = {
-        "batch": dataclasses.replace(
-            config.batch,
-            global_size=global_size,
-            micro_size=size,
-            micro_schedule=None,
-        ),
+        "batch": dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None),
         "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
         "data": dataclasses.replace(config.data, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
