@@ -169,18 +169,6 @@ def run():
     return CpuMemory(torch.device("cpu"), Memory())
 
 
-def test_a_list_that_grows_counts_as_a_whole_in_every_step(run):
-    bank = []
-    for step in range(1, 6):
-        with run.watch({}):
-            bank.append(kib())
-        assert (run.used(), run.counter.peak) == (step * KIB, step * KIB)
-    bank.clear()
-    with run.watch({}):
-        pass
-    assert run.used() == 0
-
-
 def test_it_has_a_category_of_its_own_unless_it_has_another(run):
     weight = kib(2)
     with run.watch({Category.PARAMETERS: [weight]}):

@@ -1,5 +1,6 @@
 """The techniques in the plan: alone and stacked as measured, in the order of least harm; the best plan runs."""
 
+import measured
 import pytest
 import runs
 
@@ -18,17 +19,6 @@ def plan(*overrides):
 
 def text(facts, *overrides):
     return screen.text(facts, compose.from_command_line(overrides))
-
-
-def measured(run_dir, *overrides):
-    """The peak of a run's steps."""
-    run = runs.prepare(run_dir, *overrides)
-    try:
-        for _ in range(3):
-            loop.train_step(run)
-    finally:
-        run.close()
-    return run.memory.peak
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +53,7 @@ def test_a_technique_that_does_not_apply_is_not_listed():
 def test_the_peak_of_an_entry_is_what_a_run_measures(tmp_path, facts, which):
     entries = {entry["overrides"]: entry for entry in facts["techniques"]}
     entry = entries[which] if which != "lowest" else min(entries.values(), key=lambda entry: entry["peak_bytes"])
-    peak = measured(tmp_path / "run", *SMALL, "batch.micro_size=16", *entry["overrides"].split())
+    peak = measured.peak(tmp_path / "run", *SMALL, "batch.micro_size=16", *entry["overrides"].split())
     assert entry["peak_bytes"] == peak
     if which == "precision=bf16":  # the comparison can fail
         assert peak != entries["activation_checkpointing=full"]["peak_bytes"]
@@ -81,7 +71,7 @@ def test_the_best_plan_is_the_configuration_itself_or_the_first_list_entry_that_
     assert best["result"] != "other"
     assert best["peak_bytes"] <= int(0.8 * smallest)
     assert text(facts, *SMALL).splitlines()[-1] == best["overrides"]
-    assert measured(tmp_path, *SMALL, limit, *best["overrides"].split(), "oom=off") == best["peak_bytes"]
+    assert measured.peak(tmp_path, *SMALL, limit, *best["overrides"].split(), "oom=off") == best["peak_bytes"]
 
 
 @pytest.mark.slow

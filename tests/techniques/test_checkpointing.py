@@ -55,26 +55,6 @@ class CountedInPlace(Block):
         return self.count.clone()
 
 
-class ConstantThatMoves(Block):
-    def setup(self):
-        self.register_buffer("table", torch.ones(4), persistent=False)
-
-    def scale(self, x):
-        self.table.mul_(1.5)
-        return self.table.clone()
-
-
-class LazyBuffer(Block):
-    def setup(self):
-        self.register_buffer("first", None)
-
-    def scale(self, x):
-        if self.first is None:
-            self.first = x.mean()
-        self.first = self.first + 1
-        return self.first
-
-
 class NewAttribute(Block):
     def scale(self, x):
         self.calls = getattr(self, "calls", 0) + 1

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainapp.errors import UserError
 from trainapp.techniques import offload
 from trainapp.techniques.offload import Offload
 
@@ -203,21 +202,3 @@ def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
         assert len(moved) == micro_batches * blocks
     else:
         assert len(moved) > micro_batches * blocks
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("all", "train.compile=true"), "memory.offload_activations=all with train.compile=true: a compiled graph"),
-        (
-            ("inputs",),
-            "memory.offload_activations=inputs with activation_checkpointing=none: it moves the inputs of checkpointed",
-        ),
-        (("all", "parallel=fsdp"), "memory.offload_activations=all with parallel=fsdp: parameters gathered by FSDP"),
-    ],
-)
-def test_refusals(tmp_path, overrides, message):
-    mode, *others = overrides
-    with pytest.raises(UserError) as refused:
-        runs.prepare(tmp_path, *GPT, f"memory.offload_activations={mode}", *others)
-    assert str(refused.value).startswith(message)
