@@ -76,8 +76,8 @@ class Source:
         """Steps of this size left in an epoch after its first `consumed` samples; None if unknown."""
         return None
 
-    def commit(self, epoch: int, consumed: int, size: int) -> None:
-        """Count this step's samples as trained."""
+    def commit(self) -> None:
+        """Count the last share's samples as trained."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Skip the rest of earlier epochs."""

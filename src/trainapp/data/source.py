@@ -154,8 +154,8 @@ class TrainBatches:
 
     def advance(self, progress: Progress) -> None:
         """Count the step's samples as trained."""
-        share, position = self.share(progress), (progress.epoch, progress.consumed)
-        self.source.commit(*position, self.global_size)
+        share = self.share(progress)
+        self.source.commit()
         progress.samples += share.total
         progress.epoch, progress.consumed = share.after
 

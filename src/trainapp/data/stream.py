@@ -83,17 +83,13 @@ class Stream(Source):
             self._step = self._read(*key)
         return self._step.share
 
-    def commit(self, epoch: int, consumed: int, size: int) -> None:
+    def commit(self) -> None:
         """Advance the stream's position."""
-        self.share(epoch, consumed, size)
+        (epoch, consumed), self._turn = self._step.share.after, self._step.turn
         for shard, taken in zip(self._shards, self._step.taken, strict=True):
             shard.advance(taken)
-        self._turn, next_epoch = self._step.turn, self._step.share.after[0]
-        if next_epoch > epoch:
-            self._turn = 0
-            for shard in self._shards:
-                if shard.epoch < next_epoch:
-                    shard.begin_next_epoch()
+            if consumed == 0 and shard.epoch < epoch:
+                shard.begin_next_epoch()
 
     def first(self, most: int) -> HeldSamples:
         """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
@@ -170,7 +166,7 @@ class Stream(Source):
             )
         self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
         after = (epoch + 1, 0) if ends else (epoch, consumed + total)
-        return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, turn)
+        return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, 0 if ends else turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """The next `count` samples of the epoch, or all that are left, from the shards in turn.
