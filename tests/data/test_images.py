@@ -20,19 +20,8 @@ from trainapp.rng import CPU, seed_from
 
 DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.
-TINY = (
-    "model=vit",
-    "model.depth=2",
-    "model.width=16",
-    "model.heads=2",
-    "model.patch_size=4",
-    "data=images",
-    "data.image_size=8",
-    "data.mixup=0.4",
-    "data.cutmix=1.0",
-    "data.num_workers=0",
-    "batch.global_size=8",
-)
+TINY = ("model=vit", "model.depth=2", "model.width=16", "model.heads=2", "model.patch_size=4", "data=images",
+        "data.image_size=8", "data.mixup=0.4", "data.cutmix=1.0", "data.num_workers=0", "batch.global_size=8")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +96,7 @@ def test_a_seeded_split_is_of_each_class_and_stays_when_images_are_added(tmp_pat
     ("change", "settings", "message"),
     [
         (lambda root: shutil.rmtree(root), {}, r"data\.path=.*: there is no such folder, searched from /"),
-        (
-            lambda root: shutil.rmtree(root / "train") or (root / "train").mkdir(),
-            {},
-            "has no folders; each class needs",
-        ),
+        (lambda root: shutil.rmtree(root / "train") or (root / "train").mkdir(), {}, "has no folders; each class"),
         (lambda root: (root / "train" / "empty").mkdir(), {}, r"no images in the class folders empty of .*train; rem"),
         (lambda root: (root / "val" / "violet").mkdir(), {}, r"violet of .*val is unknown to the training"),
         (

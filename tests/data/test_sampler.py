@@ -55,6 +55,7 @@ def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
     for _ in range(steps):
         seen.append(batches.share(progress).numbers)
         batches.advance(progress)
+    assert progress.samples == sum(map(len, seen)) or batches.world > 1
     return seen
 
 
@@ -86,15 +87,6 @@ def test_drop_last_leaves_the_partial_batch_out():
     assert batches.steps_per_epoch == 22
     assert {len(step) for step in steps} == {64}
     assert steps[22] == epoch_order(0, 1, 1437)[:64]
-
-
-def test_progress_counts_trained_samples_over_the_end_of_an_epoch():
-    batches, progress = TrainBatches(Digits("train"), global_size=1000, seed=0, device=CPU), Progress()
-    seen = []
-    for _ in range(3):
-        batches.advance(progress)
-        seen.append((progress.epoch, progress.consumed, progress.samples))
-    assert seen == [(0, 1000, 1000), (1, 0, 1437), (1, 1000, 2437)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -163,19 +155,11 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
     for piece, start, end in zip(pieces, [0, *ends], ends, strict=False):
         wanted = again._loader.fetcher[Request(1, indices[start:end])]
         assert runs.differences(piece.data, wanted) == []
-    # A piece of a piece.
-    (_, second) = pieces_of(pieces[1], [range(1), range(1, 4)])
+    # A piece of a piece, and a dummy for a rank with fewer of them than another.
+    _, second, dummy = pieces_of(pieces[1], [range(1), range(1, 4), range(0)])
     assert runs.differences(second.data, again._loader.fetcher[Request(1, indices[5:8])]) == []
-
-
-def test_a_dummy_is_a_sample_of_the_batch():
-    """For a rank with fewer pieces than another one."""
-    batches = TrainBatches(Numbers(), global_size=20, seed=0, device=CPU)
-    (micro,) = batches.micro_batches(Progress(), [20])
-    whole, dummy = pieces_of(micro, [range(20), range(0)])
-    assert (whole.samples, whole.last, whole.real) == (20, False, True)
-    assert (dummy.samples, dummy.last, dummy.real) == (1, True, False)
-    assert torch.equal(dummy.data, whole.data[:1])
+    assert (dummy.samples, dummy.real) == (1, False)
+    assert runs.differences(dummy.data, again._loader.fetcher[Request(1, indices[4:5])]) == []
 
 
 @pytest.mark.parametrize("data", ["digits", "tokens", "own"])

@@ -137,10 +137,7 @@ def test_the_splits_share_the_examples(make):
     ("line", "message"),
     [
         ('{"prompt": "a"', r"data\.files=.*chat\.jsonl: cannot be read"),
-        (
-            '{"prompt": "a", "reply": "b"}',
-            "needs texts under 'prompt' and 'answer'.*this one has 'prompt', 'reply'",
-        ),
+        ('{"prompt": "a", "reply": "b"}', "needs texts under 'prompt' and 'answer'.*has 'prompt', 'reply'"),
         ('{"messages": "hello"}', r"data\.files: row 0: messages must be a list of objects"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',

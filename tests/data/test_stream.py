@@ -155,18 +155,6 @@ def test_an_order_that_depends_on_the_epochs_before_is_continued(workers, size):
         again.close()
 
 
-def test_a_retried_step_has_the_same_samples_in_another_cut():
-    """They are held: the source is not asked again."""
-    source = own_streams.Plain("train")
-    batches, progress = batches_of(source), Progress()
-    whole = next(batches.micro_batches(progress, [16])).data["inputs"]
-    source.digits = None  # reading on would fail
-    for size in (8, 3, 16):
-        batches.drop_fetched()
-        again = torch.cat([m.data["inputs"] for m in batches.micro_batches(progress, [size])])
-        assert torch.equal(again, whole)
-
-
 def test_a_smaller_global_batch_keeps_the_rest():
     batches, progress = batches_of(own_streams.Stateful("train")), Progress()
     assert batches.share(progress).total == 16

@@ -89,18 +89,18 @@ class Images(torch.utils.data.Dataset):
         """One sample. Raises IndexError beyond the data, and UserError for a file that cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample indices must lie in [0, {len(self)}), got {index}")
-        if not self.is_training:
-            image, label = self._readable(index)
-            return {"inputs": torch.from_numpy(self._resized(image, center_box(*image.size))), "targets": label}
-        pixels, label = self._augmented(index)
-        if not (self.mixup or self.cutmix):
+        pixels, label = self._view(index)
+        if not self.is_training or not (self.mixup or self.cutmix):
             return {"inputs": torch.from_numpy(pixels), "targets": label}
         pixels, shares = self._mixed(pixels, label)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(shares)}
 
-    def _augmented(self, index: int) -> tuple[np.ndarray, int]:
+    def _view(self, index: int) -> tuple[np.ndarray, int]:
+        """A random crop, perhaps mirrored, and its class; in evaluation the centre."""
         image, label = self._readable(index)
         width, height = image.size
+        if not self.is_training:
+            return self._resized(image, center_box(width, height)), label
         pixels = self._resized(image, random_box(width, height, self.scale))
         if np.random.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
@@ -111,7 +111,7 @@ class Images(torch.utils.data.Dataset):
         cuts = bool(self.cutmix) and (not self.mixup or np.random.random() < 0.5)
         alpha = self.cutmix if cuts else self.mixup
         share = np.random.beta(alpha, alpha)  # the other image's share
-        other, other_label = self._augmented(np.random.randint(len(self)))
+        other, other_label = self._view(np.random.randint(len(self)))
         if cuts:
             left, top, right, bottom = cut_box(self.image_size, share)
             pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
