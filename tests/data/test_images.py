@@ -21,7 +21,8 @@ from trainapp.rng import CPU, seed_from
 DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.
 TINY = ("model=vit", "model.depth=2", "model.width=16", "model.heads=2", "model.patch_size=4", "data=images",
-        "data.image_size=8", "data.mixup=0.4", "data.cutmix=1.0", "data.num_workers=0", "batch.global_size=8")  # fmt: skip
+        "data.image_size=8", "data.mixup=0.4", "data.cutmix=1.0", "data.num_workers=0", "batch.global_size=8",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
