@@ -59,10 +59,15 @@ class Sizes:
     the run began, over all its processes.
     """
 
-    def __init__(self, by_update: dict[str, MicroBatchSizes], evaluation: MicroBatchSizes, autotunes: bool = False):
-        self.by_update, self.evaluation = by_update, evaluation
-        self.train, self.oom_restarts = next(iter(by_update.values())), 0
-        self.autotuner = Autotuner(autotunes)
+    def __init__(
+        self,
+        by_update: dict[str, MicroBatchSizes],
+        evaluation: MicroBatchSizes,
+        autotunes: bool = False,
+        oom_restarts: int = 0,
+    ):
+        self.by_update, self.evaluation, self.train = by_update, evaluation, next(iter(by_update.values()))
+        self.autotuner, self.oom_restarts = Autotuner(autotunes), oom_restarts
 
     def turn_to(self, update: str) -> None:
         """Select the update whose sizes are in `train`."""
@@ -80,16 +85,6 @@ class Sizes:
         used = {name: own.used for name, own in self.by_update.items()}
         own = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
         return own | {"used": used, "oom_restarts": self.oom_restarts}
-
-    def continue_record(self, saved: dict[str, Any], restart: dict[str, Any]) -> None:
-        """Continue a checkpoint's record.
-
-        The checkpoint predates the latest OOM errors; `restart` counts them.
-        """
-        for name, used in saved.get("used", {}).items():
-            if name in self.by_update:
-                self.by_update[name].used = dict(used)
-        self.oom_restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
         """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the number of
@@ -163,7 +158,8 @@ def initial_sizes(
     batch, restart, saved = config.batch, restart or {}, saved or {}
     found = saved if same_memory else {}
     share, eval_share = -(-global_size // world), -(-eval_samples // world)
-    given, grows = _given(config, share), retries_in_place and not whole and _may_grow(config)
+    is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
+    given, grows = _given(config, share), retries_in_place and config.oom.grow and not is_fixed
 
     def new(start: int, smallest: int) -> MicroBatchSizes:
         return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
@@ -171,15 +167,16 @@ def initial_sizes(
     by_update = {}
     for name in [update.name for update in config.updates] or [""]:
         by_update[name] = own = new(given or share, smallest)
+        own.used = dict(saved.get("used", {}).get(name, {}))
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
         _begin(own, _key_of(name), attempts + 1, restart, found if given is None else {})
     # At most this rank's samples: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
     _begin(evaluation, EVALUATION, attempts + 1, restart, found if batch.eval_micro_size == "auto" else {})
-    sizes = Sizes(by_update, evaluation, autotunes)
-    sizes.continue_record(saved, restart)
-    return sizes
+    # The checkpoint predates the latest errors, which `restart` counts.
+    restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
+    return Sizes(by_update, evaluation, autotunes, restarts)
 
 
 def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: dict[str, Any], found: dict[str, Any]) -> None:
@@ -199,10 +196,6 @@ def _given(config: Config, share: int) -> int | None:
     if steps != "auto":
         return -(-share // steps)
     return min(size, share) if isinstance(size, int) else None
-
-
-def _may_grow(config: Config) -> bool:
-    return config.oom.grow and config.batch.micro_schedule is None and config.accumulation.steps == "auto"
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
