@@ -14,8 +14,9 @@ import torch
 from faults import Fault
 from harness import Recorded
 
+from trainapp.run import runner
 from trainapp.run.result import opening_lines
-from trainapp.sizes.record import RESTART, Sizes
+from trainapp.sizes.record import RESTART, initial_sizes
 
 from .conftest import cell, prepared, tiny
 
@@ -75,7 +76,11 @@ def test_a_run_that_was_resumed(tmp_path):
 @pytest.mark.slow
 def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
     # Negative control.
-    monkeypatch.setattr(Sizes, "continue_record", lambda *_: None)
+
+    def forgetting(*args, saved, **options):
+        return initial_sizes(*args, saved=saved and saved | {"used": {}}, **options)
+
+    monkeypatch.setattr(runner, "initial_sizes", forgetting)
     changes = {"schedule.shape": "constant"}
     weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
     assert "2" not in result["micro_schedule"]
