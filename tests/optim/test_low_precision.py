@@ -41,20 +41,6 @@ def test_with_fp32_states_it_is_torchs(monkeypatch, pieces):
     assert runs.relative_error(own, wrong) > 1e-5
 
 
-def test_states_are_bf16_and_repeat_themselves():
-    ends = []
-    for _ in range(2):
-        model = net()
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        ends.append(steps(model, optimizer))
-        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        assert {t.dtype for t in tensors} == {torch.bfloat16}
-    assert torch.equal(*ends)
-    fp32 = net()
-    expected = steps(fp32, AdamW(fp32.parameters(), lr=0.01, state_dtype="fp32"))
-    assert 0 < runs.relative_error(ends[0], expected) < 5e-3
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_complex_and_fp64_parameters_are_refused(dtype):
     with pytest.raises(ValueError, match="complex and fp64 parameters would lose"):
@@ -176,24 +162,15 @@ def training(state_dtype, steps=60, beforehand=False):
     return loss.item(), runs.weights(model), optimizer
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "bf16"])
 def test_it_learns_as_fp32_does_and_repeats_itself(kind):
-    expected, _, _ = training("fp32")
-    loss, weights, _ = training(kind)
+    expected, exact, _ = training("fp32")
+    loss, weights, optimizer = training(kind)
     assert loss == pytest.approx(expected, rel=0.1)
+    assert not torch.equal(weights, exact)
     assert torch.equal(weights, training(kind, beforehand=True)[1])
-
-
-def test_a_weight_in_another_layout():
-    ends = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        weight = nn.Parameter(torch.linspace(-1, 1, 32 * 16 * 9).view(32, 16, 3, 3).to(memory_format=layout))
-        optimizer = AdamW([weight], lr=0.1, state_dtype="8bit")
-        for step in range(3):
-            weight.grad = (weight.detach() * (step + 1)).contiguous(memory_format=layout)
-            optimizer.step()
-        ends.append(weight.detach().contiguous())
-    assert torch.equal(*ends)
+    (first, *_) = optimizer.state.values()
+    assert first["exp_avg"].dtype is (torch.bfloat16 if kind == "bf16" else torch.uint8)
 
 
 # In a run

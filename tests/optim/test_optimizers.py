@@ -101,13 +101,10 @@ def test_norms_and_biases_do_not_decay(kind):
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters(recurse=False)}
-    for p in plain["params"]:
-        assert id(p) in norms or names[id(p)].endswith("bias"), names[id(p)]
-    for p in decayed["params"]:
-        assert id(p) not in norms, names[id(p)]
-        assert names[id(p)].endswith("weight")
-    both = [id(p) for p in [*decayed["params"], *plain["params"]]]
-    assert len(both) == len(set(both)) == len(list(model.parameters()))
+    expected = {i for i, name in names.items() if i in norms or name.endswith("bias")}
+    assert {id(p) for p in plain["params"]} == expected
+    assert {id(p) for p in decayed["params"]} == names.keys() - expected
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 
 @pytest.mark.parametrize(

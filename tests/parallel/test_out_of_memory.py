@@ -192,21 +192,15 @@ EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=NIGHTLY)])
-@pytest.mark.parametrize("operation", [pytest.param(0, marks=NIGHTLY), 60, pytest.param(150, marks=NIGHTLY), 310])
+@pytest.mark.parametrize(
+    "operation", [pytest.param(n, marks=() if n in (60, 304, 312, 320) else NIGHTLY) for n in (0, 60, *range(300, 324))]
+)
 def test_evaluation(cell, spread, rank, operation):
-    # From the first operation to one after a micro-batch's forward.
-    assert_evaluation_recovers(cell, spread, rank, operation)
+    """Every sample counts once, and training is unaffected.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", [pytest.param(n, marks=NIGHTLY if n % 8 else ()) for n in range(300, 324)])
-def test_evaluation_between_two_forwards(cell, operation):
-    # Every operation: either both ranks have the micro-batch or none has, and none waits for the other.
-    assert_evaluation_recovers(cell, "fsdp", 0, operation)
-
-
-def assert_evaluation_recovers(cell, spread, rank, operation):
-    """Every sample counts once, and training is unaffected."""
+    Between two forwards, in every operation: either both ranks have the micro-batch or none has, and none waits for the
+    other.
+    """
     wanted = cell.reference(2, f"parallel={spread}", *WHOLE, *EVALUATION)
     records = cell.run(
         2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[Fault("evaluate", 2, operation, rank=rank)]

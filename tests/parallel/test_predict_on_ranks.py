@@ -1,5 +1,6 @@
 """`mode=predict` on several ranks writes the file of a single process."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,14 @@ def trained(tmp_path_factory):
     return folder
 
 
-def predict(rank: int, config: Config, faults: Any, folder: str, single: bool) -> list[int]:
-    """Predicts. Returns the samples of each batch on this rank."""
-    return _predict(rank, config, single)
-
-
-def predict_without_memory_on_rank_1(rank: int, config: Config, faults: Any, folder: str, single: bool) -> list[int]:
-    return _predict(rank, config, single, rank == 1, torch.OutOfMemoryError("CUDA out of memory. (injected)"))
-
-
-def predict_until_an_error(rank: int, config: Config, faults: Any, folder: str, single: bool) -> list[int]:
-    return _predict(rank, config, single, True, UserError("injected"))
-
-
-def _predict(rank: int, config: Config, single: bool, fails: bool = False, error: Any = None) -> list[int]:
+def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, errors: Any = ()) -> list[int]:
+    """Predicts. Returns the samples of each batch on this rank. errors: by rank, raised at its third batch or later."""
     rows, seen = Predictor.rows, []
 
     def noting(self: Predictor, model: Any, micro: Any) -> Any:
         seen.append(micro.samples)
-        if fails and len(seen) == 3 + rank:
-            raise error
+        if errors and errors[rank] is not None and len(seen) == 3 + rank:
+            raise errors[rank]
         return rows(self, model, micro)
 
     Predictor.rows = noting
@@ -70,9 +59,10 @@ class Predicting:
     def __init__(self, cell: Cell, trained: Path, tmp_path: Path):
         self.cell, self.trained, self.folder = cell, trained, tmp_path
 
-    def run(self, world: int, name: str, *overrides: str, function: Any = predict) -> list[list[int]]:
+    def run(self, world: int, name: str, *overrides: str, errors: Any = ()) -> list[list[int]]:
         spread = ("parallel=ddp",) if world else ()
         own = (f"checkpointing.resume={self.trained}", f"predict.output={self.folder / name}", "predict.batch_size=32")
+        function = functools.partial(predict, errors=errors)
         return self.cell.run(world, *own, *spread, *overrides, tiny=QUIET, function=function)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -108,7 +98,7 @@ def test_the_file_of_one_process(predicting, overrides, samples, world):
 @pytest.mark.slow
 def test_a_rank_without_memory_halves_its_own_batches(predicting):
     predicting.run(0, "one")
-    first, second = predicting.run(2, "two", function=predict_without_memory_on_rank_1)
+    first, second = predicting.run(2, "two", errors=(None, torch.OutOfMemoryError("CUDA out of memory. (injected)")))
     assert first == [32] * 5 + [20]
     assert second[:4] == [32] * 4
     assert max(second[4:]) == 16
@@ -119,7 +109,7 @@ def test_a_rank_without_memory_halves_its_own_batches(predicting):
 def test_the_same_command_continues(predicting):
     """Nothing is predicted twice; the file appears when all lines are there."""
     predicting.run(0, "one")
-    predicting.run(2, "two", function=predict_until_an_error)
+    predicting.run(2, "two", errors=(UserError("injected"),) * 2)
     assert not (predicting.folder / "two").exists()
     seen = predicting.run(2, "two", "predict.batch_size=30")
     assert [sum(own) for own in seen] == [180 - 64, 180 - 96]
