@@ -14,7 +14,7 @@ from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.optim.optimizers import all_names, build_optimizer, matched, require_separable
+from trainapp.optim.optimizers import all_names, build_optimizer, divided, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
 from trainapp.units import listed
@@ -23,12 +23,12 @@ Names = list[list[str]]  # parameter names of each update, including frozen ones
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Each update's parameter names. Raises UserError as `matched` does, and for parameters in no update."""
+    """Each update's parameter names. Raises UserError as `divided` does, and for parameters in no update."""
     parameters = all_names(model)
     if not config.updates:
         return [list(parameters)]
     patterns = {f"updates.{number}.parameters": update.parameters for number, update in enumerate(config.updates)}
-    found = list(matched(model, patterns).values())
+    found = list(divided(model, patterns).values())
     taken = {id(parameters[name]) for names in found for name in names}
     if left := [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]:
         raise UserError(

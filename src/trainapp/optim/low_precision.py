@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def tables(self) -> list[Tensor]:
         """Tensors needed to read the state."""
-        return [table for quantizer in self._quantizers.values() for table in quantizer.tables]
+        return [table for own in self._quantizers.values() for table in (own.levels, own.by_code)]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -174,7 +174,8 @@ class Quantizer:
     """Stores values as codes (uint8, flat, whole blocks) with a scale per block (fp32), its largest magnitude. Read and
     written in slices that start at a block.
 
-    of_roots: for second moments, which are stored as their roots and never read as 0.
+    of_roots: for second moments, which are stored as their roots and never read as 0. Attributes: the levels, in order
+    and by code.
     """
 
     def __init__(self, kind: Any, of_roots: bool, device: torch.device):
@@ -184,22 +185,17 @@ class Quantizer:
             levels = _dynamic(8, of_roots)
         else:
             levels = [level / 16 for level in range(1, 17)] if of_roots else _dynamic(4, of_roots)
-        self._levels = torch.tensor(levels, device=device)  # ascending
+        self.levels = torch.tensor(levels, device=device)  # ascending
         self._zero = 0 if of_roots else levels.index(0.0)  # its code is 0, so an empty state is all zeros
         self._mask = 255 if kind == "8bit" else 15
         by_code = [0.0] * (self._mask + 1)
         for number, level in enumerate(levels):
             by_code[number - self._zero & self._mask] = level
-        self._by_code = torch.tensor(by_code, device=device)
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """The levels, in order and by code."""
-        return self._levels, self._by_code
+        self.by_code = torch.tensor(by_code, device=device)
 
     def empty(self, count: int) -> tuple[Tensor, Tensor]:
         """Codes and scales of `count` zeros."""
-        blocks, device = -(-count // self._block), self._levels.device
+        blocks, device = -(-count // self._block), self.levels.device
         codes = torch.zeros(blocks * self._block // self._per_byte, dtype=torch.uint8, device=device)
         return codes, torch.zeros(blocks, device=device)
 
@@ -208,7 +204,7 @@ class Quantizer:
         codes, scales = self._blocks(codes, scales, piece)
         if self.kind == "4bit":
             codes = torch.stack((codes & 15, codes >> 4), -1)
-        values = self._by_code.index_select(0, codes.flatten().int())  # indexing by `[]` is 100 times slower on the CPU
+        values = self.by_code.index_select(0, codes.flatten().int())  # indexing by `[]` is 100 times slower on the CPU
         values.view(-1, self._block).mul_(scales)
         values = values[: piece.stop - piece.start]
         return values.square_() if self.of_roots else values
@@ -232,9 +228,9 @@ class Quantizer:
 
     def _encoded(self, values: Tensor, generator: torch.Generator) -> Tensor:
         """Round each value stochastically to one of its two neighbouring levels. Overwrites the values."""
-        below = torch.bucketize(values, self._levels[1:-1], right=True, out_int32=True)
-        lower = self._levels.index_select(0, below)
-        gap = self._levels.index_select(0, below + 1).sub_(lower)
+        below = torch.bucketize(values, self.levels[1:-1], right=True, out_int32=True)
+        lower = self.levels.index_select(0, below)
+        gap = self.levels.index_select(0, below + 1).sub_(lower)
         share = values.sub_(lower).div_(gap)
         is_above = torch.rand(share.shape, device=share.device, generator=generator).lt_(share)
         codes = is_above.to(torch.int32).add_(below).sub_(self._zero).bitwise_and_(self._mask)

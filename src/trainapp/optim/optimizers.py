@@ -87,23 +87,25 @@ def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
-    """The names matched by a pattern of `model.freeze`, `updates` or `optimizer.groups`: a parameter, all parameters of
-    a module, or shell wildcards, whose `*` also matches dots. Raises UserError for a pattern that matches nothing.
-
-    setting: the setting with the pattern, and owner: the model's name, for the message.
+def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[str]:
+    """The names of the model's parameters that the patterns of a setting match. A pattern is a parameter, a module for
+    all of its parameters, or shell wildcards, whose `*` also matches dots. Raises UserError for one without a match.
     """
-    named = [name for name in parameters if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
-    if not named:
-        modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
-        raise UserError(
-            f"{setting}: {owner} has no parameter or module of this name; at the top are {modules or 'none'}; name one "
-            f"of them, a parameter such as {next(iter(parameters), 'weight')}, or use wildcards"
-        )
-    return named
+    names, found = list(all_names(model)), list[str]()
+    for pattern in patterns:
+        own = [name for name in names if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
+        if not own:
+            modules = listed(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise UserError(
+                f"{setting}=[{pattern}]: {type(model).__name__} has no parameter or module of this name; at the top "
+                f"are {modules or 'none'}; name one of them, a parameter such as {names[0] if names else 'weight'}, or "
+                "use wildcards"
+            )
+        found += own
+    return list(dict.fromkeys(found))
 
 
-def matched(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def divided(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """The names matched by the patterns of each setting, which divide the parameters among optimizers or their groups.
 
     Raises UserError for a pattern that matches nothing, a parameter matched by two settings, and a setting that matches
@@ -112,8 +114,7 @@ def matched(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[
     parameters, found = all_names(model), dict[str, list[str]]()
     setting_of: dict[int, str] = {}  # by the parameter's id
     for setting, patterns in patterns_of.items():
-        by_pattern = [matching(p, parameters, f"{setting}=[{p}]", type(model).__name__) for p in patterns]
-        found[setting] = list(dict.fromkeys(name for names in by_pattern for name in names))
+        found[setting] = matching(model, patterns, setting)
         for name in found[setting]:
             if (other := setting_of.setdefault(id(parameters[name]), setting)) != setting:
                 raise UserError(f"{setting}: {name} is matched by {other}, too; each parameter may be in one of them")
@@ -131,9 +132,8 @@ def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises UserError for a pattern that matches nothing.
     """
     parameters = all_names(model)
-    for pattern in patterns:
-        for name in matching(pattern, parameters, f"model.freeze=[{pattern}]", type(model).__name__):
-            parameters[name].requires_grad_(False)
+    for name in matching(model, patterns, "model.freeze"):
+        parameters[name].requires_grad_(False)
 
 
 # --- parameter groups
@@ -157,7 +157,7 @@ def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[n
     elif settings.groups or settings.layer_decay is not None:
         groups = [{"params": groups}]
     parameters = all_names(model)
-    names = matched(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
+    names = divided(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
     for own, matches in zip(settings.groups, names.values(), strict=True):
         ids = {id(parameters[name]) for name in matches}
         groups = _split_off(groups, ids, _options(own), ",".join(own["match"]))
