@@ -66,10 +66,8 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgette
 registries_of: Callable[[nn.Module], tuple[dict[str, Any], ...]]
 registries_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
-
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the module's own buffers that are not in its state dict. torch has no public API for this."""
-    return module._non_persistent_buffers_set
+# module -> set[str]. The names of the module's own buffers that are not in its state dict.
+non_persistent_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, trained_alone, warm_up_group
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, trained_alone
 from trainapp.torch_private import DispatchMode, rebuild_buckets, storage_id
 
 
@@ -79,7 +79,7 @@ class DDP(SingleDevice):
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()):
         super().__init__(model, ranks)
-        self.settings, self._updates = settings, updates
+        self.settings, self._updates, self.groups = settings, updates, (dist.group.WORLD,)
         self._task_module = TaskModule(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         ranks.broadcast([*model.parameters(), *model.buffers()])
@@ -150,7 +150,3 @@ class DDP(SingleDevice):
         """The buckets of all updates. After a backward the gradients are views of them."""
         for _, buckets, _ in self._of_update.values():
             yield from buckets.existing()
-
-    def warm_up(self) -> None:
-        """Warms up the group of all ranks, the only one in use."""
-        warm_up_group(None, self.ranks.device)

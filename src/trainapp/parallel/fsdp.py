@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.torch_private import clear_gathered_gradients, fsdp_collectives, prepare_fsdp, tree_map
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class FSDP(SingleDevice):
     does not fit the settings.
     """
 
-    forward_is_collective = True
+    forward_is_collective = True  # gathers parameters
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class FSDP(SingleDevice):
         self._root, sharded = _shard(task_module, blocks, meshes["shard"], settings, compute_dtype)
         self._sharded = [self._root, *sharded]
         replicas = meshes["replicate"].get_group() if settings.replicas > 1 else None
-        self._groups = (self._shard_group, replicas)
+        self.groups = (dist.group.WORLD, self._shard_group, replicas)
         _gate_collectives(task_module, ranks, replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
 
+    def turn_to(self, update: int) -> None:
+        """Call while the parameters of all updates require gradients: FSDP2 reads that once, in its first forward."""
+        prepare_fsdp(self._root)
+
     @property
     def recovers_in_place(self) -> bool:
         """False before torch 2.13, which cannot reset an interrupted backward."""
         return hasattr(self._root, "reset_iter_state")
-
-    def turn_to(self, update: int) -> None:
-        """Call while the parameters of all updates require gradients: FSDP2 reads that once, in its first forward."""
-        prepare_fsdp(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Runs the task in the root's forward. Raises UserError if a block's parameter is read outside the block."""
@@ -78,10 +78,6 @@ class FSDP(SingleDevice):
         if hasattr(result[0], "device_mesh"):  # numbers mix with shards without an error
             raise _read_outside()
         return result
-
-    def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """Same as `compute`: every forward gathers parameters."""
-        return self.compute(task, batch)
 
     def to_empty(self, device: torch.device) -> None:
         """Allocate the shards of a model that was built on the meta device."""
@@ -110,12 +106,6 @@ class FSDP(SingleDevice):
         self._root.reset_iter_state()
         clear_gathered_gradients(self._root)
         self.model.zero_grad(set_to_none=True)
-
-    def warm_up(self) -> None:
-        """Warms up the group of all ranks and the mesh's groups, which may be the same."""
-        groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}
-        for group in groups.values():
-            warm_up_group(group, self.ranks.device)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm over the ranks that share one copy of the model."""

@@ -23,6 +23,7 @@ class SingleDevice:
     """One process. `model` holds the parameters and their names, and is passed to the task."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
+    groups: Sequence[dist.ProcessGroup | None] = ()  # those in use
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
@@ -41,7 +42,7 @@ class SingleDevice:
 
     def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """The task's result for an evaluation batch."""
-        return task(self.model, batch)
+        return self.compute(task, batch) if self.forward_is_collective else task(self.model, batch)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Use around the forward and backward of a micro-batch. Gradients are exchanged in the last one."""
@@ -57,6 +58,8 @@ class SingleDevice:
 
     def warm_up(self) -> None:
         """Make libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
+        for group in {group.group_name: group for group in self.groups if group is not None}.values():
+            warm_up_group(group, self.ranks.device)
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
         """Tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
@@ -107,8 +110,8 @@ def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...
     return (wrapper(call), *others)
 
 
-def warm_up_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Use every collective of a run once before training, while memory is plentiful, on one group (None: all ranks).
+def warm_up_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Use every collective of a run once before training, while memory is plentiful, on one group.
 
     NCCL creates a group's communicator in its first collective, and since 2.22 connects the peers of an algorithm, with
     buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates outside torch's
