@@ -50,6 +50,7 @@ REFUSED = [
         "model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true",
         "model._target_=trainapp.models.huggingface.build with model.path=x with parallel.fsdp.",
     ),
+    ("callbacks=predictions memory.loss_chunk=16", "memory.loss_chunk=16 with metrics: metrics get logits"),
     ("mode=eval", "mode=eval with checkpointing.resume=auto: it needs a trained model; name the checkpoint"),
     ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: this"),
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each process"),

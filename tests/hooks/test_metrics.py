@@ -227,10 +227,6 @@ def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch)
             (own("Correct"), "task=own_hooks.own_sum"),
             r"metrics\.mine: the task returns a Tensor under metrics\['mine'\]",
         ),
-        (
-            (*runs.MODELS["gpt"], own("Correct"), "memory.loss_chunk=16"),
-            r"memory\.loss_chunk=16 with metrics\.mine: metrics get logits",
-        ),
     ],
 )
 def test_what_is_refused(tmp_path, overrides, message):

@@ -61,7 +61,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
     engine.nonfinite.last_checkpoint = checkpointer.newest_name
-    metrics = hooks.metrics_of(config, components.hooks, engine)
+    metrics = hooks.metrics_of(components.hooks, engine)
     session = Session(
         config=config,
         engine=engine,

@@ -71,18 +71,12 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
     return {**hooks["callbacks"], EARLY_STOPPING: early}
 
 
-def metrics_of(config: Config, hooks: Hooks, engine: Engine) -> StatefulMetrics:
-    """The metrics, on the device, where their states count as memory. Raises UserError if they do not fit the loss."""
-    metrics, task = StatefulMetrics(hooks["metrics"]), engine.evaluated_task
-    loss_chunk = config.memory.loss_chunk
-    if metrics.names and loss_chunk is not None and losses.is_built_in(task):
-        raise UserError(
-            f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
-            "in chunks never has as a whole; use memory.loss_chunk=null, or your own task"
-        )
+def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
+    """The metrics, on the device, where their states count as memory. Raises UserError for an object that is none."""
+    metrics = StatefulMetrics(hooks["metrics"])
     for metric in hooks["metrics"].values():
         if isinstance(metric, FirstPredictions) and metric.class_dim is None:
-            metric.class_dim = losses.class_dim(task)
+            metric.class_dim = losses.class_dim(engine.evaluated_task)
     metrics.to(engine.state.device)
     return metrics
 

@@ -151,6 +151,11 @@ EXCLUSIONS = (
         "use memory.offload_activations=inputs with activation_checkpointing=full",
     ),
     Exclusion(
+        {"memory.loss_chunk": other_than(None), "metrics": bool},
+        "metrics get logits, which a loss in chunks never has as a whole",
+        "use memory.loss_chunk=null, or no metrics",
+    ),
+    Exclusion(
         {"precision": "bf16_pure", "train.ema": other_than(None)},
         "an average in bf16 would not move, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
