@@ -26,10 +26,8 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
-    """Positions in the source of the 1,437 training or the 360 validation images, ascending.
-
-    With the images ordered by label (and by position within one), every fifth is for validation: each digit's
-    share is the same to within one image, and the same images are held out whatever the seed.
+    """Positions in the source of the 1,437 training or the 360 validation images, ascending: of the images ordered by
+    label, every fifth is for validation.
     """
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[np.argsort(labels, kind="stable")[::5]] = True
@@ -39,13 +37,11 @@ def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
 class Digits(BatchedDataset):
     """Handwritten digits: inputs float32 [B, 1, 8, 8] of about zero mean, unit variance; targets int64 [B].
 
-    seed: seed of the augmentation; the split does not depend on it.
-    augment: shift each training image by up to 1 pixel each way (zeros move in) and scale its intensity by
-        0.9 to 1.1, differently in each epoch. Off by default: the digits are centred already, and in runs of 5 to 40
-        epochs it cost small networks 0.7 to 7.5 points of validation accuracy.
+    seed: of the augmentation, not of the split. augment: shift each training image by up to 1 pixel each way (zeros
+    move in) and scale its intensity by 0.9 to 1.1, differently in each epoch. Off by default: the digits are centred,
+    and in runs of 5 to 40 epochs it cost small networks 0.7 to 7.5 points of validation accuracy.
 
-    Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-    Repository, 1998; see files/digits.README.md.
+    Source: see files/digits.README.md.
     """
 
     task = "classification"

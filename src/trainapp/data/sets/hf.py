@@ -42,13 +42,9 @@ def open_dataset(
 ) -> "Blocks | Labelled":
     """Texts for next-token prediction in blocks, or, with a column of labels, for classification.
 
-    path: a folder that `save_to_disk` wrote, files or globs, a folder of files, or a name on the hub; name: its
-    configuration there. val_split: None uses the split with a usual name, otherwise the last `val_fraction` of the
-    training rows. classes: names in the model's order; None: the column's order, or sorted; rows with names but no
-    label column can only be predicted. tokenizer: a folder, a tokenizer.json or a name on the hub; None trains a
-    byte-level BPE of `vocab_size` tokens on the training rows. Tokens and tokenizers are cached in `cache_dir`; see
-    `files.cache_directory` for the default. Raises UserError for a path, split or column that does not exist, and for a
-    text too short for one block.
+    conf/data/hf.yaml describes the arguments. Rows with `classes` but no label column can only be predicted. Tokens and
+    tokenizers are cached in `cache_dir`. Raises UserError for a path, split or column that does not exist, and for text
+    too short for one block.
     """
     if path is None:
         raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")

@@ -26,15 +26,12 @@ class SupervisedFineTuning(Tokenized):
     """Examples: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 unless the next token
     belongs to an answer.
 
-    files: JSON lines, or anything that `data=hf` reads as `data.path`. An example has texts under the keys `prompt` and
-    `answer`, or under `messages` a list of `{role, content}`, which the tokenizer's chat template turns into text;
-    answers are then the assistant's messages. pack: several examples share a sequence of exactly `context_length`
-    tokens. `position_ids`, int64 [B, T], restart with each, so that Transformers models attend only within an example.
-    Without packing, a batch is padded at the end to its longest example; a causal model needs no mask for that.
-    chat_template: a file that replaces the tokenizer's own. val_fraction: fraction of the examples, from the end,
-    unless the files have a validation split. Examples longer than `context_length` are cut at their end; those left
-    without an answer are dropped. Each is logged once. Raises UserError for a row that is not an example, and if a
-    split has none.
+    conf/data/sft.yaml describes the arguments. An example has texts under the keys `prompt` and `answer`, or under
+    `messages` a list of `{role, content}`, which the tokenizer's chat template turns into text; answers are then the
+    assistant's messages. pack: several examples share a sequence of exactly `context_length` tokens. `position_ids`,
+    int64 [B, T], restart with each, so that Transformers models attend only within an example. Without packing, a batch
+    is padded at the end to its longest example; a causal model needs no mask for that. Longer examples are cut at their
+    end; those left without an answer are dropped. Raises UserError for a row that is no example, and if there are none.
     """
 
     task = "next_token"

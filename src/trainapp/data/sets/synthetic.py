@@ -24,11 +24,8 @@ PROBABILITIES = np.array([0.7, 0.2, 0.1])
 
 class SyntheticImages(BatchedDataset):
     """One random prototype per class plus noise: inputs float32 [B, C, H, W] of about unit variance,
-    targets int64 [B]. Sample i has the class i modulo num_classes.
-
-    size, val_size: samples in the two splits.
-    image_shape: channels, height, width.
-    noise: standard deviation of the noise; that of the prototypes is 1.
+    targets int64 [B]. Sample i has the class i modulo num_classes. noise: its standard deviation; that of the
+    prototypes is 1.
     """
 
     task = "classification"
@@ -84,10 +81,8 @@ class SyntheticTokens(BatchedDataset):
     followed by the one 1, 2 or 3 places further on with probability 0.7, 0.2 and 0.1. The best reachable loss
     is the entropy of that choice, 0.802 nats (less where vocab_size is below 3).
 
-    size, val_size: sequences in the two splits.
     min_length: None gives every sequence `context_length` tokens; a number draws lengths uniformly from it to
-        `context_length` and pads each batch to its longest with inputs 0 and targets -100.
-
+    `context_length` and pads each batch to its longest with inputs 0 and targets -100.
     Raises ValueError for a min_length above context_length.
     """
 

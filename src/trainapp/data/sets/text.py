@@ -18,13 +18,11 @@ from trainapp.validation import Fraction, PositiveInt, Str
 class Text(BatchedDataset):
     """Windows of bytes: inputs int64 [B, context_length], targets the same shifted by one byte; 256 tokens.
 
-    files: a path or glob (`**` matches subdirectories) or a list of them, relative to the working directory; None uses
-        the top-level modules of Python's standard library, which every machine has (in its version of Python). Files
-        are joined in the order given, a glob's matches sorted: several in memory, a single file is memory-mapped.
-    val_fraction: fraction at the end of the joined text for validation; no window crosses the border.
+    files: paths and globs, relative to the working directory; None: the top-level modules of Python's standard library.
+    Files are joined in the order given, a glob's matches sorted: several in memory, a single file is memory-mapped. No
+    window crosses the border to the validation text, at the end.
 
-    Raises UserError for a path that is missing, unreadable or a directory, a glob without a match, and for
-    text too short for one window of each split's `context_length` + 1 bytes.
+    Raises UserError for a path that names no readable file, and for text too short for one window of each split.
     """
 
     task = "next_token"
