@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainapp.data.source import EvalBatches, Progress, TrainBatches
-from trainapp.data.stream_reader import Shard, is_stream, shards_per_rank
+from trainapp.data.stream_reader import Shard, is_stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 
@@ -223,10 +223,9 @@ def test_other_workers_continue_the_parts_that_there_were():
     assert torch.equal(found[1], inputs)
 
 
-def test_number_of_parts():
-    shards = [shards_per_rank(own_streams.Sharded("train"), *setting) for setting in ((3, 3), ("auto", 7), (0, 0))]
-    assert shards == [3, 1, 1]
-    assert shards_per_rank(own_streams.Plain("train"), 3, 3) == 1  # cannot be read in shards
+def test_a_stream_without_parts_has_one():
+    assert batches_of(own_streams.Sharded("train"), shards=3).source.is_sharded
+    assert not batches_of(own_streams.Plain("train"), shards=3).source.is_sharded
 
 
 def test_a_stream_that_does_not_begin_again_is_refused():

@@ -12,7 +12,7 @@ from trainapp.assembly.components import Components, choose_device, load_compone
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.data.stream_reader import is_stream, shards_per_rank
+from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
 from trainapp.memory import device as device_memory
@@ -128,7 +128,9 @@ def _train_batches(config: Config, components: Components, common: dict[str, Any
     common = common | {"global_size": size, "split": _split_of_training(components)}
     if is_stream(data):
         _require_streamable(config)
-        return TrainBatches(data, shards=shards_per_rank(data, settings.num_workers, common["workers"]), **common)
+        # `auto` is one process at most: with more, the order of the samples depends on their number.
+        shards = 1 if settings.num_workers == "auto" else max(1, common["workers"])
+        return TrainBatches(data, shards=shards, **common)
     batches = TrainBatches(data, drop_last=settings.drop_last, weights=settings.sampling.weights, **common)
     if batches.epoch_samples == 0:
         raise UserError(

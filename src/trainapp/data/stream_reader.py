@@ -81,16 +81,6 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
     return any(_has_shuffle_buffer(one) for one in inner if one is not None)
 
 
-def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
-    """Into how many shards each rank's part is split: one per worker process where their number is set, and the source
-    can be read in shards.
-
-    setting: `data.num_workers`; workers: the resulting number. `auto` is at most one process, whose samples are in the
-    order of the stream: with more, it depends on their number.
-    """
-    return workers if setting != "auto" and workers > 1 and has_shards(source) else 1
-
-
 class Place(NamedTuple):
     """A place from which a source can be read: before the sample `number` of an epoch.
 
