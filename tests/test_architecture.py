@@ -2,12 +2,14 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import runs
-from helpers import ROOT
+from helpers import ROOT, environment
 
 from trainapp.training import loop
 
@@ -100,3 +102,43 @@ def test_the_architecture_page_lists_the_files_of_a_settled_step(tmp_path):
     entered = entered_by_a_settled_step(tmp_path)
     assert entered == set(re.findall(r"`([a-z_/]+\.py)`", table))
     assert len(entered) <= 24
+
+
+# The import contracts in pyproject.toml, which scripts/test checks the code for: an import that should not be, and how
+# it is reported.
+ROOMS = {
+    "data/batch.py": ("from trainapp.training import loop", "trainapp.data.batch -> trainapp.training.loop"),
+    "units.py": ("from trainapp import errors", "trainapp.units -> trainapp.errors"),
+    "new_room.py": ("", "trainapp.new_room"),
+}
+TORCH = {
+    "config/excludes.py": ("import torch", "trainapp.config.excludes -> torch"),
+    "__main__.py": ("from trainapp.launch import elastic", "trainapp.__main__ -> trainapp.launch.elastic"),
+}
+
+
+@pytest.mark.parametrize(
+    ("contract", "imports"),
+    [
+        ("A room imports only the rooms below it", ROOMS),
+        ("--help, --cfg and mistakes in settings do not wait for torch", TORCH),
+    ],
+)
+def test_imports_that_should_not_be_are_caught(tmp_path, contract, imports):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    for module, (line, _) in imports.items():
+        with (tmp_path / "src/trainapp" / module).open("a") as file:
+            file.write(f"\n{line}\n")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"],
+        cwd=tmp_path,
+        env=environment({"PYTHONPATH": str(tmp_path / "src"), "COLUMNS": "500"}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    broken = [line.partition(" BROKEN")[0] for line in done.stdout.splitlines() if " BROKEN" in line]
+    assert broken == [contract], done.stdout + done.stderr
+    for _, reported in imports.values():
+        assert reported in done.stdout, done.stdout

@@ -8,8 +8,10 @@ import helpers
 import pytest
 import runs
 import torch
-from on_gpu import LARGE, MIB, ON_GPU, launched
+from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, forget, launched, limit_of
+from torch.profiler import ProfilerActivity, profile
 
+import trainapp
 from trainapp.config import schema
 from trainapp.data.sets.digits import Digits
 from trainapp.data.source import Progress, TrainBatches
@@ -32,6 +34,8 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
     capped = launched(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}")
     assert capped.oom_restarts >= 1
     assert capped.micro_size < 256
+    # What is reserved is bounded, too: with expandable segments, up to 20 MiB more.
+    assert capped.peak_memory_bytes <= capped.peak_reserved_bytes <= limit + 20 * MIB
     assert capped.peak_memory_bytes <= limit
     assert (capped.steps, capped.samples) == (3, 768)
     ends = [
@@ -186,3 +190,46 @@ def test_a_refused_allocation_is_counted_though_the_error_is_caught():
     assert memory.refused_allocations() == before + 1
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     assert memory.refused_allocations() == before + 1
+
+
+def kernels(work):
+    """How many kernels run in `work()`."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize(("deterministic_before", "times"), [(True, True), (False, False)])
+def test_cudnn_times_a_shape_that_has_no_plan_for_this_kind_of_algorithm(deterministic_before, times):
+    """What `Autotuner` rests on. Without the change of `deterministic` the plan from heuristics would stay for good."""
+    width = 24 if deterministic_before else 40  # a shape of its own: plans are kept for the whole process
+    conv, images = torch.nn.Conv2d(3, width, 3).cuda(), torch.randn(16, 3, 64, 64, device="cuda")
+    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    try:
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, deterministic_before
+        conv(images)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = True, False
+        first, second = kernels(lambda: conv(images)), kernels(lambda: conv(images))
+    finally:
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before
+    assert (first > second) == times
+
+
+def test_a_plan_is_for_this_gpu():
+    plan = trainapp.plan(["model=mlp", "plan.techniques=false"])
+    assert plan["method"] == "traced"
+    assert plan["peak_bytes"] % 512 == 0  # CUDA's allocator rounds each tensor up to so much
+
+
+STEPS = (*LARGE_MODELS["gpt"], "checkpointing=off", "train.max_steps=4", "every.eval=null")
+
+
+def test_a_run_with_the_planned_size_fits(tmp_path):
+    limit = limit_of(tmp_path / "limit", 0.5, *STEPS)
+    forget()
+    largest = trainapp.plan([*STEPS, f"memory.limit={limit}", "plan.techniques=false"])["largest_micro_size"]
+    assert 1 < largest < 128
+    planned = runs.run(tmp_path / "planned", *STEPS, f"memory.limit={limit}", f"batch.micro_size={largest}")
+    assert planned.micro_schedule == {1: largest}
+    assert planned.oom_restarts == 0

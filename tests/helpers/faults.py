@@ -68,7 +68,8 @@ class Fault:
     """One failure of `rank`, in `phase` of step `step` (from 1; those that were skipped count).
 
     operation: how many operations of the phase (or calls of the place) in this attempt precede it. times: how often it
-    strikes, at most once in an attempt at a step. above: as long as the micro-batch is larger than this.
+    strikes, at most once in an attempt at a step. above: as long as the micro-batch is larger than this. update: the
+    name of the step's update, of several.
     kind: one of ERRORS, REFUSALS, SIGNALS or POISON, "slow" or "disk full".
     """
 
@@ -79,6 +80,7 @@ class Fault:
     rank: int = 0
     times: int = 1
     above: int | None = None
+    update: str = ""
 
     def marker(self, folder: Path, number: int) -> Path:
         """The file left by its `number`-th strike."""
@@ -162,6 +164,8 @@ class Injector(TorchDispatchMode):
 
     def _is_due(self, fault: Fault, phase: str, step: int) -> bool:
         if (fault.rank, fault.phase, fault.step) != (self.run.ranks.rank, phase, step) or step in self._struck:
+            return False
+        if fault.update not in ("", self.run.state.update.name):
             return False
         if fault.above is not None and self.run.sizes.train.size <= fault.above:
             return False

@@ -3,6 +3,8 @@
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 from helpers import incidents, metrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,26 +80,13 @@ def test_resumed(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
+def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path):
     """Its record says so; the rest is the run that was resumed from there with that size."""
-    update, seen = in_backward.InBackward._update, []
-
-    def failing(self, parameter):
-        update(self, parameter)
-        seen.append(self.step.number)
-        if seen.count(3) == 4 and len(seen) == seen.index(3) + 4:  # the fourth parameter of the third step
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
-
     settings = (*GPT, ON, "every.save=2", "train.max_steps=4", "schedule=constant", *PLAIN[:1])
-    with monkeypatch.context() as patched:
-        patched.setattr(in_backward.InBackward, "_update", failing)
-        failed = runs.run(tmp_path / "failed", *settings)
-    assert failed.oom_restarts == 1
-    (incident,) = incidents(tmp_path / "failed")
-    assert incident["phase"] == "backward after updates"
-    assert (
+    failed = Recorded(runs.configure(tmp_path / "failed", *settings), Fault("backward after updates", 3, 4))
+    (failure,) = failed.failures
+    assert failure.action.startswith(
         "optimizer.in_backward=true has updated some of the parameters, so back to the checkpoint of step 2"
-        in (incident["action"])
     )
     runs.run(tmp_path / "again", *settings, "batch.micro_schedule={1: 16, 3: 8}")
     pair = [runs.saved(tmp_path / name, 4) for name in ("failed", "again")]

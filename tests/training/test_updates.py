@@ -5,12 +5,13 @@ either: tests/zoo.
 import copy
 import sys
 from pathlib import Path
-from unittest import mock
 
 import own_hooks
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 from helpers import metrics, result, run_cli
 from runs import end
 from zoo.gans import discriminate, distance, generate
@@ -22,7 +23,6 @@ from trainapp.training import loop
 from trainapp.training.engine import Engine
 
 TESTS = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.usefixtures("without_pictures")
 DISCRIMINATOR = "{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.02}}"
 GENERATOR = (
     "{name: generator, task: zoo.gans.generate, parameters: [generator], "
@@ -131,26 +131,6 @@ class Relative:
         self.mean = state["mean"]
 
 
-class Failing:
-    """Out of memory in one call of this update's task, or wherever its forward has more samples."""
-
-    def __init__(self, update, above=sys.maxsize, call=None):
-        self.update, self.above, self.call = update, above, call
-        self.calls, self.failed = 0, []
-
-    def __call__(self, run, task):
-        def failing(model, batch):
-            result, samples = task(model, batch), len(batch["inputs"])
-            if run.engine.phase == "forward" and run.state.update.name == self.update:
-                self.calls += 1
-                if self.calls == self.call or samples > self.above:
-                    self.failed.append(samples)
-                    raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-            return result
-
-        return failing
-
-
 @pytest.mark.slow
 def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     """After an error in its second micro-batch, and by a resume."""
@@ -162,7 +142,7 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     runs.run(tmp_path / "b", *settings)
     assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
     assert [*runs.saved(tmp_path / "a", 4)["stateful"][0]] == ["generator's task"]
-    failing_run(tmp_path / "c", Failing("generator", call=2), *settings)
+    Recorded(runs.configure(tmp_path / "c", *settings), Fault("loss", 1, 6, update="generator"))
     schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 4}}"
     runs.run(tmp_path / "d", *settings, schedule)
     assert runs.differences(end(tmp_path / "c", 4), end(tmp_path / "d", 4)) == []
@@ -218,55 +198,33 @@ def test_a_run_that_is_killed_between_two_updates_resumes_exactly(tmp_path):
 
 # Memory
 
+ABOVE_4 = Fault("forward", 1, above=4, update="generator")
+
 
 @pytest.mark.slow
 def test_each_update_has_sizes_of_its_own(tmp_path):
     """The generator runs out of memory above 4 samples: the other keeps 16. The result is the replay's, bit for bit."""
     settings = ("model.dropout=0.2", "train.max_steps=3", "oom.grow=false")
-    above = Failing("generator", above=4)
-    ended = failing_run(tmp_path / "a", above, *OWN, *settings, "batch.micro_size=auto")
-    assert above.failed == [16, 8]
+    recorded = Recorded(runs.configure(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto"), ABOVE_4)
+    assert [failure.old_size for failure in recorded.failures] == [16, 8]
     assert result(tmp_path / "a")["micro_schedule"] == {"discriminator": {"1": 16}, "generator": {"1": 4}}
     schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 4}}"
     runs.run(tmp_path / "b", *OWN, *settings, "batch.micro_size=auto", schedule)
     assert runs.differences(runs.saved(tmp_path / "a", 3)["model"], runs.saved(tmp_path / "b", 3)["model"]) == []
     runs.run(tmp_path / "c", *OWN, *settings)  # other sizes, other statistics of the BatchNorm
     assert runs.differences(runs.saved(tmp_path / "a", 3)["model"], runs.saved(tmp_path / "c", 3)["model"]) != []
-    assert ended.oom_restarts == 2
+    assert recorded.result.oom_restarts == 2
     run = runs.prepare(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto", "train.max_steps=4")
     run.close()
     assert {name: own.size for name, own in run.sizes.by_update.items()} == {"discriminator": 16, "generator": 4}
 
 
-def failing_run(run_dir, above, *overrides):
-    """A run whose tasks run out of memory."""
-    prepare = runs.runner.prepare
-
-    def patched(*arguments):
-        run = prepare(*arguments)
-        run.engine.tasks = {name: above(run, task) for name, task in run.engine.tasks.items()}
-        return run
-
-    with mock.patch.object(runs.runner, "prepare", patched):
-        return runs.run(run_dir, *overrides)
-
-
 @pytest.mark.slow
-def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
+def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path):
     """Memory runs out while the generator's parameters change: the run is rebuilt, and repeats whole steps."""
     settings = (*OWN, "train.max_steps=4", "every.save=2", "oom.grow=false")
-    struck = []
-
-    def tear(engine):
-        step = engine.step
-        if (step.number, step.update.name) == (4, "generator") and not struck:
-            struck.append(step.number)
-            engine.phase = runs.loop.Phase.COMMIT
-            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-
-    before_commit(monkeypatch, tear)
-    ended = runs.run(tmp_path / "a", *settings)
-    assert (struck, ended.steps, ended.oom_restarts) == ([4], 4, 1)
+    ended = Recorded(runs.configure(tmp_path / "a", *settings), Fault("commit", 4, 1, update="generator")).result
+    assert (ended.steps, ended.oom_restarts) == (4, 1)
     assert ended.micro_schedule == {"discriminator": {1: 16}, "generator": {1: 16, 3: 8}}
     schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 16, 3: 8}}"
     runs.run(tmp_path / "b", *settings, schedule)
@@ -302,11 +260,10 @@ def measured(model, batch):
 def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
     """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
     own_hooks.SEEN.clear()
-    above = Failing("generator", above=4)
     hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "+metrics.mine={_target_: own_hooks.Unmergeable}")
     chosen = (*HOOKED, *hooks, "task=test_updates.measured", "objective=max mine")
-    failing_run(tmp_path, above, *chosen, "batch.micro_size=auto", "oom.grow=false")
-    assert above.failed == [16, 8]
+    config = runs.configure(tmp_path, *chosen, "batch.micro_size=auto", "oom.grow=false")
+    assert [failure.old_size for failure in Recorded(config, ABOVE_4).failures] == [16, 8]
     assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
     assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
 
