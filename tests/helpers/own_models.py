@@ -38,17 +38,6 @@ class Normed(nn.Module):
         return self.head(self.body(inputs.flatten(1)))
 
 
-class Fourier(nn.Module):
-    """With complex weights, as Fourier neural operators have."""
-
-    def __init__(self, num_classes: int):
-        super().__init__()
-        self.weight, self.head = nn.Parameter(torch.randn(33, dtype=torch.complex64)), nn.Linear(64, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(torch.fft.irfft(torch.fft.rfft(inputs.flatten(1).float()) * self.weight, n=64))
-
-
 class HeadInBlock(GPT):
     """Its head is one of the blocks."""
 

@@ -153,15 +153,6 @@ def indexed_validation(split):
     return Stateful(split) if split == "train" else Digits(split)
 
 
-class Batched:
-    """Neither a data set nor a stream."""
-
-    task = "classification"
-
-    def __init__(self, split):
-        pass
-
-
 def from_json(split, files: str, buffer: int = 0, shuffle_seed: int | None = 3):
     """Hugging Face's streaming data set over JSON files of images and targets."""
     from datasets import load_dataset
