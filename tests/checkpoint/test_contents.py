@@ -21,17 +21,9 @@ def overrides(model, optimizer=""):
     return (*DIGITS, "model=mlp", *own, f"optimizer._target_=foreign.{optimizer}", "~optimizer.betas", "~optimizer.eps")
 
 
-def interrupted(run_dir, stop, *settings):
-    runs.run_until(run_dir, stop, *settings)
-    runs.run(run_dir, *settings)
-    return end(run_dir)
-
-
 @pytest.mark.parametrize("model", ["SparseBuffers", "OwnEntries", "NonPersistent", "Viewed", "Unused"])
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, caplog, model):
-    runs.run(tmp_path / "a", *overrides(model))
-    resumed = interrupted(tmp_path / "b", 2, *overrides(model))
-    assert runs.differences(resumed, end(tmp_path / "a")) == []
+    assert runs.differences(*runs.resumed(tmp_path, 2, *overrides(model))) == []
     assert NOT_SAVED not in caplog.text
 
 
@@ -39,10 +31,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, caplog, model):
 @pytest.mark.parametrize("model", ["Linear", "Unused"])
 def test_an_optimizer_with_plain_state_continues_bit_for_bit(tmp_path, model, stop):
     """Counts, lists and None, nested, late, shared between parameters, and options that the optimizer changes."""
-    settings = overrides(model, "PlainState")
-    runs.run(tmp_path / "a", *settings)
-    resumed = interrupted(tmp_path / "b", stop, *settings)
-    expected = end(tmp_path / "a")
+    expected, resumed = runs.resumed(tmp_path, stop, *overrides(model, "PlainState"))
     assert runs.differences(resumed, expected) == []
     assert expected["optimizer_values"]["state"]["linear.weight"]["step"] == 6
     assert expected["optimizer_values"]["groups"] == [{"rounds": 6}]

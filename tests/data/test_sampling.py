@@ -136,12 +136,8 @@ def test_weights_that_are_none(weights, message):
 def test_a_run_draws_by_class_and_resumes(tmp_path):
     """Resumed in the middle of an epoch it is the run that was never interrupted."""
     overrides = (*runs.MODELS["mlp"], "data.sampling.weights=balanced", "train.max_steps=6")
-    runs.run(tmp_path / "whole", *overrides)
-    runs.run_until(tmp_path / "parts", 3, *overrides)
-    runs.run(tmp_path / "parts", *overrides)
-    whole, parts = (runs.saved(tmp_path / name, 6) for name in ("whole", "parts"))
-    assert runs.differences(whole["model"], parts["model"]) == []
-    assert whole["sampler"] == parts["sampler"]
+    whole, parts = runs.resumed(tmp_path, 3, *overrides)
+    assert runs.differences(whole, parts) == []
     assert whole["sampler"]["order"].startswith("weighted-")
 
 

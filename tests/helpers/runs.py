@@ -191,6 +191,14 @@ def end(run_dir: Path, step: int = 6) -> dict:
     return state
 
 
+def resumed(folder: Path, stop: int, *overrides: str) -> tuple[dict, dict]:
+    """The `end` of an uninterrupted run in "whole", and of one in "parts" that was resumed after a stop."""
+    steps = run(folder / "whole", *overrides).steps
+    run_until(folder / "parts", stop, *overrides)
+    run(folder / "parts", *overrides)
+    return end(folder / "whole", steps), end(folder / "parts", steps)
+
+
 def tensors(path: Path) -> dict[str, dict]:
     """All tensors of a checkpoint, full and by part, read by torch itself."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -55,12 +55,9 @@ def test_the_adapters_alone_are_trained_and_saved(tmp_path):
 
 @pytest.mark.slow
 def test_resumed_equals_uninterrupted(tmp_path):
-    runs.run(tmp_path / "whole", *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
-    runs.run_until(tmp_path / "parts", 2, *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
-    runs.run(tmp_path / "parts", *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
-    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
-    for part in ("model", "optimizer", "base"):
-        assert runs.differences(whole[part], parts[part]) == []
+    dropout = ("train.max_steps=4", "+model.config.attention_dropout=0.1")
+    whole, parts = runs.resumed(tmp_path, 2, *LORA, *dropout)
+    assert runs.differences(whole, parts) == []
     runs.run(tmp_path / "other", *LORA, "train.max_steps=4", "train.seed=1")
     assert runs.differences(whole["model"], runs.saved(tmp_path / "other", 4)["model"]) != []
 
@@ -316,12 +313,8 @@ CODEBOOK = (
 
 @pytest.mark.slow
 def test_what_forwards_write_of_the_base_is_saved(tmp_path):
-    runs.run(tmp_path / "whole", *CODEBOOK)
-    runs.run_until(tmp_path / "parts", 2, *CODEBOOK)
-    runs.run(tmp_path / "parts", *CODEBOOK)
-    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
-    for part in ("model", "optimizer", "base", "model_values"):
-        assert runs.differences(whole[part], parts[part]) == []
+    whole, parts = runs.resumed(tmp_path, 2, *CODEBOOK)
+    assert runs.differences(whole, parts) == []
     assert {name for name in whole["model"] if "lora_" not in name} == {"code"}
     assert whole["model_values"]["written"] == ["code"]
     assert runs.saved(tmp_path / "parts", 2)["model"]["code"].abs().max() > 0

@@ -102,10 +102,7 @@ def before_commit(monkeypatch, do):
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, own, stop):
     settings = (*own, "train.max_steps=5", "every.eval=2", "train.ema=0.9")
-    runs.run(tmp_path / "a", *settings)
-    runs.run_until(tmp_path / "b", stop, *settings)
-    runs.run(tmp_path / "b", *settings)
-    whole, resumed = (end(tmp_path / name, 5) for name in "ab")
+    whole, resumed = runs.resumed(tmp_path, stop, *settings)
     assert runs.differences(resumed, whole) == []
     assert set(whole["optimizer"]) == {"discriminator", "generator"}
     assert "momentum_buffer" in whole["optimizer"]["generator"]["generator.0.weight"]
@@ -137,16 +134,14 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     stateful = GENERATOR.replace("zoo.gans.generate", "test_updates.Relative")
     settings = (*updates(DISCRIMINATOR, stateful), "user_packages=[zoo,test_updates]", "batch.micro_size=8")
     settings += ("train.max_steps=4", "oom.grow=false")
-    runs.run(tmp_path / "a", *settings)
-    runs.run_until(tmp_path / "b", 2, *settings)
-    runs.run(tmp_path / "b", *settings)
-    assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
-    assert [*runs.saved(tmp_path / "a", 4)["stateful"][0]] == ["generator's task"]
+    whole, resumed = runs.resumed(tmp_path, 2, *settings)
+    assert runs.differences(whole, resumed) == []
+    assert [*whole["stateful"][0]] == ["generator's task"]
     Recorded(runs.configure(tmp_path / "c", *settings), Fault("loss", 1, 6, update="generator"))
     schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 4}}"
     runs.run(tmp_path / "d", *settings, schedule)
     assert runs.differences(end(tmp_path / "c", 4), end(tmp_path / "d", 4)) == []
-    assert runs.differences(end(tmp_path / "c", 4)["stateful"], end(tmp_path / "a", 4)["stateful"]) != []
+    assert runs.differences(end(tmp_path / "c", 4)["stateful"], whole["stateful"]) != []
 
 
 def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch):
