@@ -102,6 +102,15 @@ def test_a_replaced_parameter_is_named(tmp_path):
         runs.run(tmp_path, *overrides("Replacing"))
 
 
+def test_adapters_are_saved_without_their_base(tmp_path):
+    """Without a tied weight of it, too."""
+    pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    settings = (*runs.MODELS["gpt"], "adapter=lora", "train.max_steps=6")
+    runs.run(tmp_path / "a", *settings)
+    assert runs.differences(interrupted(tmp_path / "b", 3, *settings), end(tmp_path / "a")) == []
+    assert all("lora_" in name for name in end(tmp_path / "a")["model"])
+
+
 def test_changed_options_of_the_configuration_win(tmp_path):
     """Only what the optimizer itself has changed is its state: a resume with another weight decay has that one."""
     runs.run_until(tmp_path / "a", 2, *runs.MODELS["mlp"])

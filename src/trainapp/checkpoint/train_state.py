@@ -117,8 +117,9 @@ class TrainState:
         values: the values saved with them; None: this rank's. sizes: shapes and dtypes of the tensors in a checkpoint,
         if it is to be read into these after `follow`.
         """
+        of_model = values["model_values"] if values else self._model.values(SingleRank())
         tensors = {
-            "model": self._model.tensors(values["model_values"] if values else self._model.values(SingleRank())),
+            "model": self._model.tensors(of_model, sizes),
             "buffers": self._model.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
         }
