@@ -408,15 +408,19 @@ def _exchanged(_, bucket: torch.distributed.GradBucket) -> torch.futures.Future[
     return done
 
 
-def test_buckets_are_rebuilt_once():
+def test_buckets_are_rebuilt_once_and_buffers_left_alone():
     import torch.distributed as dist
 
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), bucket_cap_mb=25)
+        layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        model = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=25)
         model.register_comm_hook(None, _exchanged)
+        assert model.will_sync_module_buffers()
+        model.broadcast_buffers = False  # as trainapp's DDP does
+        assert not model.will_sync_module_buffers()
         assert not private.rebuild_buckets(model)
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(2, 2)).sum().backward()
         assert private.rebuild_buckets(model)
         assert not private.rebuild_buckets(model)
     finally:

@@ -3,6 +3,9 @@
 The reference is a run on as many ranks that changes its size by `batch.micro_schedule`.
 """
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from faults import Fault
@@ -62,15 +65,21 @@ def test_without_noticing_writes_the_cell_fails(cell):
     assert differences(*runs_of(cell, "ddp", "Teacher", 1, train_blindly)) != []
 
 
+def resumed(cell: Cell, folder: Path, model: str, *overrides: str) -> dict[str, Any]:
+    """The values in the last checkpoint of a run that was interrupted, and ends as one that was not."""
+    overrides = (*own_model(f"writing_models.{model}"), *overrides, "checkpointing=standard", "every.save=3")
+    wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=folder / "whole")
+    for steps in (3, 6):
+        records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=folder / "resumed")
+    assert [record.error for record in records] == [None, None]
+    assert differences(records, wanted) == []
+    return torch.load(folder / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)
+
+
 @pytest.mark.parametrize("model", ["ExtraState", "Generators"])
 def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
     """The means in the model's queue are those of a rank's own samples."""
-    overrides = ("parallel=ddp", *own_model(f"writing_models.{model}"), "checkpointing=standard", "every.save=3")
-    wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
-    for steps in (3, 6):
-        records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=tmp_path / "resumed")
-    assert differences(records, wanted) == []
-    saved = torch.load(tmp_path / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)["stateful"]
+    saved = resumed(cell, tmp_path, model, "parallel=ddp")["stateful"]
     assert len(saved) == (2 if model == "ExtraState" else 1)  # the generators of both ranks have drawn as often
 
 
@@ -78,12 +87,6 @@ def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
 def test_a_frozen_base_that_forwards_write_is_resumed(cell, tmp_path, spread):
     """Whole or in shards, and its shards do not all change alike."""
     pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-    teacher = (*own_model("writing_models.TeacherOfBase"), "adapter=lora", "adapter.targets=[linear]")
-    overrides = (f"parallel={spread}", *teacher, "checkpointing=standard", "every.save=3")
-    wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
-    for steps in (3, 6):
-        records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=tmp_path / "resumed")
-    assert [record.error for record in records] == [None, None]
-    assert differences(records, wanted) == []
-    saved = torch.load(tmp_path / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)["model_values"]
+    adapter = ("adapter=lora", "adapter.targets=[linear]")
+    saved = resumed(cell, tmp_path, "TeacherOfBase", f"parallel={spread}", *adapter)["model_values"]
     assert saved["written"] == ["teacher.bias", "teacher.weight"]
