@@ -206,10 +206,7 @@ def test_scripts_support_the_range_that_pyproject_states():
     ("minor", "message"),
     [
         (9, "is older than 3.10, and trainapp needs Python 3.10 to 3.13"),
-        (
-            14,
-            "is Python 3.14, and trainapp needs Python 3.10 to 3.13: stable Hydra 1.3 does not start on a newer one",
-        ),
+        (14, "is Python 3.14, and trainapp needs Python 3.10 to 3.13: stable Hydra 1.3 does not start on a newer one"),
     ],
 )
 def test_a_python_out_of_range_is_refused_with_the_reason(tmp_path, minor, message):

@@ -21,7 +21,7 @@ from trainapp.memory import host
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import ATTENTION_OPERATORS, DispatchMode
+from trainapp.torch_private import DispatchMode
 
 OF_EVERY_RANK = tuple(
     f"memory/{name}" for name in ("allocated", "reserved", "peak", "peak_reserved", "host_rss", "host_rss_peak")
@@ -219,16 +219,11 @@ class Utilisation(DispatchMode):
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of one call of a matmul, convolution or attention; 0 for all others."""
-    name = func.overloadpacket.__name__
+    """Floating-point operations of one call of a matmul, convolution or attention; 0 for all others, among which torch
+    2.13 counts the CPU's attention.
+    """
+    formula = flop_counter.flop_registry.get(func.overloadpacket)
     try:
-        if (formula := flop_counter.flop_registry.get(func.overloadpacket)) is not None:
-            return int(formula(*args, **kwargs, out_val=result))
-        if not name.startswith(ATTENTION_OPERATORS):
-            return 0
-        # torch 2.13 has no formula for the CPU's attention kernels.
-        if name.endswith("backward"):
-            return int(flop_counter.sdpa_backward_flop_count(*[tensor.shape for tensor in args[:4]]))
-        return int(flop_counter.sdpa_flop_count(*[tensor.shape for tensor in args[:3]]))
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     except Exception:  # formulas make assertions that must not fail a run
         return 0
