@@ -7,7 +7,6 @@ others.
 """
 
 import functools
-import hashlib
 import inspect
 import itertools
 import json
@@ -23,6 +22,7 @@ from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
 from trainapp.models.inspect import is_of_transformers, positions_of
+from trainapp.rng import seed_from
 from trainapp.training.session import Session
 
 SHOWN = 16  # maximum number of prompts shown on the terminal
@@ -76,7 +76,7 @@ def by_transformers(
     longest, pad = max(map(len, prompts.values())), min(ends, default=0)
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
     starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
-    torch.manual_seed(_seed(settings, min(prompts)))
+    seed_from(device, settings.seed, min(prompts))
     drawn = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
     texts = model.generate(
         tokens,
@@ -88,13 +88,9 @@ def by_transformers(
         pad_token_id=pad,
         use_cache=True,
     )
-    return [_until_the_end(text, ends) for text in texts[:, longest:].tolist()]
-
-
-def _until_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """The tokens up to the end of the text; padding follows it."""
-    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
+    new = texts[:, longest:].tolist()
+    lengths = [next((n for n, token in enumerate(text, start=1) if token in ends), len(text)) for text in new]
+    return [text[:length] for text, length in zip(new, lengths, strict=True)]  # padding follows a text's end
 
 
 def by_position(
@@ -103,7 +99,7 @@ def by_position(
     """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch."""
     texts = [list(prompt) for prompt in prompts.values()]
     lengths = [len(text) for text in texts]
-    generators = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
+    generators = [torch.Generator().manual_seed(hash((settings.seed, number)) % 2**63) for number in prompts]
     decoder = decoder_of(model, max(lengths) + settings.max_new_tokens)
     unfinished, begun, position = set(range(len(texts))), 0, min(lengths)
     while unfinished:
@@ -116,12 +112,6 @@ def by_position(
                 unfinished.remove(row)
         begun, position = position, position + 1
     return [text[length:] for text, length in zip(texts, lengths, strict=True)]
-
-
-def _seed(settings: Generate, number: int) -> int:
-    """The seed of the prompt with this number."""
-    digest = hashlib.sha256(f"{settings.seed} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def decoder_of(model: Any, length: int) -> Decoder:
@@ -195,14 +185,12 @@ def has_text(data: Any) -> bool:
 
 def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
     """The tokens that end a text: as set, otherwise the data's `end_of_text`, otherwise a Transformers model's."""
-    if settings.end_of_text != "auto":
-        return frozenset() if settings.end_of_text is None else frozenset({settings.end_of_text})
-    found = getattr(data, "end_of_text", None)
-    if found is None and is_of_transformers(model):
-        found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, (list, tuple)) else [found])
+    found: Any = settings.end_of_text
+    if found == "auto":
+        found = getattr(data, "end_of_text", None)
+        if found is None and is_of_transformers(model):
+            found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
 
 
 def context_of(model: Any) -> int | None:
