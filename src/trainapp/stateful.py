@@ -114,17 +114,13 @@ def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple
         yield from (one for one in inside if isinstance(one[1], Tensor)) if moves_at_commit(held) else inside
 
 
-def held_tensors(roots: Iterable[Any], with_modules: bool = False) -> Iterator[Tensor]:
-    """The tensors in attributes, lists and dicts, each once per place.
-
-    with_modules: with the parameters and buffers of modules, such as a teacher's; else they are left out unless they
-    are also held elsewhere.
-    """
+def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in attributes, lists and dicts, each once per place, and the parameters and buffers of modules."""
     seen: set[int] = set()
     for root in roots:
         for _, found, is_part in walk(root, "", seen):
             tensors: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else ()
-            if isinstance(found, nn.Module) and with_modules and not is_part:
+            if isinstance(found, nn.Module) and not is_part:
                 tensors = (*found.parameters(), *found.buffers())
             yield from (tensor for tensor in tensors if not is_lazy(tensor))
 

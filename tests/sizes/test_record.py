@@ -22,7 +22,7 @@ SCHEDULE = "batch.micro_schedule={1: 23, 5: 29}"
 
 def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **options):
     config = from_command_line(["batch.global_size=64", *overrides])
-    return initial_sizes(config, world, 64, 1000, **{name: SOURCES[name] for name in sources}, **options)
+    return initial_sizes(config, world, 1000, **{name: SOURCES[name] for name in sources}, **options)
 
 
 # In order of precedence: what is set or known, and the resulting training size.
@@ -95,7 +95,7 @@ def test_what_failed_is_not_scheduled_again():
 def test_a_restart_from_before_any_shape_was_known():
     """Memory ran out in the very first fetch: no buckets exist yet."""
     config = from_command_line(["batch.global_size=64"])
-    sizes = initial_sizes(config, 1, 64, 1000, restart={"micro": {"start": 16, "buckets": {}}})
+    sizes = initial_sizes(config, 1, 1000, restart={"micro": {"start": 16, "buckets": {}}})
     assert sizes.train.size == 16
 
 
@@ -106,7 +106,7 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, re
     search = {"start": 64, "buckets": {"64": [8, 8, 32, False]}}
     config = from_command_line(["batch.global_size=64", "oom.clean_steps=1"])
     known = {source: {"micro": search, "eval_micro": search}}
-    sizes = initial_sizes(config, 1, 64, 1000, retries_in_place=retries_in_place, **known)
+    sizes = initial_sizes(config, 1, 1000, retries_in_place=retries_in_place, **known)
     for searched in (sizes.train, sizes.evaluation):
         searched.attempt = {64: Ran(8)}
         assert searched.succeeded(SingleRank()) == ({64: 20} if retries_in_place else {})

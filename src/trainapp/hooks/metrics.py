@@ -49,7 +49,7 @@ class StatefulMetrics:
     def tensors(self) -> list[Tensor]:
         """All tensors retained between batches, and the copies for undoing an update in progress."""
         roots = [*(held.metric for held in self._held.values()), self._before]
-        return list(held_tensors(roots, with_modules=True))
+        return list(held_tensors(roots))
 
     def reset(self) -> None:
         """Call before an evaluation, and after it to free the metrics' states."""

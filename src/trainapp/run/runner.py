@@ -131,7 +131,6 @@ def sizes_of(session: Session, saved: dict[str, Any] | None, restart: dict[str, 
     return initial_sizes(
         config,
         ranks.world,
-        config.batch.global_size,
         len(config.generate.prompts) if config.mode == "generate" else max(evaluated, default=1),
         smallest=smallest_micro_batch(session.state.model),
         whole=whole,

@@ -127,7 +127,6 @@ def read_restart(run_dir: Path) -> dict[str, Any] | None:
 def initial_sizes(
     config: Config,
     world: int,
-    global_size: int,
     eval_samples: int,
     *,
     smallest: int = 1,
@@ -149,15 +148,14 @@ def initial_sizes(
 
     For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
 
-    global_size: samples per optimizer step over all ranks. eval_samples: samples per evaluation over all ranks.
-    attempts: finished steps, including skipped ones. smallest: some models cannot train on single samples. whole:
-    batches are never cut. retries_in_place: whether a failing size costs only a retried step; if it costs a restart of
-    all workers, no larger size is tried. restart, saved: from `Sizes.state_dict`, whose record is continued; `restart`
-    may lack one of the keys. autotunes: see `Autotuner`.
+    eval_samples: samples per evaluation over all ranks. attempts: finished steps, including skipped ones. smallest:
+    some models cannot train on single samples. whole: batches are never cut. retries_in_place: whether a failing size
+    costs only a retried step; if it costs a restart of all workers, no larger size is tried. restart, saved: from
+    `Sizes.state_dict`, whose record is continued; `restart` may lack one of the keys. autotunes: see `Autotuner`.
     """
     batch, restart, saved = config.batch, restart or {}, saved or {}
     found = saved if same_memory else {}
-    share, eval_share = -(-global_size // world), -(-eval_samples // world)
+    share, eval_share = -(-batch.global_size // world), -(-eval_samples // world)
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     given, grows = _given(config, share), retries_in_place and config.oom.grow and not is_fixed
 
