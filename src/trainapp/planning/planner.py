@@ -1,7 +1,6 @@
 """The plan of a configuration: its peak by category, the largest sizes that fit, and the savings of techniques."""
 
 import functools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded, Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.measured import Measured
-from trainapp.planning.process import AGAIN, FAILED, Plan
+from trainapp.planning.process import AGAIN, Plan
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
@@ -31,7 +30,6 @@ Estimator = Traced | Measured  # estimates the memory that a configuration needs
 # Numbers of sizes that a search tries: the smaller is enough once the largest that fits is NEAR one that does not.
 MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 5, 0.95
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
-log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -176,8 +174,8 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
 
 
 def answer(config: Config, picture: Path | None, only_modes: bool, method: str) -> Facts:
-    """The answer for `process.ask`: the facts of `plan`; AGAIN with the configuration to plan in a process that sees no
-    GPU; or FAILED with the reason.
+    """The answer for `process.ask`: the facts of `plan`, or AGAIN with the configuration to plan in a process that sees
+    no GPU. Raises as `plan`.
 
     picture: also draw the step to this PNG.
     """
@@ -185,15 +183,9 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
     if method == "traced" and torch.cuda.is_available() and (own is None or own.type == "cuda"):
         return {AGAIN: absent_gpu.named(config, own)}
     if method == "traced" and own is not None and own.type == "mps":
-        return {FAILED: "no trace knows what MPS allocates"}
-    try:
-        with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
-            facts, found = plan(config, method, only_modes)
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("%s: no plan", method, exc_info=True)
-        return {FAILED: f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")}
+        raise NotImplementedError("no trace knows what MPS allocates")
+    with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
+        facts, found = plan(config, method, only_modes)
     if picture is not None and found.events:
         title = f"planned memory, micro-batch {facts['micro_size']}: {found.phase.replace('_', ' ')} binds"
         draw(Picture(found.events, found.numbered, facts["limit_bytes"], title, picture))

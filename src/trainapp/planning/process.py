@@ -1,7 +1,5 @@
 """Plans in a separate process: some paths of torch abort, a plan sets global switches, and a model may keep tensors of
-a traced step.
-
-`python -m trainapp.planning.process` is the process that `answer_of` starts. Imports no torch in the caller.
+a traced step. Imports no torch in the caller.
 """
 
 import gc
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 # Tried in this order: a trace; for an absent GPU, a trace on the CPU with CUDA's rules; real steps; a trace with
 # made-up answers when the model reads values.
 METHODS = ("traced", "traced as on the CPU", "measured", "made up")
-AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to retry without seeing a GPU; the reason
+AGAIN = "again"  # in an answer: the configuration to plan in a process that sees no GPU
 _PLANNER = "trainapp.planning.planner.answer"
 # Variables that tell a process its rank: the planner would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -66,7 +64,7 @@ class Plan:
 
 
 class NoAnswer(Exception):
-    """The planner's process died or took too long, as the message says."""
+    """The planner's process failed, died or took too long, as the message says."""
 
 
 def ask(
@@ -95,9 +93,7 @@ def ask(
             if AGAIN in facts:
                 named = facts[AGAIN]
                 facts = call(_PLANNER, named, picture, only_modes, method)
-            if FAILED not in facts:
-                break
-            reasons.append(facts[FAILED])
+            break
         except NoAnswer as error:
             reasons.append(str(error))
     else:
@@ -167,7 +163,7 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors:
         pickle.dump((function, arguments), request)
         request.seek(0)
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
         try:
             done = subprocess.run(
                 command, env=environment, stdin=request, stdout=answer, stderr=errors, timeout=patience, check=False
@@ -184,13 +180,15 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise NoAnswer(f"the planner's process ended with {ending}: {last_line}".removesuffix(": "))
     outcome = pickle.loads(content)
-    if isinstance(outcome, UserError):
+    if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
 def main() -> None:
-    """Answer the request on stdin, on stdout: the function's result, or its UserError."""
+    """Run in the process that `answer_of` starts: answer the request on stdin, on stdout, with the function's result,
+    its UserError, or NoAnswer for any other error.
+    """
     function, arguments = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of data sets
@@ -201,11 +199,11 @@ def main() -> None:
         outcome = called(*arguments)
     except UserError as error:
         outcome = error
+    except Exception as error:
+        log.debug("%s: no answer", function, exc_info=True)
+        first_line = str(error).strip().partition("\n")[0]
+        outcome = NoAnswer(f"{type(error).__name__}: {first_line}".removesuffix(": "))
     pickle.dump(outcome, answer)
     answer.close()
     sys.stderr.flush()
     os._exit(0)  # torch's own end may abort after a trace
-
-
-if __name__ == "__main__":
-    main()
