@@ -60,7 +60,7 @@ def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
     assert line["memory/optimizer_state"] == copies * parameters + counts
     assert line["memory/buffers"] == sum(b.numel() * b.element_size() for b in model.buffers())
     assert line["memory/weight_average"] == parameters
-    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, run.state.optimizer, []))
+    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, run.state.optimizers, []))
     assert line["memory/left_for_activations"] == line["memory/limit"] - static
 
 
@@ -93,7 +93,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
         loop.train_step(run)
     assert not run.sizes.train.is_unvalidated  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
-    resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
+    resident = sum(device.static_bytes(run.state.model, run.state.optimizers, []).values())
     resident -= run.meter.static[Category.GRADIENTS]
     resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
     peak = resident + profiled_peak(lambda: loop.train_step(run))

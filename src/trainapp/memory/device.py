@@ -28,7 +28,7 @@ WATCH_INTERVAL = 1.0  # seconds between watched steps of a validated size, on th
 
 def static_bytes(
     model: nn.Module,
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     averages: list[Tensor],
     keeps_gradients: bool = True,
 ) -> dict[Category, int]:
@@ -38,7 +38,6 @@ def static_bytes(
     keeps_gradients: whether all gradients exist at once, between backward and update.
     """
     parameters = list(model.parameters())
-    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     trained = [[p for p in parameters if p.requires_grad]]
     if len(optimizers) > 1:
         trained = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]

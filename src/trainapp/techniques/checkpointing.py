@@ -60,16 +60,9 @@ def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mod
     return [mode for part in modes for mode in part]
 
 
-def modes_of(settings: ActivationCheckpointing, blocks: int) -> list[Mode]:
-    """The configured mode of each block. `auto` must be resolved before, see `choose_modes`; here it means none."""
-    if settings.modes is not None:
-        return list(settings.modes)
-    mode: Mode = "none" if settings.mode == "auto" else settings.mode
-    return [mode if index % settings.every == 0 else "none" for index in range(blocks)]
-
-
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
-    """Checkpoint the model's blocks by the settings. Parameter names are unchanged.
+    """Checkpoint the model's blocks by the settings. Parameter names are unchanged. `auto` must be resolved before, see
+    `choose_modes`; here it means none.
 
     Raises UserError for a model without blocks, and for `modes` for another number of blocks.
     """
@@ -77,7 +70,10 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     if settings.mode == "none" and settings.modes is None:
         return
     blocks = blocks_of(model, f"activation_checkpointing={settings.mode}")
-    modes = modes_of(settings, len(blocks))
+    modes = settings.modes
+    if modes is None:
+        mode = "none" if settings.mode == "auto" else settings.mode
+        modes = [mode if index % settings.every == 0 else "none" for index in range(len(blocks))]
     if len(modes) != len(blocks):
         raise UserError(
             f"activation_checkpointing.modes={modes}: names {len(modes)} blocks, and {type(model).__name__} has "
