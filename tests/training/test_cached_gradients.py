@@ -4,6 +4,8 @@ import own_tasks
 import pytest
 import runs
 import torch
+from faults import Fault
+from harness import Recorded
 from helpers import ROOT, evaluations
 from markdown import write_files
 from own_tasks import Encoder, Mirrored, infonce
@@ -12,7 +14,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import Snapshot
 from trainapp.training import cached_gradients, loop, transaction
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_pictures")
+pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (
     *("model=mlp", "user_packages=[own_tasks,test_cached_gradients]", "model._target_=own_tasks.Encoder"),
     *("~model.depth", "model.width=16", "model.dropout=0.3", "data=digits", "objective=min loss", "oom.grow=false"),
@@ -101,49 +103,22 @@ def weights(path, *overrides):
     return run, runs.weights(run.state.model)
 
 
-class Failing(Mirrored):
-    """Runs out of memory once: in the n-th call of `embed`, or in the loss."""
-
-    calls, at, in_loss = 0, None, False
-
-    def embed(self, model, batch):
-        if model.training:
-            type(self).calls += 1
-        self.strike(self.at is not None and self.calls == self.at)
-        return super().embed(model, batch)
-
-    def loss_of_embeddings(self, embeddings):
-        if torch.is_grad_enabled():
-            self.strike(self.in_loss)
-        return super().loss_of_embeddings(embeddings)
-
-    def strike(self, now):
-        if now:
-            type(self).at, type(self).in_loss = None, False
-            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-
-
-PLACES = {"first pass": {"at": 10}, "loss": {"in_loss": True}, "third pass": {"at": 15}}
+# Each of four micro-batches has 26 operations of the model and 12 of its embeddings; 8 are the loss of all.
+PLACES = {"first pass": ("forward", 40), "loss": ("loss", 52), "third pass": ("forward", 130)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_in_each_pass(tmp_path, monkeypatch, place):
-    """In the second step, of four micro-batches; the loss, in the first."""
-    for name, value in ({"calls": 0} | PLACES[place]).items():
-        monkeypatch.setattr(Failing, name, value)
-    chosen = (*OWN, "task=test_cached_gradients.Failing", "checkpointing=standard", "train.max_steps=3")
-    failed = runs.run(tmp_path / "failed", *chosen, "batch.micro_size=8")
-    assert failed.oom_restarts == 1
-    schedule = {1: 4} if place == "loss" else {1: 8, 2: 4}
-    assert failed.micro_schedule == schedule
-    given = f"batch.micro_schedule={schedule}"
-    assert runs.run(tmp_path / "replay", *chosen, given).oom_restarts == 0
-    replayed = runs.saved(tmp_path / "replay", 3)
-    for part in ("model", "optimizer"):
-        assert runs.differences(runs.saved(tmp_path / "failed", 3)[part], replayed[part]) == []
-    runs.run(tmp_path / "other", *chosen, "batch.micro_size=8")  # negative control: dropout depends on the cut
-    assert runs.differences(runs.saved(tmp_path / "other", 3)["model"], replayed["model"])
+def test_out_of_memory_in_each_pass(tmp_path, place):
+    phase, operation = PLACES[place]
+    chosen = (*OWN, MIRRORED, "train.max_steps=3")
+    config = runs.configure(tmp_path / "failed", *chosen, "batch.micro_size=8")
+    failed = Recorded(config, Fault(phase, 2, operation))
+    assert (len(failed.failures), failed.result.micro_schedule) == (1, {1: 8, 2: 4})
+    replay = Recorded(runs.configure(tmp_path / "replay", *chosen, "batch.micro_schedule={1: 8, 2: 4}"))
+    assert runs.differences(failed.record(), replay.record()) == []
+    other = Recorded(runs.configure(tmp_path / "other", *chosen, "batch.micro_size=8"))
+    assert runs.differences(other.record().state["model"], replay.record().state["model"])  # dropout depends on the cut
 
 
 SAME = {
