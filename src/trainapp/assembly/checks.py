@@ -28,6 +28,7 @@ from trainapp.assembly.parts import Parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
+from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, compares_samples, is_built_in
 from trainapp.memory.device import uncompiled
@@ -69,11 +70,12 @@ def require_sum(task: CheckedTask, config: Config, parts: Parts, model: nn.Modul
     """
     # Of trainapp's models, samples do not interact in evaluation mode.
     is_known = is_built_in(task) and type(model).__module__.startswith("trainapp.models.")
-    if parts.first is None or compares_samples(task) or is_known:
+    was_checked = parts.resumes and is_stream(parts.components.train_data)  # which is not read from its start again
+    if is_known or was_checked or compares_samples(task):
         return
     verdict = None
     if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
-        data = parts.first(SAMPLES)  # outside `try`: a stream raises its error only once
+        data = parts.batches.source.first(SAMPLES)  # outside `try`: a stream raises its error only once
         try:
             with preserved_rng(parts.device):
                 compared = _compared(task, config, parts, model, data)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +41,6 @@ class Parts:
     eval_sets: EvalSets
     initial_device: str | None = None
     resumes: bool = False
-
-    @property
-    def first(self) -> Callable[[int], Any] | None:
-        """As `Source.first`. None for the stream of a resuming run: it is not read from its start, and the loss of its
-        first samples was checked when the run started.
-        """
-        return None if self.resumes and is_stream(self.components.train_data) else self.batches.source.first
 
     @property
     def owners(self) -> dict[str, Any]:
