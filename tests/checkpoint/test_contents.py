@@ -105,16 +105,10 @@ def test_a_replaced_parameter_is_named(tmp_path):
 def test_adapters_are_saved_without_their_base(tmp_path):
     """Without a tied weight of it, too."""
     pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-<<<<<<< Updated upstream
     settings = (*runs.MODELS["gpt"], "adapter=lora", "train.max_steps=6")
     whole, parts = runs.resumed(tmp_path, 3, *settings)
     assert runs.differences(parts, whole) == []
     assert all("lora_" in name for name in whole["model"])
-=======
-    expected, resumed = runs.resumed(tmp_path, 3, *runs.MODELS["gpt"], "adapter=lora", "train.max_steps=6")
-    assert runs.differences(resumed, expected) == []
-    assert all("lora_" in name for name in expected["model"])
->>>>>>> Stashed changes
 
 
 def test_changed_options_of_the_configuration_win(tmp_path):
