@@ -15,26 +15,11 @@ from trainapp.memory.host import total_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.training import loop
 
-TAGS = {
-    "memory/allocated",
-    "memory/reserved",
-    "memory/peak",
-    "memory/peak_reserved",
-    "memory/limit",
-    "memory/percent_of_limit",
-    "memory/fragmentation",
-    "memory/allocator_retries",
-    "memory/out_of_memory_count",
-    "memory/host_rss",
-    "memory/host_rss_peak",
-    "memory/parameters",
-    "memory/gradients",
-    "memory/optimizer_state",
-    "memory/buffers",
-    "memory/left_for_activations",
-    "batch/micro_size",
-    "batch/accumulation",
-}
+MEASURED = (
+    "allocated reserved peak peak_reserved limit percent_of_limit fragmentation allocator_retries out_of_memory_count "
+    "host_rss host_rss_peak parameters gradients optimizer_state buffers left_for_activations"
+)
+TAGS = {"batch/micro_size", "batch/accumulation", *(f"memory/{name}" for name in MEASURED.split())}
 CPU = torch.device("cpu")
 
 
