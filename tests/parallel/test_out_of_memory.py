@@ -46,14 +46,14 @@ def recovers(cell: Cell, world: int, spread: str, faults: list[Fault], *override
     return records
 
 
-# Operations of a phase are counted over the attempt's micro-batches: 60 is in the first forward's second block, 250 in
+# Operations of a phase are counted over the attempt's micro-batches: 60 is in the first forward's second block, 150 in
 # the second micro-batch.
 PLACES = [
     ("data", 0),
     ("data", 1),
     ("forward", 0),
     ("forward", 60),
-    ("forward", 250),
+    ("forward", 150),
     ("backward", 2),
     ("backward", 60),
     ("backward", 200),
