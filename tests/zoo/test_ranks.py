@@ -70,7 +70,7 @@ def differs_from_its_replay(pool: Pool, name: str, folder: Path, *faults: Fault)
 
 @pytest.mark.parametrize("name", CELLS)
 def test_one_rank_out_of_memory(pool, tmp_path, name):
-    faults = (Fault("forward", 3, 2, rank=1), Fault("backward", 4, 8))
+    faults = (Fault("forward", 3, 1, rank=1), Fault("backward", 4, 8))
     assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
 
 
