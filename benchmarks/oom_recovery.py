@@ -3,9 +3,10 @@
     python benchmarks/oom_recovery.py [--only TEXT] [--json FILE]
 
 A run starts with its whole global batch as micro-batch, under a limit that a known share of it fits: it lies between
-the peaks of steps of three such micro-batches and of three with one sample more, exact on the CPU. Printed are
-the size at which the search ends, the attempts that failed, and the time in relation to the same run without the limit
-and what its failed attempts took. The exit code is 1 where a size is below 95% of the largest (below 20 samples: more
+the peaks of steps of three such micro-batches and of three with one sample more, exact on the CPU. The models are
+large enough that a sample costs about the same in a small micro-batch. Printed are the size at which the search ends,
+the attempts that failed, and the time in relation to the same run without the limit plus its failed attempts. The exit
+code is 1 where a size is below 95% of the largest (below 20 samples: more
 than one less), more than 4 attempts failed (6 where 1/64 fits), or a process was started.
 """
 
@@ -30,14 +31,14 @@ BASE = (
     "checkpointing=off", "memory.guard=false", "tracker=[]",
 )  # fmt: skip
 MODELS = {
-    "mlp": ("model=mlp", "data=digits", "model.width=256", "batch.global_size=512"),
+    "mlp": ("model=mlp", "data=digits", "model.width=1024", "batch.global_size=512"),
     "gpt": (
         "model=gpt", "model.depth=2", "model.width=64", "model.context_length=64", "data=synthetic_tokens",
         "data.vocab_size=256", "data.size=512", "batch.global_size=160",
     ),
-    "resnet": ("model=resnet", "model.width=8", "model.norm=group", "data=digits", "batch.global_size=192"),
+    "resnet": ("model=resnet", "model.width=32", "model.norm=group", "data=digits", "batch.global_size=192"),
     "vit": (
-        "model=vit", "model.width=24", "model.heads=3", "model.depth=1", "data=digits", "batch.global_size=128",
+        "model=vit", "model.width=96", "model.heads=3", "model.depth=2", "data=digits", "batch.global_size=128",
     ),
 }  # fmt: skip
 PAIRS = [(name, part) for name in MODELS for part in (2, 4, 8)] + [("mlp", 64)]

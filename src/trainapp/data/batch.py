@@ -1,4 +1,4 @@
-"""A batch is any pytree: tensors in arbitrarily nested containers. Which of their dimensions are samples is unknown.
+"""A batch is any pytree: tensors in arbitrarily nested containers. Which dimension holds the samples is unknown.
 
 Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with
 `torch.utils._pytree`, such as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
@@ -136,7 +136,7 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
 
 
 def own_part(samples: int, part: int, parts: int) -> tuple[int, int]:
-    """Where a part of consecutive samples begins and ends. The first parts have one more than the others."""
+    """[start, end) of a part of consecutive samples. The first parts may have one more than the others."""
     least, more = divmod(samples, parts)
     return part * least + min(part, more), (part + 1) * least + min(part + 1, more)
 

@@ -1,5 +1,4 @@
-"""How far a run has got, and how samples become the micro-batches of steps and evaluations, of indexable data and
-streams alike.
+"""A run's progress, and how samples become the micro-batches of steps and evaluations, for indexable data and streams.
 
 A `Source` chooses a step's samples: `data.sampler` for indexable data, `data.stream` for streams.
 """
@@ -160,7 +159,7 @@ class TrainBatches:
         progress.epoch, progress.consumed = share.after
 
     def begin_epoch(self, epoch: int) -> None:
-        """Leave out what is left of the epochs before this one."""
+        """Skip the rest of earlier epochs."""
         self.source.begin_epoch(epoch)
         self.drop_fetched()
 

@@ -198,28 +198,28 @@ def _form(value: Any) -> str:
 def refuse_without_gradient(setting: str) -> NoReturn:
     """Raises UserError for a loss that depends on no trainable parameter."""
     raise UserError(
-        f"{setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
+        f"{setting}: its loss requires no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
         "nothing to learn from, return outputs.sum() * 0)"
     )
 
 
 def compares_samples(task: Any) -> bool:
-    """Whether the task's loss is not a sum over samples: it is one of embeddings, or needs the whole batch."""
+    """Whether the task's loss is not a sum over samples: it is an embedding loss, or needs the whole batch."""
     return has_embeddings(task) or needs_whole_batch(task)
 
 
 def has_embeddings(task: Any) -> bool:
-    """Whether the task defines a loss of embeddings, so that gradients can be cached: `training.cached_gradients`."""
+    """Whether the task defines an embedding loss, so that gradients can be cached: `training.cached_gradients`."""
     return all(callable(attribute(task, name)) for name in ("embed", "loss_of_embeddings"))
 
 
 def needs_whole_batch(task: Any) -> bool:
-    """Whether the task's batch is never cut: it declares `whole_batch = True`, and has no loss of embeddings."""
+    """Whether the task's batch is never cut: it declares `whole_batch = True`, and has no embedding loss."""
     return bool(attribute(task, "whole_batch", False)) and not has_embeddings(task)
 
 
-# Names that the log records in addition to metrics: see `training.events`, `Sizes.scalars` and `Meter.scalars`.
+# Names that the log records in addition to metrics: see `training.events` and `Meter.scalars`.
 RESERVED = frozenset(
     {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
     | {"samples_per_second", "tokens_per_second", "mfu"}

@@ -48,7 +48,10 @@ class Autotuner:
             torch.backends.cudnn.benchmark = self._is_on = is_settled
             torch.backends.cudnn.deterministic = not is_settled
         is_first = is_settled and id(sizes) not in self._settled
-        (self._settled.add if is_settled else self._settled.discard)(id(sizes))
+        if is_settled:
+            self._settled.add(id(sizes))
+        else:
+            self._settled.discard(id(sizes))
         return is_first
 
 

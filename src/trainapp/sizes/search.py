@@ -104,10 +104,10 @@ class SizeSearch:
             return None
         if line < worth:  # a single size does not determine the line, so it excludes nothing
             return None if min(self.measured) < self.size else worth
-        following = MARGIN * line
-        if following >= self.fails:  # not measured, or disproved
+        next_size = MARGIN * line
+        if next_size >= self.fails:  # not measured, or disproved
             return (self.size + self.fails) // 2
-        return max(self.size + 1, int(following))
+        return max(self.size + 1, int(next_size))
 
     def _reaches_limit(self) -> float:
         """The size at which the line through the measurements reaches the limit; inf if it never does."""

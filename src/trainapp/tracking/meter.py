@@ -69,8 +69,8 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 class Meter:
     """Counts samples and seconds since the last log step, and since the start.
 
-    gradients, communication_buffers, hook_tensors: functions returning tensors that currently exist; the last are those
-    of metrics.
+    gradients, communication_buffers, hook_tensors: functions returning tensors that currently exist; the last
+    returns those of metrics.
     counts_tokens: whether the loss's counts are numbers of tokens. utilisation: None if unknown.
     Attributes: samples; waited, seconds spent waiting for batches; paused, seconds that are not training time; static,
     bytes that persist between steps, by category.

@@ -33,14 +33,14 @@ from trainapp.training.phase import Phase
 
 
 class CachedGradients(Engine):
-    """The engine for a loss of embeddings. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
+    """The engine for an embedding loss. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
 
     task: Any  # with `embed`, `loss_of_embeddings` and `setting`
     _first_pass: Sequence[Tensor] = ()  # in the first step: the embeddings that pass 3 must repeat
 
     @property
     def _caches(self) -> bool:
-        """Whether the current update has a loss of embeddings."""
+        """Whether the current update has an embedding loss."""
         return has_embeddings(self.task)
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: Around) -> Iterator[MicroBatch]:
@@ -49,7 +49,7 @@ class CachedGradients(Engine):
             return cut
         micro_batches, embeddings = self._embed(cut, watched)
         self._step_totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
-        self.weight = self.weight_of(1)  # the cached gradients are already weighted
+        self.loss_weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
         seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
         return self._third_pass(micro_batches, gradients)

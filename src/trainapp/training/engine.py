@@ -124,13 +124,15 @@ class Engine:
         self.stateful_metrics = stateful_metrics
         self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
-        self.is_first = True
+        self.is_first, self.rehearses = True, False
+        self.step: Step  # set by `begin`, as the weight of the loss
+        self.loss_weight: Tensor
 
     def begin(self, step: Step) -> None:
         """Start an update."""
         self.step, self.rehearses = step, False
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
-        self.weight = self.weight_of(step.samples)
+        self.loss_weight = self.weight_of(step.samples)
 
     @property
     def task(self) -> Task:
@@ -190,8 +192,8 @@ class Engine:
         self.phase = Phase.BACKWARD
         is_checked = self.is_first and micro.last
         with checked_gradients(self.state.model, loss) if is_checked else contextlib.nullcontext():
-            backward(self.scaled(loss), self.weight if micro.real else self.weight * 0)
-        if not self.phase.is_partial:  # else it stays so until the commit
+            backward(self.scaled(loss), self.loss_weight if micro.real else self.loss_weight * 0)
+        if not self.phase.is_partial:  # otherwise it stays partial until the commit
             self.phase = Phase.DATA
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -279,7 +281,7 @@ def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor
     """Raises UserError if a task has replaced gradients: the sum over micro-batches would depend on their size."""
     if any(parameter.grad is not then for parameter, then in zip(parameters, before, strict=True)):
         raise UserError(
-            "the task changes the gradients of the model's parameters, by a backward() or a zero_grad() of its own: "
+            "the task changes the gradients of the model's parameters, by calling backward() or zero_grad() itself: "
             "they hold the sum over the micro-batches so far; use torch.autograd.grad for gradients inside a task"
         )
 

@@ -121,7 +121,7 @@ def each_micro_batch(
                 session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
             keep(micro, result)
             session.snapshot.take()
-            session.eval_ranks.check_peers()  # the following work is collective and has no vote
+            session.eval_ranks.check_peers()  # what comes next is collective and has no vote
             sizes.succeeded(session.eval_ranks)
 
 
@@ -192,7 +192,7 @@ def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "o
     )
 
 
-# --- losses of embeddings
+# --- embedding losses
 
 
 class Embedded:

@@ -1,7 +1,7 @@
 """`train.check_exactness`: runs each of the first three steps twice from the same `Snapshot`, and compares.
 
 It finds causes for which a retry would silently differ: state that no snapshot holds, such as a counter in an attribute
-of a task, a global variable or a file, and kernels that add in no fixed order.
+of a task, a global variable or a file, and kernels that add in a nondeterministic order.
 """
 
 import functools
@@ -48,7 +48,7 @@ def rehearse(session: Session, step: Step, accumulate: Callable[..., Totals]) ->
         raise TrainingStopped(_message(by_rank[0], step, session.config.train.deterministic, session.state.device))
     session.rehearsals -= 1
     if not session.rehearsals:
-        session.tracker.note(f"check_exactness: the first {STEPS} steps are the same when they are retried")
+        session.tracker.note(f"check_exactness: retrying each of the first {STEPS} steps gives the same result")
 
 
 def outcome(session: Session, totals: Totals) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def _digest(state: Any) -> str:
 def _message(names: list[str], step: Step, is_deterministic: bool, device: torch.device) -> str:
     lines = [f"{name}: differs between two runs of step {step.number} from the same state" for name in names]
     more = [f"and {len(lines) - MOST_FINDINGS} more"] if len(lines) > MOST_FINDINGS else []
-    advice = f"What a retry does not restore has changed. {PROTOCOL}"
+    advice = f"Something that a retry does not restore has changed. {PROTOCOL}"
     if not is_deterministic:
-        advice += f"; or the kernels ({device.type}) add in no fixed order, which train.deterministic=true excludes"
+        advice += f"; or the kernels ({device.type}) are nondeterministic, which train.deterministic=true prevents"
     title = "train.check_exactness=true: a retried step would not be the same"
     return "\n".join([title, *(f"  {line}" for line in [*lines[:MOST_FINDINGS], *more]), advice])

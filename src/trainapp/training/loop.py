@@ -24,7 +24,8 @@ from trainapp.training.transaction import around, micro_batches, transaction
 
 def train(session: Session) -> None:
     """Train until the run ends or all ranks agree to stop. An error leaves parameters and optimizer as they were after
-    the last finished step, unless `session.engine.phase.is_partial`.
+    the last finished step, unless `session.engine.phase.is_partial`. What follows a step comes first, so that a call
+    after an error, or of a resumed run, completes it before the next step.
     """
     while True:
         update_weight_average(session)
@@ -54,13 +55,16 @@ def train_step(session: Session) -> None:
         after_update(session, step, totals, norm, applied)
 
 
-def accumulate(engine: Engine, micro_batches: Iterator[MicroBatch], around: Around) -> Totals:
-    """The gradients of these micro-batches in `p.grad`, and their totals, both summed over all ranks."""
+def accumulate(engine: Engine, batches: Iterator[MicroBatch], within: Around) -> Totals:
+    """The gradients of these micro-batches in `p.grad`, and their totals, both summed over all ranks.
+
+    within: a context manager around forward and backward of each micro-batch.
+    """
     totals = Totals()
-    for micro in micro_batches:
-        with around(micro):  # ranks, watched memory
+    for micro in batches:
+        with within(micro):  # gradient sync, memory tracking
             loss, totals = engine.forward(micro, totals)
-            engine.backward(loss, micro)  # gradients add up
+            engine.backward(loss, micro)  # gradients accumulate
     return engine.reduce(totals)  # over all ranks
 
 

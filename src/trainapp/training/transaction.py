@@ -84,7 +84,7 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
 
 
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
-    """The coming step's samples, fetched and cut to the size that fits: equally many micro-batches on every rank."""
+    """The coming step's samples, fetched and split to the size that fits: the same number on every rank."""
     batches, sizes = session.batches, session.sizes
     by_update = [own.size for own in sizes.by_update.values()]
     fetched = session.meter.timed(batches.micro_batches(session.state.progress, by_update, session.state.every))
@@ -100,7 +100,7 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     watching = watched(session, sizes, session.ranks, micro.data, micro.samples)
     flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if step.is_logged and micro.real and (meter := session.meter.utilisation):
-        flops = meter.counting(step.update.name, micro.samples * step.update.every)  # since this update was last made
+        flops = meter.counting(step.update.name, micro.samples * step.update.every)  # samples since the update last ran
     with session.strategy.micro_batch(micro.last), watching, flops:
         yield
 
