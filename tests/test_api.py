@@ -211,7 +211,7 @@ except trainapp.UserError as error:
     sizes, refused, *differences = done.stdout.splitlines()[-4:]
     assert sizes == "4 64 8 True"
     assert refused.startswith("hydra.run.dir=")
-    assert "belongs to a run of other settings" in refused
+    assert "belongs to a run whose settings give another result" in refused
     assert differences[0].startswith("optimizer.lr: ")
     assert sorted(os.listdir(tmp_path)) == ["program.py", "runs"]
 

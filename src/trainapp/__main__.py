@@ -47,7 +47,7 @@ def job(composed: DictConfig) -> float | None:
             launch.describe(composed, config, hydra_config.overrides.task)
             return launch.launch(config, is_sweep)
     except Exception as error:
-        if is_sweep:  # of failed jobs, Hydra shows only the first one's error, and leaves all their logs empty
+        if is_sweep:  # Hydra shows only the first failed job's error, and leaves the logs of all empty
             if isinstance(error, UserError):
                 log.error("%s", error)
             else:
@@ -61,7 +61,7 @@ def job(composed: DictConfig) -> float | None:
 
 
 def main() -> None:
-    """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
+    """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
     if sys.argv[1:2] == ["new"]:
         return _new(sys.argv[2:])
     if sys.argv[1:] == ["--version"]:

@@ -33,7 +33,7 @@ _running = threading.Lock()  # held by the one run in this process
 
 
 def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
-    """The run of `python -m trainapp OVERRIDES hydra.run.dir=RUN_DIR`, from start to end. Returns how it ended.
+    """Do the run of `python -m trainapp OVERRIDES hydra.run.dir=RUN_DIR`, from start to end. Returns its result.
 
     overrides: such as `["model=mlp", "train.max_steps=20"]`. run_dir: the directory for all files of the run; calling
     again with the same directory continues the run, or returns its result if it has finished. config_dir: as
@@ -85,9 +85,9 @@ def load(
     gives the averaged weights. The model is built from the settings in the checkpoint, and the run's data set is opened
     for the sizes that the model takes from it.
 
-    user_packages: your packages with the model, data and loss, and config_dir: their folder in addition to the working
-    directory, both as for `train`. They are not read from the checkpoint, which may come from someone else and must not
-    choose the code that runs here. Raises UserError if there is no such checkpoint, or if it is damaged, names other
+    user_packages: your packages that define the model, data and loss. They are not read from the checkpoint, which may
+    come from someone else and must not choose the code that runs here. config_dir: a folder to import from, besides
+    the working directory. Raises UserError if there is no such checkpoint, or if it is damaged, names other
     packages, or does not fit.
     """
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)

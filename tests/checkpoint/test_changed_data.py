@@ -32,7 +32,7 @@ def test_another_length_is_refused(tmp_path, size):
     runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
     before = helpers.files(tmp_path)
     message = (
-        rf"data\.on_change=refuse: the training data has {size} samples, and had 96 when .*step_00000004 was saved"
+        rf"data\.on_change=refuse: the training data has {size} samples, but had 96 when .*step_00000004 was saved"
     )
     with pytest.raises(UserError, match=message):
         runs.prepare(tmp_path, *IMAGES, f"data.size={size}")

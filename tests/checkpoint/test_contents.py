@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from trainapp.training import loop
 
 DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign]")
-NOT_SAVED = "a checkpoint does not hold changes of training in "
+NOT_SAVED = "a checkpoint does not hold what training changes in "
 
 
 def overrides(model, optimizer=""):
@@ -89,11 +89,11 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path):
 def test_another_optimizer_or_another_form_of_its_state_is_refused(tmp_path):
     runs.run_until(tmp_path / "a", 2, *overrides("Linear", "PlainState"))
     resume = f"checkpointing.resume={tmp_path / 'a'}"
-    with pytest.raises(UserError, match=r"its optimizer is foreign\.PlainState, and this run's torch\.optim\.adamw"):
+    with pytest.raises(UserError, match=r"it was saved with foreign\.PlainState, but this run has torch\.optim\.adamw"):
         runs.prepare(tmp_path / "b", *overrides("Linear"), resume)
     eight = ("optimizer=adamw_8bit", "model=mlp", "model.width=128", "data=digits")
     runs.run_until(tmp_path / "c", 2, *eight)
-    with pytest.raises(UserError, match=r"AdamW \(8bit\), and this run's .*AdamW \(4bit\)"):
+    with pytest.raises(UserError, match=r"AdamW \(8bit\), but this run has .*AdamW \(4bit\)"):
         runs.prepare(tmp_path / "d", *eight, "optimizer=adamw_4bit", f"checkpointing.resume={tmp_path / 'c'}")
 
 

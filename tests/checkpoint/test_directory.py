@@ -115,7 +115,7 @@ def test_only_checkpoints_are_ever_removed(tmp_path, caplog):
     assert set(names(tmp_path)) == {*kept, "step_00000006", "step_00000007"}
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 7)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step_00000007", "step_00000006"]
-    assert len([text for text in own_messages(caplog) if "went back before it" in text]) == 2  # 10 and 11
+    assert len([text for text in own_messages(caplog) if "rolled back before it" in text]) == 2  # 10 and 11
 
 
 def test_a_link_is_unlinked_and_not_followed(tmp_path):
@@ -225,7 +225,7 @@ def test_an_older_format_is_refused_by_one_message(tmp_path):
     path = runs.checkpoint(tmp_path, 2)
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**manifest, "format": FORMAT - 1}))
-    message = rf"step_00000002 has format {FORMAT - 1}, and this version reads format {FORMAT}: .*mode=export"
+    message = rf"step_00000002 has format {FORMAT - 1}, but this version reads format {FORMAT}: .*mode=export"
     for folder, *named in ((tmp_path,), (tmp_path / "new", f"checkpointing.resume={path}")):
         with pytest.raises(UserError, match=message):
             runs.prepare(folder, *MLP, *named)

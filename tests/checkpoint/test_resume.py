@@ -220,7 +220,7 @@ def test_a_new_rate_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [("model.width=32", "layers.0.0.weight"), ("optimizer=sgd", "its optimizer is")]
+    ("change", "named"), [("model.width=32", "layers.0.0.weight"), ("optimizer=sgd", "it was saved with")]
 )
 def test_a_checkpoint_that_does_not_fit(tmp_path, change, named):
     runs.run_until(tmp_path, 1, *runs.MODELS["mlp"])

@@ -51,7 +51,7 @@ def changed(**settings):
         ({"model__init_strict": 1}, "model.init_strict=1: must be a valid boolean"),
         ({"metrics": {"f1": {"width": 1}}}, "metrics.f1={'width': 1}: must have a `_target_`, the class to build"),
         ({"metrics": {"a b": {"_target_": "x"}}}, "metrics.a b=a b: String should match pattern"),
-        ({"eval": {"val": {"_target_": "x"}}}, "eval.val=val: must be letters, digits, _ and -"),
+        ({"eval": {"val": {"_target_": "x"}}}, "eval.val=val: must consist of letters, digits, _ and -"),
         ({"task": {"width": 1}}, "task={'width': 1}: must be a valid string"),
         ({"user_packages": "mine"}, "user_packages=mine: must be a valid list"),
     ],

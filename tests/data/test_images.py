@@ -304,13 +304,13 @@ def test_class_names_are_kept_and_other_ones_refused(tmp_path):
     for part in ("train", "val"):
         (root / part / "blue").rename(root / part / "sky")
     with pytest.raises(
-        UserError, match=r"classes differ from when it was saved: blue \(now green\), green \(now red\)"
+        UserError, match=r"class names have changed since it was saved: blue \(now green\), green \(now red\)"
     ):
         runs.run(tmp_path / "run", *run, "train.max_steps=2")
     with pytest.raises(UserError, match=r"data\.path=null: name the folder"):
         runs.run(tmp_path / "other", *TINY)
     other = fill(tmp_path / "test", 1)
-    with pytest.raises(UserError, match=r"eval\.test\._target_=.*: its classes are blue, green, red, and those of the"):
+    with pytest.raises(UserError, match=r"eval\.test\._target_=.*: its classes are blue, green, red, but those of the"):
         runs.run(
             tmp_path / "third", *run, "+data@eval.test=images", f"eval.test.path={other}", "eval.test.val_fraction=1"
         )

@@ -175,8 +175,8 @@ def test_the_average_is_used(tmp_path):
     [
         (("task=own_inference.Mean",), r"has shape \[10\]"),
         (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
-        (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must be letters"),
-        (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must be letters"),
+        (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must consist of letters"),
+        (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must consist of letters"),
         (("predict.output=/",), "predict.output=/: exists, and is not a file of rows"),
         (("parallel=fsdp",), "mode=predict with parallel=fsdp"),
     ],

@@ -132,14 +132,14 @@ def test_another_tokenizer_is_refused(tmp_path):
     chosen = (*hf_files.CAUSAL, "data=hf", "data.vocab_size=270", "data.context_length=16", *runs.TINY)
     chosen += ("train.max_steps=1",)
     runs.run(tmp_path / "run", *chosen, f"data.path={first}")
-    with pytest.raises(UserError, match=r"^eval\.other\..*its tokenizer is not that of the training data"):
+    with pytest.raises(UserError, match=r"^eval\.other\..*its tokenizer differs from that of the training data"):
         runs.prepare(
             tmp_path / "b", *chosen, f"data.path={first}", "+data@eval.other=hf", f"eval.other.path={second}",
             "eval.other.vocab_size=270", "eval.other.context_length=16",
         )  # fmt: skip
     resumed = ("mode=eval", f"checkpointing.resume={tmp_path / 'run'}", *chosen)
     runs.run(tmp_path / "same", *resumed, f"data.path={first}")
-    with pytest.raises(UserError, match=r"the tokenizer of the data is another .* data\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"the data's tokenizer has changed .* data\.tokenizer=FOLDER"):
         runs.run(tmp_path / "other", *resumed, f"data.path={second}")
 
 

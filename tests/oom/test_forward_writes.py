@@ -35,7 +35,7 @@ def test_only_a_first_write_without_a_copy_goes_back(tmp_path, case, step):
     (failure,) = recorded.failures
     assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4)
     assert differences(recorded.record(), undisturbed(*CASES[case], schedule=((step, 4),))) == []
-    was_rebuilt = "so back to the start" in failure.action
+    was_rebuilt = "restarting from the start" in failure.action
     assert was_rebuilt == (case.startswith("Teacher") and step == 1)
     assert bool(failure.lost) == was_rebuilt
 
@@ -74,7 +74,7 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
     (failure,) = recorded.failures
     assert failure.lost == ["model.total"]
     assert "the forward has written model.total, of which there was no copy" in failure.action
-    assert "so back to the start; 2 finished steps are repeated" in failure.action
+    assert "restarting from the start and repeating 2 finished steps" in failure.action
     assert recorded.run.sizes.evaluation.size == 45
     assert differences(recorded.record().state["model"], undisturbed(*EVALUATING).state["model"]) == []
 
@@ -90,14 +90,17 @@ def test_a_rebuilt_run_continues_where_it_began(tmp_path):
     Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
     resuming = {"checkpointing.resume": str(tmp_path / "a")}
     found = Recorded(tiny(tmp_path / "b", *CASES["Teacher"], changes=resuming), Fault("backward", 3, 3))
-    assert "so back to the checkpoint of step 2; 0 finished steps are repeated" in found.failures[0].action
+    assert "restarting from the checkpoint of step 2 and repeating 0 finished steps" in found.failures[0].action
     wanted = Recorded(tiny(tmp_path / "c", *CASES["Teacher"], schedule={3: 4}, changes=resuming))
     assert differences(found.record(), wanted.record()) == []
 
 
 @pytest.mark.parametrize(
     ("resume", "step", "place"),
-    [("checkpoints/step_00000002", 3, "the checkpoint of step 2; 0 finished"), ("none", 2, "the start; 1 finished")],
+    [
+        ("checkpoints/step_00000002", 3, "the checkpoint of step 2 and repeating 0"),
+        ("none", 2, "the start and repeating 1"),
+    ],
 )
 def test_a_rebuilt_run_that_has_saved_nothing_ignores_other_checkpoints_in_its_directory(tmp_path, resume, step, place):
     """They are later ones of another branch, or those of an earlier run."""
@@ -105,7 +108,7 @@ def test_a_rebuilt_run_that_has_saved_nothing_ignores_other_checkpoints_in_its_d
     Recorded(tiny(tmp_path, *saving, "schedule=constant", "train.max_steps=4"))
     named = {"checkpointing.resume": resume if resume == "none" else str(tmp_path / resume)}
     recorded = Recorded(tiny(tmp_path, *saving, "schedule=constant", changes=named), Fault("commit", step, 2))
-    assert f"so back to {place} steps are repeated" in recorded.failures[0].action
+    assert f"restarting from {place} finished steps" in recorded.failures[0].action
 
 
 @pytest.mark.slow
@@ -115,7 +118,7 @@ def test_a_rebuilt_run_begins_again_with_the_weights_that_it_began_with(tmp_path
     Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
     begun = (*CASES["Teacher"], f"model.init_from={tmp_path / 'a'}")
     found = Recorded(tiny(tmp_path / "b", *begun), Fault("backward", 1, 3))
-    assert "so back to the start; 0 finished steps are repeated" in found.failures[0].action
+    assert "restarting from the start and repeating 0 finished steps" in found.failures[0].action
     wanted = Recorded(tiny(tmp_path / "c", *begun, schedule={1: 4}))
     assert differences(found.record(), wanted.record()) == []
     assert differences(wanted.record().state, undisturbed(*CASES["Teacher"], schedule=((1, 4),)).state) != []

@@ -133,7 +133,7 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     recorded = Recorded(tiny(tmp_path, *cell(model, precision)), fault)
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
-    assert f"back to the start; {step - 1} finished steps are repeated" in failure.action
+    assert f"restarting from the start and repeating {step - 1} finished steps" in failure.action
     assert differences(recorded.record(), undisturbed(*cell(model, precision), schedule=((1, 4),))) == []
 
 

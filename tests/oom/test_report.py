@@ -98,7 +98,7 @@ def test_the_last_word(tmp_path):
     assert re.fullmatch(r"out of memory in \w+ with micro-batch 1: nothing is left to halve\.", first)
     for name in ("limit", "parameters", "optimizer state", "weight average"):
         assert re.search(rf"^{name} +[\d.]+ [KMG]iB$", message, re.MULTILINE), name
-    advice = message.partition("What needs less memory")[2]
+    advice = message.partition("Settings that save memory")[2]
     for setting in ("train.ema=null", "activation_checkpointing=full", "optimizer=adamw_8bit"):
         assert re.search(rf"^  {setting}: saves .+; costs .+$", advice, re.MULTILINE), setting
 

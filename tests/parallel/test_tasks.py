@@ -55,7 +55,7 @@ def test_all_parameters_read_by_a_task(cell):
     ("task", "message"),
     [
         ("with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
-        ("detached", "its loss needs no gradient"),
+        ("detached", "its loss requires no gradient"),
         ("mean", "the loss is a mean, where a sum is needed"),
     ],
 )

@@ -98,7 +98,7 @@ def test_another_run_replaces_none_that_is_there(tmp_path):
     for name, rate in (("a", 0.5), ("b", 0.1)):
         runs.run(tmp_path / name, *MLP, f"optimizer.lr={rate}", "train.max_steps=2")
     longer = (*MLP, "optimizer.lr=0.1", "train.max_steps=4")
-    with pytest.raises(UserError, match="has checkpoints of its own run"):
+    with pytest.raises(UserError, match="has checkpoints of another run"):
         runs.prepare(tmp_path / "b", *longer, f"checkpointing.resume={tmp_path / 'a'}")
     own = tmp_path / "b" / "checkpoints" / "step_00000002"
     assert runs.run(tmp_path / "b", *longer, f"checkpointing.resume={own}").steps == 4

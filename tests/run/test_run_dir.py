@@ -131,7 +131,7 @@ def test_another_experiment_is_refused(tmp_path):
     first = runs.run(tmp_path, *MLP)
     message = refusal(tmp_path, *MLP, "optimizer.lr=0.5", "train.seed=3", "every.log=2")
     assert message.splitlines()[:3] == [
-        f"hydra.run.dir={tmp_path}: this directory belongs to a run of other settings, which change the result:",
+        f"hydra.run.dir={tmp_path}: this directory belongs to a run whose settings give another result:",
         "  optimizer.lr: 0.01 before, 0.5 now",
         "  train.seed: 0 before, 3 now",
     ]

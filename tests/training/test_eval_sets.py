@@ -122,7 +122,7 @@ def test_a_resumed_run_may_have_others(tmp_path):
         ),
         (
             "+eval={a b: {_target_: trainapp.data.sets.digits.Digits}}",
-            r"eval\.a b=a b: must be letters, digits, _ and -",
+            r"eval\.a b=a b: must consist of letters, digits, _ and -",
         ),
     ],
 )

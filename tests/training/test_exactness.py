@@ -87,13 +87,13 @@ def test_what_a_retry_would_change_is_named(tmp_path):
     assert lines[1] == "  the loss: differs between two runs of step 1 from the same state"
     assert any("the gradient of model." in line for line in lines)
     assert "get_extra_state" in lines[-1]
-    assert "add in no fixed order" not in lines[-1]
+    assert "are nondeterministic" not in lines[-1]
 
 
 @pytest.mark.slow
 def test_kernels_may_be_the_cause(tmp_path):
     lines = message(tmp_path, *MLP, "task=test_exactness.CountingTask", "train.deterministic=false")
-    assert "the kernels (cpu) add in no fixed order, which train.deterministic=true excludes" in lines[-1]
+    assert "the kernels (cpu) are nondeterministic, which train.deterministic=true prevents" in lines[-1]
 
 
 def test_without_a_rollback_every_model_fails(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ REFUSED = {
 def test_what_is_no_sum_is_refused(tmp_path, task):
     message = runs.refusal(tmp_path, *OWN, f"task={task}")
     assert re.match(rf"task={task}: {REFUSED[task]}", message)
-    assert message.endswith("train.check_loss=false trains with it as it is")
+    assert message.endswith("If it is intended, set train.check_loss=false")
     prepare(tmp_path, f"task={task}", UNCHECKED)
 
 

@@ -49,7 +49,7 @@ def test_metrics_may_be_plain_numbers(tmp_path):
 
 REFUSED = {  # results in a wrong form: test_loss_check.py
     "own_tasks.several_metrics": r"task=own_tasks\.several_metrics: must return .*'right': torch\.bool\[16\]",
-    "own_tasks.detached": r"task=own_tasks\.detached: its loss needs no gradient",
+    "own_tasks.detached": r"task=own_tasks\.detached: its loss requires no gradient",
     "own_tasks.with_parameters": r"the loss depends on 1 parameters that are not among model\.parameters\(\) .*\[1\]",
 }
 

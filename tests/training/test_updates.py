@@ -364,14 +364,14 @@ def test_mistakes_are_one_message(tmp_path, overrides, message):
 def test_checkpoints_of_other_updates_are_refused(tmp_path):
     runs.run(tmp_path / "a", *OWN, "train.max_steps=1")
     one = (*PARTS, "task=zoo.gans.generate", "train.max_steps=2", f"checkpointing.resume={tmp_path / 'a'}")
-    with pytest.raises(UserError, match="it was saved with the updates discriminator, generator, and this run has one"):
+    with pytest.raises(UserError, match="it was saved with the updates discriminator, generator, but this run has one"):
         runs.run(tmp_path / "b", *one)
 
 
 @pytest.mark.parametrize("task", ["mean", "detached"])
 def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
     """Seen before the first step, or while training."""
-    rules = {"mean": "the loss is a mean", "detached": "its loss needs no gradient"}
+    rules = {"mean": "the loss is a mean", "detached": "its loss requires no gradient"}
     one, other = (
         f"{{name: {name}, task: own_tasks.{task}, parameters: [{name}], optimizer: {{lr: 0.01}}}}"
         for name, task in (("body", "total"), ("head", task))

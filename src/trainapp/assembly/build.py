@@ -100,7 +100,7 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
         weights = weights_in(path, state.model)
         apart = frozenset() if base is None else base.names.difference(weights)
         load_tensors(state.model, weights, strict, f"model.init_from={source}", apart)
-        log.info("begins with the weights of %s", path)
+        log.info("starting from the weights of %s", path)
     elif source is not None and base is None:
         load_weights(state.model, source, strict)
     state.average.start_at_weights()

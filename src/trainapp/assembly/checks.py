@@ -43,7 +43,7 @@ SAMPLES = 4
 # amplify that; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
 FINE, COARSE = 1e-3, 2e-2  # COARSE: for matmuls in less than fp32 precision
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
-_IF_MEANT = "train.check_loss=false trains with it as it is"
+_IF_MEANT = "If it is intended, set train.check_loss=false"
 log = logging.getLogger(__name__)
 
 
@@ -126,8 +126,8 @@ def _compared(task: CheckedTask, config: Config, parts: Parts, model: nn.Module,
 
 
 def _halves(data: Any, seed: int, samples: int) -> tuple[Any, Any, list[Any], bool]:
-    """A batch of `samples` samples, the same with its halves in the other order where that can be had, the halves, and
-    whether these are known to hold the same values.
+    """A batch of `samples` samples, the same with its halves swapped where possible, the halves, and whether these are
+    known to hold the same values.
     """
     first, second = list(range(samples // 2)), list(range(samples // 2, samples))
     orders = (first + second, second + first, first, second, first + first)
@@ -172,21 +172,21 @@ def _verdict(compared: Comparison, setting: str) -> str | None:
     )
     if difference > tolerance * size and size > 1e-6 * min(1.0, abs(whole.divisor)) and _is_mean(compared):
         return (
-            f"{setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count once "
-            "more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "
+            f"{setting}: the loss is a mean, but a sum is required: {numbers}. It would be divided by the count "
+            "twice, and uneven micro-batches weighted wrongly: return the sum of the samples' (or tokens') losses and "
             f"their number, such as the mean times its number of summands. {_IF_MEANT}"
         )
     if same and difference > tolerance * (size + FLOOR * abs(whole.divisor)):
         return (
             f"{setting}: the loss is not a sum over samples: {numbers}. It would depend on the micro-batch, and so on "
-            "the memory. If it compares the samples of its batch, declare `whole_batch = True` on the task: its batch "
+            "free memory. If it compares the samples of its batch, declare `whole_batch = True` on the task: its batch "
             "is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). If the model normalises "
             f"over the batch in evaluation mode, let it use running statistics there. {_IF_MEANT}"
         )
     if same and not math.isclose(whole.divisor, a.divisor + b.divisor, rel_tol=tolerance):
         return (
-            f"{setting}: the count does not add up: {numbers}. Micro-batches would be weighed wrongly: return how many "
-            f"samples or tokens the loss is a sum of, or the sum of their weights. {_IF_MEANT}"
+            f"{setting}: the count does not add up: {numbers}. Micro-batches would be weighted wrongly: return the "
+            f"number of samples or tokens that the loss sums over, or the sum of their weights. {_IF_MEANT}"
         )
     return None
 

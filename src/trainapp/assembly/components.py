@@ -45,7 +45,7 @@ class Components:
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether a loss is one of embeddings: a step then holds those of all its micro-batches at once."""
+        """Whether a loss is an embedding loss: a step then holds the embeddings of all its micro-batches at once."""
         return any(map(losses.has_embeddings, (self.task, *self.training_tasks)))
 
     @property
@@ -76,8 +76,8 @@ def load_components(config: Config) -> Components:
 
 
 def _locate_all(config: Config) -> dict[str, Any]:
-    """What `data`, `model`, `eval`, the optimizers and the tasks name, by setting. Raises UserError with all errors at
-    once.
+    """The classes and functions that `data`, `model`, `eval`, the optimizers and the tasks name, by setting. Raises
+    UserError with all errors at once.
     """
     errors: list[str] = []
     found: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTas
         if losses.needs_whole_batch(task):
             raise UserError(
                 f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is cut separately; "
-                "use a loss that is a sum over samples, or one of embeddings (trainapp.tasks.EmbeddingTask)"
+                "use a loss that is a sum over samples, or an embedding loss (trainapp.tasks.EmbeddingTask)"
             )
     if config.task != "auto":
         return _task(config, found["task"], "task", config.task, config.task_arguments), updates
@@ -191,13 +191,13 @@ def _require_same_classes(train: Any, data: Any, setting: str) -> None:
     known, own = (getattr(of, "vocabulary", None) for of in (train, data))
     if known and own and known != own:
         raise UserError(
-            f"{setting}: its tokenizer is not that of the training data (one that is trained on the data differs with "
-            "them); give both the same `tokenizer`"
+            f"{setting}: its tokenizer differs from that of the training data (a tokenizer trained on the data depends "
+            "on it); give both the same `tokenizer`"
         )
     known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
     if known and own and known != own:
         raise UserError(
-            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
+            f"{setting}: its classes are {listed(own)}, but those of the training data {listed(known)}; they must be "
             "the same, in the same order (a folder of images takes them as `classes`)"
         )
 

@@ -46,7 +46,7 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     for name in losses.RESERVED & hooks["metrics"].keys():
         errors.append(f"metrics.{name}: the log itself records this name; choose another one")
     if EARLY_STOPPING in hooks["callbacks"] and config.stopping.patience is not None:
-        errors.append(f"callbacks.{EARLY_STOPPING}: stopping.patience has a callback of this name; choose another one")
+        errors.append(f"callbacks.{EARLY_STOPPING}: stopping.patience adds a callback of this name; choose another one")
     if errors:
         raise UserError("\n".join(errors))
     return hooks
@@ -72,7 +72,7 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
 
 
 def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
-    """The metrics, on the device, where their states count as memory. Raises UserError for an object that is none."""
+    """The metrics, on the device, where their states count as memory. Raises UserError for any other object."""
     metrics = StatefulMetrics(hooks["metrics"])
     for metric in hooks["metrics"].values():
         if isinstance(metric, FirstPredictions) and metric.class_dim is None:

@@ -120,7 +120,7 @@ def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
-            log.info("the gradient of %s is made dense: clipping and most optimizers take no sparse one", name)
+            log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
     freeze_matching(model, config.model.freeze)
     parts.numerics.cast_parameters(model)
     return model
@@ -159,7 +159,7 @@ def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: b
         model.train()
     if lazy := lazy_modules(model):
         reason = "parallel.fsdp.meta_init=true" if is_meta else "a forward of the first two samples"
-        raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; state them")
+        raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; set them")
 
 
 def _require_same_forward(config: Config, model: nn.Module, parts: Parts) -> None:
@@ -179,7 +179,7 @@ def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
         )
     matmuls.quantize(layers, kind)
     total = sum(isinstance(module, nn.Linear) for module in model.modules())
-    log.info("precision=%s: the matmuls of %d of %d linear layers are in %s", kind, len(layers), total, kind)
+    log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
 
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:

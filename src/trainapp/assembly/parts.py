@@ -138,7 +138,7 @@ def _require_streamable(config: Config) -> None:
     if config.mode == "train" and config.train.max_steps is None:
         raise UserError(
             f"train.max_steps=null: data={name} is a stream, whose epochs have no known length, so that the run's end "
-            f"is not known (train.max_epochs={config.train.max_epochs} alone does not tell); set train.max_steps"
+            f"is not known (train.max_epochs={config.train.max_epochs} alone does not say); set train.max_steps"
         )
     if config.data.drop_last or config.data.sampling.weights is not None:
         raise UserError(
@@ -148,8 +148,8 @@ def _require_streamable(config: Config) -> None:
 
 
 def _workers(config: Config, components: Components, world: int) -> int:
-    """The number of loader processes; none for data with a state, of which each would change its own copy, ahead of the
-    steps. (A stream's state is its position.)
+    """The number of loader processes; none for stateful data: each would change its own copy, ahead of the steps. (A
+    stream's state is its position.)
     """
     setting, local_ranks = config.data.num_workers, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     count = worker_count(setting, components.train_data, local_ranks)
@@ -159,10 +159,10 @@ def _workers(config: Config, components: Components, world: int) -> int:
         return count
     is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())
     log.warning(
-        "data.num_workers=%s: the data has a state (%s), of which each worker would change its own copy, ahead of the "
+        "data.num_workers=%s: the data is stateful (%s), and each worker would change its own copy, ahead of the "
         "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it",
         setting,
         ", ".join(owners),
-        "there are none" if is_off else "a retried or resumed step may see other numbers",
+        "no workers are used" if is_off else "a retried or resumed step may see other numbers",
     )
     return 0 if is_off else count

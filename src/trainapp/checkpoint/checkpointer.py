@@ -81,11 +81,11 @@ class Checkpointer:
         return None if self.directory is None else self.directory.newest_name()
 
     def _say_what_is_not_saved(self) -> None:
-        """Once: a resume begins with the initial values of what a run changes outside of state dicts."""
+        """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
         names = self.state.not_saved()
         if names and not self._not_saved:
             log.warning(
-                "a checkpoint does not hold changes of training in %s: plain attributes, and buffers that a "
+                "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a "
                 "forward registers or reshapes; a resumed run starts from their initial values. Register them as "
                 "buffers in __init__, or return them from get_extra_state",
                 listed(names, most=4),

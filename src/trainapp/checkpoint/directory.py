@@ -128,7 +128,7 @@ class CheckpointDirectory:
         best, present = self.best(), checkpoints_in(self.folder)
         position = present.index(written)
         for path in present[:position]:
-            log.warning("checkpoint %s is removed: the run went back before it, and has saved %s", path, written.name)
+            log.warning("removing checkpoint %s: the run was rolled back before it, and saved %s", path, written.name)
             _remove(path)
         for path in present[position + self.keep_last :]:
             if path != best:
@@ -158,7 +158,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
     if path.is_file() and path.name == "best":
         best = CheckpointDirectory(path.parent.parent).best()
         if best is None:
-            raise UserError(f"{name}: it names no checkpoint that is still here")
+            raise UserError(f"{name}: the checkpoint that it names no longer exists")
         path = best
     if (path / MANIFEST).is_file():
         if problem := damage(path):
@@ -179,9 +179,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
     if manifest.get("format") != FORMAT:
         raise UserError(
-            f"checkpoint {path} has format {manifest.get('format')}, and this version reads format {FORMAT}: continue "
-            "its run with the version of trainapp that wrote it, or export its weights there (mode=export) and begin "
-            "a new run with them in another directory (model.init_from)"
+            f"checkpoint {path} has format {manifest.get('format')}, but this version reads format {FORMAT}: continue "
+            "its run with the version of trainapp that wrote it, or export its weights there (mode=export) and start "
+            "a new run from them in another directory (model.init_from)"
         )
     return manifest
 

@@ -58,7 +58,7 @@ class ModelState:
         return built() is not tensor or version != version_of(tensor)
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
-        """What a checkpoint holds beside `tensors`, as plain values; equal on all ranks but for `entries`. Collective.
+        """What a checkpoint holds besides `tensors`, as plain values; equal on all ranks except `entries`. Collective.
 
         entries: what modules add to the state dict other than dense tensors. left_out: see `left_out`. written: of a
         model with adapters, names in its frozen base that forwards have written nevertheless, as with a momentum
@@ -118,7 +118,7 @@ class ModelState:
         return sorted(moved | {name for name, tensor in self._own() if is_expanded(tensor)})
 
     def not_saved(self) -> list[str]:
-        """Changes of training that a checkpoint does not hold: `left_out`, and plain values and tensors in attributes
+        """Changes by training that a checkpoint does not hold: `left_out`, and plain values and tensors in attributes
         of modules that are neither in the state dict nor in their extra state.
         """
         saved = {name for name, _ in self._entries()}
@@ -202,8 +202,8 @@ def prepare_optimizer(
     """
     if saved["kind"] != _kind(optimizer):
         raise UserError(
-            f"its optimizer is {saved['kind']}, and this run's {_kind(optimizer)}; choose that one, or begin a new run "
-            "with the weights alone, model.init_from=RUN"
+            f"it was saved with {saved['kind']}, but this run has {_kind(optimizer)}; use that one, or start a new "
+            "run from the weights alone with model.init_from=RUN"
         )
     if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
         step_without_effect(optimizer)

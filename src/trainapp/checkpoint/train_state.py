@@ -170,7 +170,7 @@ class TrainState:
         return [own] if len(set(by_rank)) == 1 else ranks.all_gather_object(own)
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
-        """Allocate room for the saved tensors, before they are read into `tensors`.
+        """Allocate memory for the saved tensors, before they are read into `tensors`.
 
         saved: the `values` stored with them. sizes: shapes and dtypes of the saved tensors.
         Raises UserError if the updates, the optimizers, the class names or the tokenizer differ, and for adapters that
@@ -180,7 +180,7 @@ class TrainState:
         names, before = [update.name for update in self.updates], saved["updates"]
         if names != before:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
-            raise UserError(f"it was saved with {then}, and this run has {now}")
+            raise UserError(f"it was saved with {then}, but this run has {now}")
         require_same_data(self.class_names, self.vocabulary, saved)
         for update, values in self._saved_by_update(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
@@ -228,11 +228,11 @@ def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[s
         pairs = zip(before, now, strict=False)
         changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(now)}"]
         raise UserError(
-            f"the names of the data's classes differ from when it was saved: {listed(changed)}; restore the "
-            "folders or the names, or begin a new run with its weights, model.init_from=RUN"
+            f"the data's class names have changed since it was saved: {listed(changed)}; restore the folders "
+            "or the names, or start a new run from its weights with model.init_from=RUN"
         )
     if vocabulary and saved["vocabulary"] and vocabulary != saved["vocabulary"]:
         raise UserError(
-            "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
-            "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
+            "the data's tokenizer has changed since it was saved (a tokenizer trained on the data depends on it); set "
+            "data.tokenizer=FOLDER to the run's own, which mode=export writes"
         )

@@ -85,7 +85,7 @@ def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
-    """The command line's overrides, without the checkpoint that training resumed: it soon has its own."""
+    """The command line's overrides, without the checkpoint that training resumed: the run soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
@@ -107,7 +107,7 @@ def quoted(value: str) -> str:
 
 
 def size_overrides(config: Config, size: int) -> list[str]:
-    """The overrides that set the micro-batch size, overriding all other settings of it."""
+    """The overrides that set the micro-batch size, overriding all other settings that determine it."""
     others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
     others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
     return [*others, f"batch.micro_size={size}"]
@@ -118,17 +118,17 @@ def size_overrides(config: Config, size: int) -> list[str]:
 # Settings and options (`group=option`) of earlier versions, and their replacements.
 RENAMED = {
     "activation_checkpointing=budget": "is now activation_checkpointing=auto",
-    "activation_checkpointing.bytes": "is gone: activation_checkpointing=auto keeps what fits memory.limit",
-    "batch.micro_size=plan": "is gone; mode=plan prints the size to set",
-    "checkpointing.load": "is gone: begin with the weights of another run by model.init_from=RUN",
-    "export.file_size": "is gone: safetensors has no limit of size",
-    "oom.keep_global_batch": "is gone: the global batch is never changed, only how it is cut",
-    "oom.plan": "is gone: an out-of-memory error is answered with what the failed step measured",
-    "oom.remember": "is gone: a run depends on its configuration and its checkpoint alone",
-    "optimizer=adamw_fp8": "is gone; use optimizer=adamw_8bit",
-    "parallel.endpoint": "is gone: start a run on several machines by torchrun or srun",
-    "parallel.nodes": "is gone: start a run on several machines by torchrun or srun",
-    "parallel.run_id": "is gone: name the run's directory, hydra.run.dir=outputs/NAME",
+    "activation_checkpointing.bytes": "was removed; activation_checkpointing=auto keeps what fits memory.limit",
+    "batch.micro_size=plan": "was removed; mode=plan prints the size to set",
+    "checkpointing.load": "was removed; start from another run's weights with model.init_from=RUN",
+    "export.file_size": "was removed; safetensors has no size limit",
+    "oom.keep_global_batch": "was removed; the global batch never changes, only its split into micro-batches",
+    "oom.plan": "was removed; recovery uses what the failed step measured",
+    "oom.remember": "was removed; a run depends only on its configuration and checkpoint",
+    "optimizer=adamw_fp8": "was removed; use optimizer=adamw_8bit",
+    "parallel.endpoint": "was removed; start a run on several machines with torchrun or srun",
+    "parallel.nodes": "was removed; start a run on several machines with torchrun or srun",
+    "parallel.run_id": "was removed; set the run's directory: hydra.run.dir=outputs/NAME",
     "plan.levers": "is now plan.techniques",
 }
 

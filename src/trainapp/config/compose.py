@@ -104,8 +104,8 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
 
 
 def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
-    """The values in the layout of `Config`: tasks' arguments apart from their names, without what is null among the
-    hooks and the evaluation sets, and the updates' optimizers with the settings of the common one.
+    """The values in the layout of `Config`: task names separated from their arguments, null hooks and evaluation sets
+    dropped, and each update's optimizer merged over the common one.
     """
     sections = _with_task(plain)
     for group in ("metrics", "callbacks", "tracker", "eval"):

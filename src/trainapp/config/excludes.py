@@ -108,7 +108,7 @@ EXCLUSIONS = (
     ),
     Exclusion(
         {"stopping.patience": other_than(None), "every.eval": None},
-        "it counts evaluations, and there are none",
+        "it counts evaluations, but there are none",
         "set every.eval, or stopping.patience=null",
         when=lambda config: config.mode == "train",
     ),
@@ -120,7 +120,7 @@ EXCLUSIONS = (
     ),
     Exclusion(
         {"updates": lambda updates: bool(updates) and updates[0].every > 1},
-        "the first update is made in every step",
+        "the first update must run in every step",
         "put one with every=1 first",
     ),
     Exclusion(
@@ -175,12 +175,12 @@ EXCLUSIONS = (
     ),
     Exclusion(
         {"optimizer.state_dtype": one_of("8bit", "4bit"), "parallel": "fsdp"},
-        "the state belongs to blocks of values, of which each rank has only a part",
+        "the state belongs to blocks of values, and each rank has only a part of a block",
         "use optimizer=adamw_bf16, or parallel=ddp",
     ),
     Exclusion(  # torch 2.13 has no rule for some of its sums on shards
         {"optimizer.target": "torch.optim.Adafactor", "parallel": "fsdp"},
-        "its state belongs to whole matrices, of which each rank has only a part",
+        "its state belongs to whole matrices, and each rank has only a part of each",
         "use optimizer=adamw_bf16, or parallel=ddp",
     ),
     *(

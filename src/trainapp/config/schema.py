@@ -43,14 +43,14 @@ def _objective(value: str) -> str:
 
 def _eval_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value) or value in ("val", "train"):
-        raise ValueError("must be letters, digits, _ and -, as part of metrics' names, and neither val nor train")
+        raise ValueError("must consist of letters, digits, _ and -, as part of metric names, and not be val or train")
     return value
 
 
 def _update_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z]\w*", value) or value.startswith("eval") or value in OTHER_METRICS:
         raise ValueError(
-            f"must be one word, by which its metrics are named, and none of eval..., {', '.join(OTHER_METRICS)}"
+            f"must be one word, the prefix of its metrics, and none of eval..., {', '.join(OTHER_METRICS)}"
         )
     return value
 

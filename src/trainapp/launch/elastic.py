@@ -81,7 +81,7 @@ def run_workers(config: Config) -> Outcome:
 
 
 class Failures:
-    """Counts the workers' failures. `incurable`: an error that a restart would repeat, because it is of Python code
+    """Counts the workers' failures. `incurable`: an error that a restart would repeat, because it is in Python code
     (see `leave_error`) or occurred twice at the same step.
 
     A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
@@ -145,7 +145,7 @@ def workers_to_start(config: Config) -> int:
 
 
 def run_worker(config: Config) -> Outcome:
-    """One rank, in this process: by RANK, WORLD_SIZE and so on in the environment."""
+    """Run one rank in this process, as set by RANK, WORLD_SIZE and so on in the environment."""
     host.prepare_allocator()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
@@ -187,7 +187,7 @@ def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
 
 
 def take_errors(run_dir: Path) -> dict[str, bool]:
-    """The errors left by the last workers, one line each with its step, and whether restarted workers would run into it
+    """The errors left by the last workers, one line each with its step, and whether restarted workers would hit it
     again. A killed worker leaves none.
     """
     taken = {}

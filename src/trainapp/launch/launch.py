@@ -61,7 +61,7 @@ def _claim(run_dir: Path) -> None:
 
 
 def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None:
-    """Write .hydra/ with the composed configuration and the overrides; Hydra would before the run may be refused.
+    """Write .hydra/ with the composed configuration and the overrides. Hydra would do so before the run can be refused.
 
     Raises UserError if the directory belongs to another experiment.
     """
@@ -100,8 +100,8 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
 
 def run(config: Config, is_sweep: bool = False) -> "Result":
-    """Train, evaluate or predict: in this process (parallel=single), in workers that it starts, or, where torchrun,
-    srun or submitit started it as one of several, in it as one of the ranks. Returns how that ended.
+    """Train, evaluate or predict: in this process (parallel=single), in workers that it starts, or as one rank if
+    torchrun, srun or submitit started several processes. Returns the result.
 
     is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
     ended the run.

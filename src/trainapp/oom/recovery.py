@@ -87,7 +87,7 @@ def change_size(session: Session, failure: OomReport) -> None:
     sizes = _sizes_of(session, failure)
     failure.old_size = failure.new_size = sizes.size_at_work
     if _retries_as_it_is(session, failure):
-        failure.action = f"retrying with micro-batch {failure.old_size}, after freeing what is no longer used"
+        failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
     changed = None
     if failure.phase.depends_on_size:
@@ -104,8 +104,8 @@ def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
 
 
 def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
-    """Whether no rank's failed work would benefit from a smaller size, or has none left on CUDA, where giving back
-    fragmented memory may be enough; for the first time in this step. Collective: ranks may be in different phases.
+    """Whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on CUDA,
+    none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
     """
     attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
     is_smallest = not _sizes_of(session, failure).can_shrink and session.state.device.type == "cuda"
@@ -150,8 +150,8 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
         with contextlib.suppress(OSError):
             write(session, failure)
         raise TrainingStopped(
-            f"{one_line(failure)}; continue from the last checkpoint in a new one, under a memory.limit that is "
-            f"reached before the driver's:\n  {session.config.command}"
+            f"{one_line(failure)}; continue from the last checkpoint in a new process, with a memory.limit below "
+            f"the driver's:\n  {session.config.command}"
         )
     sizes = _sizes_of(session, failure)
     changed = sizes.failed(SingleRank())

@@ -185,7 +185,7 @@ def final_message(session: Session, report: OomReport) -> str:
     ]
     techniques = available(Situation(session.config, session.state.model, session.engine.knows_loss))
     if techniques:
-        lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
+        lines.append("Settings that save memory (add mode=plan to the command to see how much):")
         for own in techniques:
             lines.append(f"  {own.setting}: saves {own.saves}; costs {own.costs}")
     saved = session.checkpointer.newest_name()

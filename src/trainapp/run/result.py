@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """How a run ended, as `trainapp.train` returns it and result.json has it. Sizes in samples, memory in bytes."""
+    """A run's result, as returned by `trainapp.train` and stored in result.json. Sizes in samples, memory in bytes."""
 
     run_dir: Path  # the directory with the run's files; not in result.json
     # The last evaluation's value, which sweepers receive; may be nan or inf, which the file cannot hold.
@@ -116,8 +116,8 @@ def write(result: Result) -> None:
 
 
 def opening_lines(session: Session) -> list[str]:
-    """Model, device, precision; in training also how the global batch is cut, and whether a part of the parameters is
-    trained. Of shards, `numel` counts the whole.
+    """Model, device, precision; in training also how the global batch is split, and whether only some parameters are
+    trained. For a shard, `numel` counts the whole tensor.
     """
     config, state, batches, sizes = session.config, session.state, session.batches, session.sizes
     parameters = list(state.model.parameters())
@@ -136,7 +136,7 @@ def opening_lines(session: Session) -> list[str]:
         f"{batches.accumulation(micro_size)} accumulated x {batches.world} rank{'s' * (batches.world > 1)}; {data}"
     ]
     if config.batch.micro_schedule is not None:
-        lines.append("the sizes of micro-batches are those of batch.micro_schedule")
+        lines.append("the micro-batch sizes are those of batch.micro_schedule")
     if trained < total:
         lines.append(f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)")
     return lines

@@ -39,8 +39,8 @@ def _origin(config: Config, continues: bool) -> Path | None:
     if trains and own.newest_name() and not path.resolve().is_relative_to(run_dir):
         raise UserError(
             f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
-            "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
-            "continue the run that is here"
+            "another run, which would be replaced; choose another directory, or checkpointing.resume=auto to continue "
+            "the run in this one"
         )
     return path
 
@@ -57,8 +57,8 @@ def as_saved(config: Config, path: Path) -> Config:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
     elif saved["seed"] != config.train.seed and config.chooses("train.seed"):
         raise UserError(
-            f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, which its samples and steps "
-            "depend on; leave train.seed out, or begin a new run with its weights, model.init_from=RUN"
+            f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, on which its samples and "
+            "steps depend; omit train.seed, or start a new run from its weights with model.init_from=RUN"
         )
     return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"]))
 
@@ -71,7 +71,7 @@ _LOADING = {own.name for own in dataclasses.fields(Data)} - {own.name for own in
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:
-    """The configuration with those parts of the checkpoint's that the command line does not name.
+    """The configuration, with the parts that the command line does not name taken from the checkpoint.
 
     Raises UserError for parts unknown to this version.
     """
@@ -172,7 +172,7 @@ def _follow_settings(session: Session, path: Path) -> None:
     defined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
     is_other = "objective" in sections or not defined.isdisjoint(session.objective.metric.split("/"))
     if is_other and progress.best is not None:
-        log.info("the best %s so far (%.4g) counts no longer", session.objective.metric, progress.best)
+        log.info("the best %s so far (%.4g) no longer counts", session.objective.metric, progress.best)
         progress.objective = progress.best = progress.best_step = None
 
 
@@ -185,17 +185,17 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
     change = batches.source.misfit
     if before["order"] != batches.source.order_name:
         change = (
-            f"the training data is drawn in another way ({batches.source.order_name}) than when {path} was saved "
-            f"({before['order']}): data.sampling has changed, or a stream has taken the place of a data set"
+            f"the training data has a different order ({batches.source.order_name}) than when {path} was saved "
+            f"({before['order']}): data.sampling has changed, or a stream has replaced a data set"
         )
     elif batches.samples != before["samples"]:
-        change = f"the training data has {batches.samples} samples, and had {before['samples']} when {path} was saved"
+        change = f"the training data has {batches.samples} samples, but had {before['samples']} when {path} was saved"
     if change is None:
         return
     if session.config.data.on_change == "refuse":
         raise UserError(
-            f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or have another "
-            "length; restore the data, or use data.on_change=next_epoch, or begin a new run (checkpointing.resume=none)"
+            f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or change its "
+            "length; restore the data, use data.on_change=next_epoch, or start a new run (checkpointing.resume=none)"
         )
     left = before["samples"] - progress.consumed if progress.consumed else 0
     if progress.consumed:
@@ -204,14 +204,14 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
         "%s: training continues with epoch %d%s (data.on_change=next_epoch)",
         change,
         progress.epoch,
-        f", {left} samples of the one before it are skipped" if left > 0 else "",
+        f", skipping {left} samples of the previous epoch" if left > 0 else "",
     )
     batches.begin_epoch(progress.epoch)
 
 
 def _require_steps_left(session: Session, path: Path) -> None:
     """Raises UserError if the run would end before the checkpoint's step or, in a new directory, at it: its result
-    would be another run's. A finished run that is restarted returns its own result.
+    would be that of the other run. A finished run that is restarted returns its own result.
     """
     train, progress = session.config.train, session.state.progress
     is_own = path.resolve().is_relative_to(Path(session.config.run_dir).resolve())
@@ -219,7 +219,7 @@ def _require_steps_left(session: Session, path: Path) -> None:
     for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
         if end is not None and (reached > end or (reached == end and not is_own)):
             raise UserError(
-                f"train.max_{name}={end}: {path} has already trained {round(reached, 2):.10g} {name}, so that none is "
-                "left; set a later end to continue it, or begin a new run with its weights, in another directory, with "
+                f"train.max_{name}={end}: {path} has already trained {round(reached, 2):.10g} {name}, so none are "
+                "left; set a later end to continue it, or start a new run from its weights in another directory with "
                 "model.init_from=RUN"
             )

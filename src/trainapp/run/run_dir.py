@@ -1,7 +1,7 @@
 """The directory of a run: one run at a time, and one experiment. Imports no torch.
 
-The lock is the kernel's (POSIX) on the file `run.lock`: it ends with its process, however that dies, and forked loader
-workers do not inherit it, so no stale lock blocks the next run. The file's content is only for messages.
+The lock is the kernel's (POSIX) on the file `run.lock`: it is released when its process ends, however that dies, and
+forked loader workers do not inherit it, so no stale lock blocks the next run. The file's content is only for messages.
 
 Nothing else in the holding process may open the file: closing any descriptor of it would drop the lock.
 """
@@ -58,7 +58,7 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
             log.warning("%s: its file system has no locks; make sure that no other run uses it", run_dir)
             return
         place = f"{error.filename or path}: {error.strerror}"
-        raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder of yours") from None
+        raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder you can write to") from None
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f" (process {os.getpid()} on host {socket.gethostname()}, since {started})".encode(), 0)
@@ -111,7 +111,7 @@ def require_same_experiment(config: Config) -> None:
     if found:
         listed = "\n".join(f"  {change}" for change in found)
         raise UserError(
-            f"hydra.run.dir={run_dir}: this directory belongs to a run of other settings, which change the result:\n"
+            f"hydra.run.dir={run_dir}: this directory belongs to a run whose settings give another result:\n"
             f"{listed}\n"
             "choose another directory (of a sweep, hydra.sweep.dir); to continue that run there with the new settings, "
             f"also set checkpointing.resume={run_dir}, or model.init_from={run_dir} to take its weights alone"

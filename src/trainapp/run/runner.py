@@ -98,7 +98,7 @@ def _run_session(
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
-    """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
+    """A session ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
     path = resume.agreed_origin(config, ranks, has_restarted)
     if path is not None:
@@ -120,8 +120,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
 
 
 def sizes_of(session: Session, saved: dict[str, Any] | None, restart: dict[str, Any] | None) -> Sizes:
-    """The micro-batch sizes to begin with: see `initial_sizes`. Raises UserError for settings that would cut a batch
-    which is never cut.
+    """The micro-batch sizes to begin with: see `initial_sizes`. Raises UserError for settings that would split a
+    batch that must stay whole.
     """
     config, ranks, progress = session.config, session.ranks, session.state.progress
     whole = losses.needs_whole_batch(session.task) and config.mode not in INFERENCE
@@ -157,7 +157,7 @@ def attempt(session: Session) -> OomReport | None:
 
 
 def work(session: Session) -> None:
-    """Train, evaluate, predict or generate, as `mode` says."""
+    """Train, evaluate, predict or generate, according to `mode`."""
     config = session.config
     if config.mode == "eval":
         evaluate(session)
@@ -201,7 +201,7 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.action = (
-        f"{failure.why_checkpoint}, so back to {place}; {repeated} finished steps are repeated, with micro-batch "
+        f"{failure.why_checkpoint}; restarting from {place} and repeating {repeated} finished steps, with micro-batch "
         f"{failure.old_size} -> {failure.new_size}"
     )
     recovery.report(session, failure)
