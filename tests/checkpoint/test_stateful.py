@@ -71,7 +71,7 @@ def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
     run.close()
     noisy = (*MLP, "~data.augment", "data._target_=test_stateful.NoisyDigits", "checkpointing=off")
     runs.prepare(tmp_path / "a", *noisy, "data.num_workers=1").close()
-    assert "the data has a state (data.digits.noise, eval_data.digits.noise)" in caplog.text
+    assert "the data is stateful (data.digits.noise, eval_data.digits.noise)" in caplog.text
     assert "may see other numbers" in caplog.text
     run = runs.prepare(tmp_path / "b", *noisy)
     assert run.batches._loader.workers == 0

@@ -99,7 +99,7 @@ def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
         ((own("Nothing"),), r"callbacks\.mine: a Nothing has none of the methods after_step, after_evaluation, on_end"),
         (
             (own("Records", name="early_stopping"), "stopping.patience=2", "every.eval=2"),
-            r"callbacks\.early_stopping: stopping\.patience has a callback of this name",
+            r"callbacks\.early_stopping: stopping\.patience adds a callback of this name",
         ),
         (("callbacks=[nonsense]",), r"callbacks"),
         (("stopping.patience=3",), r"stopping\.patience=3 with every\.eval=null: it counts evaluations"),

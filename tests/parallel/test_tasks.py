@@ -56,7 +56,7 @@ def test_all_parameters_read_by_a_task(cell):
     [
         ("with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
         ("detached", "its loss requires no gradient"),
-        ("mean", "the loss is a mean, where a sum is needed"),
+        ("mean", "the loss is a mean, but a sum is required"),
     ],
 )
 def test_what_is_refused(cell, spread, task, message):

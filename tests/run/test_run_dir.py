@@ -105,7 +105,7 @@ def test_a_file_system_without_locks_is_named_and_one_that_refuses_ends_the_run(
     run_dir.acquire(tmp_path)
     assert "its file system has no locks" in caplog.text
     number = errno.EROFS
-    with pytest.raises(UserError, match=r"run\.lock: Read-only.*must name a folder of yours"):
+    with pytest.raises(UserError, match=r"run\.lock: Read-only.*must name a folder you can write to"):
         run_dir.acquire(tmp_path)
 
 

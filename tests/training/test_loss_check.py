@@ -67,8 +67,8 @@ def penalised(model, batch):
 
 NO_SUM = r"the loss is not a sum over samples: .*"
 REFUSED = {
-    "own_tasks.mean": r"the loss is a mean, where a sum is needed: for 4 samples .* 2\.\d+ with a count of 4, and",
-    "test_loss_check.mean_of_one": r"the loss is a mean, where a sum is needed: .* count of 1, and .* halves .* with 1",
+    "own_tasks.mean": r"the loss is a mean, but a sum is required: for 4 samples .* 2\.\d+ with a count of 4, and",
+    "test_loss_check.mean_of_one": r"the loss is a mean, but a sum is required: .* count of 1, and .* halves .* with 1",
     "test_loss_check.sum_of_one": r"the count does not add up: .* a count of 1, and .* halves .* with 1 and .* 1\. ",
     "test_loss_check.contrastive": NO_SUM + "`whole_batch = True`",
     "test_loss_check.weak_contrastive": NO_SUM + "`whole_batch = True`",
@@ -201,7 +201,7 @@ TEXTS = (*TEXTS, "objective=min loss", "batch.global_size=1", "data.num_workers=
 def test_padded_texts_whose_count_is_tokens(tmp_path):
     texts = (*TEXTS, "+data.size=3")
     runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
-    with pytest.raises(UserError, match="the loss is a mean, where a sum is needed: for 3 samples"):
+    with pytest.raises(UserError, match="the loss is a mean, but a sum is required: for 3 samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
 
 
