@@ -2,16 +2,20 @@
 
 import copy
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import own_part
+from trainapp.data.batch import map_tensors, own_part
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Place, Shard, has_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
+from trainapp.snapshot import checksum
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +75,10 @@ class Stream(Source):
     def _open(self, shards: int) -> None:
         count, rank = self.ranks.world * shards, self.ranks.rank
         self.is_sharded = count > 1 and has_shards(self.dataset)
+        if self.is_sharded and getattr(self.dataset, "_distributed", None):  # an attribute of Hugging Face's
+            raise UserError(
+                "data: the stream is divided twice: leave split_dataset_by_node out, ranks divide it anyway"
+            )
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
         self._turn, self._step = 0, _Step()
@@ -155,6 +163,8 @@ class Stream(Source):
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
         else:
+            if world > 1 and not self._step.key:
+                self._require_same_on_all_ranks(spare)
             counts = [end - start for start, end in (own_part(len(samples), one, world) for one in range(world))]
             start, end = own_part(len(samples), rank, world)
             samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
@@ -167,6 +177,18 @@ class Stream(Source):
         self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
         after = (epoch + 1, 0) if ends else (epoch, consumed + total)
         return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, 0 if ends else turn)
+
+    def _require_same_on_all_ranks(self, sample: Any) -> None:
+        def summed(tensor: Tensor) -> Any:  # pickled tensors differ by process
+            return checksum(tensor).tolist()
+
+        digest = crc32(pickle.dumps(map_tensors(summed, sample)))
+        if len(set(self.ranks.all_gather_object(digest))) > 1:
+            raise UserError(
+                "data: ranks read different samples of the stream, which each of them should read in full: every rank "
+                "keeps its part of each step. Do not divide the stream by rank yourself, or it loses samples; to read "
+                "it in parts, give it a method `shard(index, count)`"
+            )
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """The next `count` samples of the epoch, or all that are left, from the shards in turn.

@@ -103,4 +103,5 @@ def total_bytes() -> int:
 def resident() -> dict[str, float]:
     """Resident memory of this process now, and its peak since the process began."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"memory/host_rss": psutil.Process().memory_info().rss, "memory/host_rss_peak": peak}
+    rss = psutil.Process().memory_info().rss
+    return {"memory/host_rss": rss, "memory/host_rss_peak": max(peak, rss)}  # the kernel counts the peak late
