@@ -27,7 +27,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.planning.pretend import give_autograd_a_device
 from trainapp.planning.recorder import Recorder
 from trainapp.planning.work import without_values
-from trainapp.run import runner
+from trainapp.run.first_sizes import initial_sizes
 from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.training import loop
@@ -145,7 +145,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
         fetched = parts.batches.micro_batches
         parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None)
         run = build.session_of(config, parts, StopRequest(), SingleRank())
-        run.sizes = runner.sizes_of(run, None, None)
+        run.sizes = initial_sizes(run)
         run.limits = dataclasses.replace(run.limits, log=0, evaluate=Interval(), save=Interval())
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()

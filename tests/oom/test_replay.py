@@ -15,8 +15,9 @@ from faults import Fault
 from harness import Recorded
 
 from trainapp.run import runner
+from trainapp.run.first_sizes import initial_sizes
 from trainapp.run.result import opening_lines
-from trainapp.sizes.record import RESTART, initial_sizes
+from trainapp.sizes.record import RESTART
 
 from .conftest import cell, prepared, tiny
 
@@ -77,8 +78,8 @@ def test_a_run_that_was_resumed(tmp_path):
 def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
     # Negative control.
 
-    def forgetting(*args, saved, **options):
-        return initial_sizes(*args, saved=saved and saved | {"used": {}}, **options)
+    def forgetting(run, restart, saved):
+        return initial_sizes(run, restart, saved and saved | {"used": {}})
 
     monkeypatch.setattr(runner, "initial_sizes", forgetting)
     changes = {"schedule.shape": "constant"}

@@ -6,7 +6,8 @@ import torch
 
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import MicroBatchSizes, Ran
+from trainapp.sizes.micro_batches import MicroBatchSizes, Ran, Seen
+from trainapp.sizes.record import shape_of, shown
 from trainapp.sizes.search import Measured
 
 
@@ -84,7 +85,7 @@ class ThreeRanks(SingleRank):
 def test_ranks_agree_on_what_ran_and_on_who_failed():
     first, third = ({16: Ran(30)}, 16), ({16: Ran(31), 1024: Ran(7)}, 1024)
     sizes = MicroBatchSizes(64)
-    sizes.attempt = {16: Ran(32)}
+    sizes.seen[16] = Seen(Ran(32))
     assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
     assert {bucket: (s.size, s.fails) for bucket, s in sizes.searches.items()} == {16: (16, 32), 1024: (3, 7)}
 
@@ -92,10 +93,10 @@ def test_ranks_agree_on_what_ran_and_on_who_failed():
 def test_ranks_decide_by_the_most_that_is_needed_and_the_least_room():
     first, third = {16: Ran(32, 0, Measured(500, 900))}, {16: Ran(32, 0, Measured(400, 800)), 1024: Ran(7)}
     sizes = MicroBatchSizes(64, clean_steps=1)
-    sizes.attempt = {16: Ran(64)}
+    sizes.seen[16] = Seen(Ran(64))
     sizes.current_bucket = 16
     sizes.failed(SingleRank())
-    sizes.attempt = {16: Ran(20)}  # fewer samples than the others
+    sizes.seen[16] = Seen(Ran(20))  # fewer samples than the others
     assert sizes.succeeded(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
     assert sizes.in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
 
@@ -157,3 +158,13 @@ def test_what_is_cut_again_loses_nothing():
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)
+
+
+def test_a_message_says_which_shape_a_size_is_for():
+    sizes = MicroBatchSizes(64)
+    assert shown(sizes) == "64"
+    sizes.load_state_dict({"start": 64, "buckets": {"128": [40, 40, 44, True]}})
+    assert (shown(sizes), shape_of(sizes, 128)) == ("40", "")  # the only shape
+    sizes.load_state_dict({"start": 64, "buckets": {"32": [40, 40, None, True], "256": [22, 22, 24, True]}})
+    assert shown(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
+    assert shape_of(sizes, 256) == " for up to 256 elements per sample"

@@ -108,7 +108,7 @@ class MicroBatch(NamedTuple):
     real: bool
     samples: int
     piece: Callable[[int, int], Any]
-    bucket: int | None = None  # see `bucket_of`
+    bucket: int = 0  # see `bucket_of`
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:

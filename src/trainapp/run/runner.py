@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,23 +11,21 @@ from typing import Any
 
 from trainapp.assembly import build, hooks
 from trainapp.checkpoint.directory import read_manifest
-from trainapp.config.schema import INFERENCE, Config
+from trainapp.config.schema import Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, rows
-from trainapp.losses import losses
-from trainapp.losses.contrastive import require_uncut
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.models.inspect import smallest_micro_batch
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
+from trainapp.run.first_sizes import initial_sizes
 from trainapp.run.result import Result, opening_lines, report, result_of
 from trainapp.signals import StopRequest
-from trainapp.sizes.record import Sizes, initial_sizes, take_restart
+from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
 from trainapp.training.phase import Phase
@@ -113,34 +110,10 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    session.sizes = sizes_of(session, saved, restart)
+    session.sizes = initial_sizes(session, restart, saved)
     hooks.try_metrics(session)
     build.start_tracking(session)
     return session
-
-
-def sizes_of(session: Session, saved: dict[str, Any] | None, restart: dict[str, Any] | None) -> Sizes:
-    """The micro-batch sizes to begin with: see `initial_sizes`. Raises UserError for settings that would split a
-    batch that must stay whole.
-    """
-    config, ranks, progress = session.config, session.ranks, session.state.progress
-    whole = losses.needs_whole_batch(session.task) and config.mode not in INFERENCE
-    if whole and config.mode == "train":
-        require_uncut(config, ranks.world, session.batches.samples)
-    evaluated = [own.samples or sys.maxsize for own in session.eval_sets.values()]  # 0: unknown
-    return initial_sizes(
-        config,
-        ranks.world,
-        len(config.generate.prompts) if config.mode == "generate" else max(evaluated, default=1),
-        smallest=smallest_micro_batch(session.state.model),
-        whole=whole,
-        attempts=progress.step + progress.skipped,
-        retries_in_place=session.retries_in_place,
-        restart=restart,
-        saved=saved,
-        same_memory=saved is not None and saved["budget"] == session.memory.budget,
-        autotunes=session.state.device.type == "cuda" and not config.train.deterministic,
-    )
 
 
 def attempt(session: Session) -> OomReport | None:

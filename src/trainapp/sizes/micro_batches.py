@@ -1,5 +1,6 @@
 """The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,8 +21,22 @@ class Ran(NamedTuple):
 
     def merged(self, other: "Ran") -> "Ran":
         """The larger of each."""
+        if self is NOTHING:
+            return other
         measured = self.measured.worst(other.measured) if self.measured else other.measured
         return Ran(max(self.samples, other.samples), max(self.elements, other.elements), measured)
+
+
+NOTHING = Ran()
+
+
+@dataclass
+class Seen:
+    """What this rank has run of one shape."""
+
+    attempt: Ran = NOTHING  # in the current attempt
+    clean: Ran = NOTHING  # in clean steps, since the ranks last exchanged it
+    longest: int = 0  # the most elements of a micro-batch in all clean steps
 
 
 @dataclass
@@ -36,11 +51,9 @@ class MicroBatchSizes:
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1
-    searches: dict[int, SizeSearch] = field(default_factory=dict)
-    current_bucket: int | None = None  # the bucket of the current micro-batch
-    attempt: dict[int, Ran] = field(default_factory=dict)  # by bucket, on this rank in the current attempt
-    clean: dict[int, Ran] = field(default_factory=dict)  # of clean steps since the ranks last exchanged them
-    clean_elements: dict[int, int] = field(default_factory=dict)  # of all clean steps
+    searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
+    seen: defaultdict[int, Seen] = field(default_factory=lambda: defaultdict(Seen))  # by bucket, on this rank alone
+    current_bucket: int = 0  # the bucket of the current micro-batch; 0 before the first
     is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
     # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
     in_force: dict[int, int] = field(default_factory=dict)
@@ -56,13 +69,12 @@ class MicroBatchSizes:
     @property
     def size_at_work(self) -> int:
         """The size of the current micro-batch's bucket."""
-        return self.size if self.current_bucket is None else self.search(self.current_bucket).size
+        return self.search(self.current_bucket).size if self.current_bucket else self.size
 
     @property
     def can_shrink(self) -> bool:
         """Whether the current micro-batch may be cut further."""
-        ran = self.attempt.get(self.current_bucket or 0)
-        return (self.size if ran is None else ran.samples) > self.smallest
+        return (self.seen[self.current_bucket].attempt.samples or self.size) > self.smallest
 
     @property
     def search_has_ended(self) -> bool:
@@ -72,16 +84,14 @@ class MicroBatchSizes:
     @property
     def has_news(self) -> bool:
         """Whether this rank has seen a shape whose size is unvalidated or may still grow."""
-        seen = self.clean.keys() | self.attempt.keys()
-        return any(not (self.is_validated(own) and self.search(own).search_has_ended) for own in seen)
+        recent = (bucket for bucket, own in self.seen.items() if own.clean.samples or own.attempt.samples)
+        return not all(self.is_validated(bucket) and self.search(bucket).search_has_ended for bucket in recent)
 
     @property
     def needs_watching(self) -> bool:
         """Whether the current micro-batch has an unvalidated size, or more elements than any clean one like it."""
-        bucket = self.current_bucket or 0
-        ran = self.attempt.get(bucket)
-        is_longest = ran is not None and ran.elements > self.clean_elements.get(bucket, 0)
-        return is_longest or not self.is_validated(bucket)
+        own = self.seen[self.current_bucket]
+        return own.attempt.elements > own.longest or not self.is_validated(self.current_bucket)
 
     def is_validated(self, bucket: int) -> bool:
         """Whether a bucket's size is validated, by its own steps or by at least as many samples of a larger bucket."""
@@ -95,10 +105,8 @@ class MicroBatchSizes:
         """A bucket's search. A new one starts from other buckets' failures, scaled by their elements."""
         if bucket in self.searches:
             return self.searches[bucket]
-        size = self.start
-        if bucket:
-            known = [s.size * other / bucket for other, s in self.searches.items() if other and s.fails]
-            size = max(self.smallest, int(min(known, default=size)))
+        known = (s.size * other / bucket for other, s in self.searches.items() if bucket and s.fails)
+        size = max(self.smallest, int(min(known, default=self.start)))
         return self._new(min(size, self.start))
 
     def _new(self, size: int) -> SizeSearch:
@@ -151,8 +159,8 @@ class MicroBatchSizes:
                 pieces += [range(0)] * (count - len(pieces))
         elif ranks.world > 1:
             pieces = [range(samples)]
-        longest = len(pieces[0])
-        _add(self.attempt, bucket, Ran(longest, elements * longest // samples))
+        own, longest = self.seen[bucket], len(pieces[0])
+        own.attempt = own.attempt.merged(Ran(longest, elements * longest // samples))
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
 
     def _all_alike(self) -> bool:
@@ -165,9 +173,9 @@ class MicroBatchSizes:
 
         resident: bytes in use before it, gradients included; peak: highest value during it.
         """
-        bucket = self.current_bucket or 0
-        if samples >= self.search(bucket).size - 1:
-            _add(self.attempt, bucket, Ran(measured=Measured(peak - resident, limit - resident)))
+        if samples >= self.search(self.current_bucket).size - 1:
+            own = self.seen[self.current_bucket]
+            own.attempt = own.attempt.merged(Ran(measured=Measured(peak - resident, limit - resident)))
 
     def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
@@ -176,27 +184,27 @@ class MicroBatchSizes:
         """
         if news is None:
             news = ranks.world == 1 and self.has_news
-        for bucket, ran in self.attempt.items():
-            _add(self.clean, bucket, ran)
-            self.clean_elements[bucket] = max(ran.elements, self.clean_elements.get(bucket, 0))
-        self.attempt = {}
+        for own in self.seen.values():
+            own.longest = max(own.longest, own.attempt.elements)
+            own.clean, own.attempt = own.clean.merged(own.attempt), NOTHING
         if not (self.is_unvalidated or news):
             return {}
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.
-        largest, grown = merged(ranks.all_gather_object(self.clean)), {}
+        largest = merged(ranks.all_gather_object({bucket: own.clean for bucket, own in self.seen.items()}))
+        grown = {}
         # A shape that was not split (see `cut`) ran at more than its size.
-        ran_at = {bucket: own.samples for bucket, own in largest.items()}
         self.in_force = {
-            bucket: max(min(self.search(bucket).size, self.size), ran_at.get(bucket, 0))
+            bucket: max(min(self.search(bucket).size, self.size), largest.get(bucket, NOTHING).samples)
             for bucket in sorted({*self.searches, *largest})
         }
         for bucket, ran in largest.items():
             search = self.searches[bucket] = self.search(bucket)
-            next_size = search.fitted(ran.samples, ran.measured)
-            if next_size is not None:
+            if (next_size := search.fitted(ran.samples, ran.measured)) is not None:
                 grown[bucket] = next_size
-        self.clean = {}
-        self.is_unvalidated = not all(map(self.is_validated, largest)) if largest else self.is_unvalidated
+        for own in self.seen.values():
+            own.clean = NOTHING
+        if largest:
+            self.is_unvalidated = not all(map(self.is_validated, largest))
         return grown
 
     def failed(self, ranks: Ranks, culprit: bool = True) -> tuple[int, int] | None:
@@ -204,11 +212,12 @@ class MicroBatchSizes:
 
         culprit: whether memory ran out on this rank.
         """
-        by_rank = ranks.all_gather_object((self.attempt, self.current_bucket if culprit else None))
+        attempt = {bucket: own.attempt for bucket, own in self.seen.items()}
+        by_rank = ranks.all_gather_object((attempt, self.current_bucket if culprit else 0))
         largest = merged([ran for ran, _ in by_rank])
         self._forget_attempt()
         largest_bucket = sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
-        failures = sorted({bucket for _, bucket in by_rank if bucket is not None}) or largest_bucket
+        failures = sorted({bucket for _, bucket in by_rank if bucket}) or largest_bucket
         if not failures:  # in the first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
@@ -222,7 +231,9 @@ class MicroBatchSizes:
         return None if None in changes else changes[0]
 
     def _forget_attempt(self) -> None:
-        self.attempt, self.clean, self.is_unvalidated = {}, {}, True
+        for own in self.seen.values():
+            own.attempt = own.clean = NOTHING
+        self.is_unvalidated = True
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
@@ -251,13 +262,9 @@ class MicroBatchSizes:
 
 
 def merged(by_rank: Sequence[dict[int, Ran]]) -> dict[int, Ran]:
-    """The largest of each bucket over ranks, in ascending order of buckets."""
-    found: dict[int, Ran] = {}
+    """The largest of each bucket that ran on any rank, in ascending order of buckets."""
+    found = defaultdict[int, Ran](Ran)
     for own in by_rank:
         for bucket, ran in own.items():
-            _add(found, bucket, ran)
-    return dict(sorted(found.items()))
-
-
-def _add(found: dict[int, Ran], bucket: int, ran: Ran) -> None:
-    found[bucket] = ran if bucket not in found else ran.merged(found[bucket])
+            found[bucket] = found[bucket].merged(ran)
+    return {bucket: ran for bucket, ran in sorted(found.items()) if ran.samples}

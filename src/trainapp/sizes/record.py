@@ -1,4 +1,4 @@
-"""The micro-batch sizes that a run starts with, and their record in checkpoints and for restarted workers."""
+"""All micro-batch sizes of a run, and their record: in checkpoints, in result.json and for restarted workers."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from trainapp.config.schema import Config
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
@@ -103,7 +102,7 @@ class Sizes:
 
     def _by_key(self) -> dict[str, MicroBatchSizes]:
         """All sizes by their keys in files."""
-        return {_key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
+        return {key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
 
 
 def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
@@ -127,92 +126,7 @@ def read_restart(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def initial_sizes(
-    config: Config,
-    world: int,
-    eval_samples: int,
-    *,
-    smallest: int = 1,
-    whole: bool = False,
-    attempts: int = 0,
-    retries_in_place: bool = True,
-    restart: dict[str, Any] | None = None,
-    saved: dict[str, Any] | None = None,
-    same_memory: bool = True,
-    autotunes: bool = False,
-) -> Sizes:
-    """The micro-batch sizes that a run starts with. For training, the first of these that is known:
-
-    1. `restart`: from workers that ran out of memory. The size that it replaces has just failed.
-    2. `batch.micro_schedule`: the entry for the coming attempt; its later entries override all the others.
-    3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, if found with the same memory budget.
-    5. This rank's share of the global batch.
-
-    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
-
-    eval_samples: samples per evaluation over all ranks. attempts: finished steps, including skipped ones. smallest:
-    some models cannot train on single samples. whole: batches are never cut. retries_in_place: whether a failing size
-    costs only a retried step; if it costs a restart of all workers, no larger size is tried. restart, saved: from
-    `Sizes.state_dict`, whose record is continued; `restart` may lack one of the keys. autotunes: see `Autotuner`.
-    """
-    batch, restart, saved = config.batch, restart or {}, saved or {}
-    found = saved if same_memory else {}
-    share, eval_share = -(-batch.global_size // world), -(-eval_samples // world)
-    is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
-    given, grows = _given(config, share), retries_in_place and config.oom.grow and not is_fixed
-
-    def new(start: int, smallest: int) -> MicroBatchSizes:
-        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
-
-    by_update = {}
-    for name in [update.name for update in config.updates] or [""]:
-        by_update[name] = own = new(given or share, smallest)
-        own.used = dict(saved.get("used", {}).get(name, {}))
-        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempts + 1, share)
-        _begin(own, _key_of(name), attempts + 1, restart, found if given is None else {})
-    # At most this rank's samples: a size that is never reached is never validated.
-    most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
-    evaluation = new(min(most, eval_share), 1)
-    _begin(evaluation, EVALUATION, attempts + 1, restart, found if batch.eval_micro_size == "auto" else {})
-    # The checkpoint predates the latest errors, which `restart` counts.
-    restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
-    return Sizes(by_update, evaluation, autotunes, restarts)
-
-
-def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: dict[str, Any], found: dict[str, Any]) -> None:
-    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes."""
-    if key in restart:
-        own.load_state_dict(restart[key], is_lower=True)
-        own.schedule.pop(attempt, None)
-    elif own.schedule:
-        own.follow_schedule(attempt)
-    elif key in found and found[key]["buckets"]:
-        own.load_state_dict(found[key])
-
-
-def _given(config: Config, share: int) -> int | None:
-    """The configured size for training; None if it is to be found."""
-    steps, size = config.accumulation.steps, config.batch.micro_size
-    if steps != "auto":
-        return -(-share // steps)
-    return min(size, share) if isinstance(size, int) else None
-
-
-def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
-    """The rest of a schedule: the entry for `attempt` and later ones. No size exceeds this rank's share."""
-    cut = {
-        entry: {bucket: min(size, share) for bucket, size in plan.items()}
-        if isinstance(plan, dict)
-        else min(plan, share)
-        for entry, plan in schedule.items()
-    }
-    later = {entry: plan for entry, plan in cut.items() if entry > attempt}
-    in_force = max((entry for entry in cut if entry <= attempt), default=None)
-    return later if in_force is None else {attempt: cut[in_force], **later}
-
-
-def _key_of(update: str) -> str:
+def key_of(update: str) -> str:
     """The key of an update's sizes in a file. A step's only update has no name."""
     return f"micro.{update}" if update else "micro"
 
