@@ -154,7 +154,7 @@ def test_one_run_at_a_time(tmp_path):
         trainapp.train([*TINY, "train.max_steps=1"], run_dir=tmp_path / "a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "x")
-        with pytest.raises(trainapp.UserError, match="started this process as one"):
+        with pytest.raises(trainapp.UserError, match="started several processes; start"):
             trainapp.train([*TINY, "train.max_steps=1"], run_dir=tmp_path / "a")
     assert trainapp.train([*TINY, "train.max_steps=1"], run_dir=tmp_path / "a").steps == 1
 

@@ -35,11 +35,9 @@ def job(composed: DictConfig) -> float | None:
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
     try:
-        if is_sweep and environment.is_one_of_many_ranks() and not environment.is_submitit_job():
-            raise UserError(
-                "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
-                "parallel.devices=N ...`, which starts the workers of each job itself"
-            )
+        if is_sweep and not environment.is_submitit_job():
+            advice = "start `python -m trainapp -m parallel.devices=N ...` once: each job starts its own workers"
+            environment.require_one_process("multirun", advice)
         with launch.locked(run_dir):
             given = command_line.overrides(hydra_config)
             command = command_line.resume_command(hydra_config, run_dir)

@@ -121,11 +121,8 @@ def predict(
 
 @contextmanager
 def _one_run(function: str) -> Iterator[None]:
-    if environment.is_one_of_many_ranks():
-        raise UserError(
-            f"{function}: torchrun, srun or submitit started this process as one of several, which would each "
-            "run it; start `python -m trainapp` with it, or set parallel.devices=N in a program that is started once"
-        )
+    advice = "start `python -m trainapp` in its place, or set parallel.devices=N in a program that is started once"
+    environment.require_one_process(function, advice)
     if not _running.acquire(blocking=False):
         raise UserError(f"{function}: another run is in progress in this process; one at a time")
     try:
@@ -168,21 +165,18 @@ def _settings(function: str, overrides: Iterable[str]) -> list[str]:
 def _run(config: Config) -> None:
     """Train or predict by `config`, whose `run_dir` is absolute. Raises KeyboardInterrupt after Ctrl-C."""
     try:
-        if config.parallel.strategy == "single":
-            _run_here(config)
-        else:
-            _run_as_command(config)
+        if config.parallel.strategy != "single":
+            return _run_as_command(config)
+        with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
+            from trainapp.run import runner
+
+            directory.require_same_experiment(config)
+            with _logged(Path(config.run_dir)):
+                runner.run(config)
     except SystemExit as stopped:
         if stopped.code == 128 + signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
-
-
-def _run_here(config: Config) -> None:
-    with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
-        directory.require_same_experiment(config)
-        with _logged(Path(config.run_dir)):
-            launch.run(config)
 
 
 @contextmanager

@@ -45,6 +45,19 @@ log = logging.getLogger(__name__)
 Outcome: TypeAlias = "Result | UserError | int"
 
 
+def run(config: Config) -> "Result":
+    """Train, evaluate or predict, in workers that it starts or in this process as one rank. Returns the result.
+
+    Raises UserError for mistakes, TrainingStopped if training cannot continue, and SystemExit after a signal.
+    """
+    outcome = run_worker(config) if environment.is_one_of_many_ranks() else run_workers(config)
+    if isinstance(outcome, UserError):
+        raise outcome
+    if isinstance(outcome, int):
+        raise SystemExit(outcome)
+    return outcome
+
+
 def run_workers(config: Config) -> Outcome:
     """Run the workers on this machine until they end.
 
@@ -147,6 +160,7 @@ def workers_to_start(config: Config) -> int:
 def run_worker(config: Config) -> Outcome:
     """Run one rank in this process, as set by RANK, WORLD_SIZE and so on in the environment."""
     host.prepare_allocator()
+    environment.export_torch_variables()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
 
@@ -250,12 +264,11 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 def _log_to(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/."""
-    path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
+    path = run_dir / ("trainapp.log" if rank == 0 else f"ranks/rank_{rank}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(path)]
     handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     if rank == 0:
         handlers.append(terminal.Handler(sys.stderr))
-        handlers[1].setFormatter(logging.Formatter("%(message)s"))
         handlers[1].addFilter(lambda record: record.exc_info is None)  # the parent shows the traceback
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)

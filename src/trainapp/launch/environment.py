@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
+from trainapp.errors import UserError
+
 
 @dataclass(frozen=True)
 class SchedulerTask:
@@ -63,6 +65,12 @@ def is_one_of_many_ranks() -> bool:
     """Whether torchrun started this process, or a scheduler started it as one of several tasks."""
     task = scheduler_task()
     return "TORCHELASTIC_RUN_ID" in os.environ or (task is not None and task.world > 1)
+
+
+def require_one_process(subject: str, advice: str) -> None:
+    """Raises UserError if this process is one of several ranks. subject: the setting or function for one process."""
+    if is_one_of_many_ranks():
+        raise UserError(f"{subject}: torchrun, srun or submitit started several processes; {advice}")
 
 
 def is_submitit_job() -> bool:

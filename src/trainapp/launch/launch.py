@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -16,9 +16,6 @@ from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.run import run_dir as directory
-
-if TYPE_CHECKING:
-    from trainapp.run.result import Result
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
@@ -67,69 +64,52 @@ def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None
     """
     if config.mode in ("plan", "lr_find") or not environment.is_rank_zero():
         return
-    if not environment.is_one_of_many_ranks():  # those ask rank 0, in `run_worker`
+    if not environment.is_one_of_many_ranks():  # those ask rank 0, in `elastic.run_worker`
         directory.require_same_experiment(config)
     folder = Path(config.run_dir) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, node in (("config", composed), ("overrides", overrides)):
-        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(node)))
+    OmegaConf.save(composed, folder / "config.yaml")
+    OmegaConf.save(overrides, folder / "overrides.yaml")
 
 
 # The run
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
-    """Train, evaluate, export or plan as `config` says. Returns the objective, if the mode has one."""
+    """Do what `mode` says: in this process (parallel=single), in workers that it starts, or as one rank if torchrun,
+    srun or submitit started several processes. Returns the objective, if the mode has one.
+
+    is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
+    ended the run.
+    """
     if config.mode == "plan":
         from trainapp.planning import screen
 
         return screen.run(config)
     if config.mode in ("lr_find", "export"):
-        if environment.is_one_of_many_ranks():
-            raise UserError(f"mode={config.mode}: torchrun, srun or submitit started several processes; start it once")
-        prepare_process(config.memory.expandable_segments, config.train.deterministic)
-        if config.mode == "lr_find":
-            from trainapp.run import lr_find
-
-            return lr_find.run(config)
-        from trainapp.run import trained
-
-        trained.export(config)
-        return None
-    return run(config, is_sweep).objective
-
-
-def run(config: Config, is_sweep: bool = False) -> "Result":
-    """Train, evaluate or predict: in this process (parallel=single), in workers that it starts, or as one rank if
-    torchrun, srun or submitit started several processes. Returns the result.
-
-    is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
-    ended the run.
-    """
+        environment.require_one_process(f"mode={config.mode}", "start it once")
+    elif config.parallel.strategy == "single":
+        environment.require_one_process("parallel=single", "choose parallel=ddp or parallel=fsdp")
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
-    is_rank = environment.is_one_of_many_ranks()
+    if config.mode == "lr_find":
+        from trainapp.run import lr_find
+
+        return lr_find.run(config)
+    if config.mode == "export":
+        from trainapp.run import trained
+
+        trained.export(config)
+        return None
     if config.parallel.strategy == "single":
-        if is_rank:
-            raise UserError(
-                "parallel=single, but torchrun, srun or submitit started several processes: choose parallel=ddp or "
-                "parallel=fsdp"
-            )
         from trainapp.run import runner
 
-        return runner.run(config)
+        return runner.run(config).objective
     from trainapp.launch import elastic
 
-    if is_rank:
-        environment.export_torch_variables()
-    outcome = elastic.run_worker(config) if is_rank else elastic.run_workers(config)
-    if isinstance(outcome, UserError):
-        raise outcome
-    if isinstance(outcome, int):
-        raise SystemExit(outcome)
-    return outcome
+    return elastic.run(config).objective
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
