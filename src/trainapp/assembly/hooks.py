@@ -11,10 +11,11 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
-from trainapp.hooks.metrics import EVERY, StatefulMetrics
+from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
+from trainapp.models.inspect import evaluation_mode
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.engine import Engine
 from trainapp.training.evaluate import no_such_metric
@@ -120,13 +121,10 @@ def _tried(session: Session) -> set[str]:
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
-        with torch.no_grad(), session.snapshot.undone(), uncompiled():
-            for module in session.state.modules:  # the snapshot restores their modes
-                module.eval()
+        with torch.no_grad(), session.snapshot.undone(), uncompiled(), evaluation_mode(session.state.modules):
             try:
                 batch = map_tensors(lambda tensor: tensor.to(session.state.device), batches.example(SAMPLES))
-                with session.state.precision.autocast:
-                    _, _, metrics = session.strategy.evaluate(session.task, batch)
+                _, _, metrics = session.engine.evaluate(session.task, batch)
                 if session.strategy.forward_is_collective:
                     session.strategy.finish_accumulation()
             except Exception as error:  # the first evaluation raises it again
@@ -140,7 +138,7 @@ def _tried(session: Session) -> set[str]:
 
 def _require_known(session: Session, found: set[str]) -> None:
     config, progress = session.config, session.state.progress
-    known = {f"{name}/{metric}" if name else metric for name in session.eval_sets for metric in found}
+    known = {logged_name(name, metric) for name in session.eval_sets for metric in found}
     named = {"objective": config.objective}
     if config.stopping.patience is not None:
         named["stopping.metric"] = config.stopping.metric

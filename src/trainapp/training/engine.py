@@ -181,11 +181,10 @@ class Engine:
         """The loss of a batch as a sum over its samples, its count, and metrics."""
         return self._compute(self.task, batch)
 
-    def evaluate(self, task: Task, micro: MicroBatch) -> tuple[Tensor, Number, Metrics]:
-        """The loss of a micro-batch in evaluation, its count, and metrics."""
+    def evaluate(self, task: Task, batch: Any) -> tuple[Tensor, Number, Metrics]:
+        """The loss of a batch in evaluation, its count, and metrics."""
         with self.state.precision.autocast:
-            loss, count, metrics = self.strategy.evaluate(task, micro.data)
-        return loss, count, metrics
+            return self.strategy.evaluate(task, batch)
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients in `p.grad`."""

@@ -130,7 +130,7 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     present = session.evaluation
     assert present.totals is not None, "outside an evaluation"
     task = session.task if present.embedded is None else present.embedded.task
-    loss, count, metrics = session.engine.evaluate(task, micro)
+    loss, count, metrics = session.engine.evaluate(task, micro.data)
     finished = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
