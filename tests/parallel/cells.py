@@ -99,6 +99,18 @@ class _Noting(Recorded):
 
         engine.commit, batches.advance, session.tracker.evaluated = noting_commit, noting_advance, noting_evaluation
 
+    def finish(self) -> None:
+        """Note how the run ended. Its session is gone before the ranks disconnect, as outside of tests."""
+        record, session, state = self.noted, self.run, self.run.state
+        record.weights = vector(list(state.model.parameters()))
+        if state.average.averages:
+            record.average = vector(state.average.averages)
+        record.progress = dataclasses.asdict(state.progress)
+        record.votes = getattr(session.ranks, "votes", 0)
+        record.peak = max(session.ranks.all_gather_object(session.memory.peak))
+        record.shapes = {bucket: search.size for bucket, search in session.sizes.train.searches.items()}
+        record.schedule = session.sizes.micro_schedule()
+
 
 def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str = "", single: bool = False) -> Record:
     """A run of `config` on the ranks of the cell (or alone), with these faults."""
@@ -108,16 +120,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
     logging.getLogger("trainapp").setLevel(logging.INFO)
     try:
         with contextlib.nullcontext(SingleRank()) if single else elastic.process_group(config) as ranks:
-            session = _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).run
-            state = session.state
-            record.weights = vector(list(state.model.parameters()))
-            if state.average.averages:
-                record.average = vector(state.average.averages)
-            record.progress = dataclasses.asdict(state.progress)
-            record.votes = getattr(ranks, "votes", 0)
-            record.peak = max(ranks.all_gather_object(session.memory.peak))
-            record.shapes = {bucket: search.size for bucket, search in session.sizes.train.searches.items()}
-            record.schedule = session.sizes.micro_schedule()
+            _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).finish()
     except UserError as error:
         record.error = str(error)
         _leave_group()
