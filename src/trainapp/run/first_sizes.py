@@ -9,7 +9,7 @@ from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import smallest_micro_batch
 from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
-from trainapp.sizes.record import EVALUATION, Sizes, key_of
+from trainapp.sizes.record import EVALUATION, Autotuner, Sizes, key_of
 from trainapp.training.session import Session
 
 Record = dict[str, Any]  # see `Sizes.state_dict`
@@ -57,7 +57,7 @@ def initial_sizes(session: Session, restart: Record | None = None, saved: Record
     # The checkpoint predates the latest errors, which `restart` counts.
     restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
     autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    return Sizes(by_update, evaluation, autotunes, restarts)
+    return Sizes(by_update, evaluation, Autotuner(autotunes), restarts)
 
 
 def _samples_per_evaluation(session: Session) -> int:
@@ -87,13 +87,11 @@ def _given(config: Config, share: int) -> int | None:
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
-    """The rest of a schedule: the entry for `attempt` and later ones. No size exceeds this rank's share."""
-    cut = {
-        entry: {bucket: min(size, share) for bucket, size in plan.items()}
-        if isinstance(plan, dict)
-        else min(plan, share)
-        for entry, plan in schedule.items()
-    }
-    later = {entry: plan for entry, plan in cut.items() if entry > attempt}
-    in_force = max((entry for entry in cut if entry <= attempt), default=None)
-    return later if in_force is None else {attempt: cut[in_force], **later}
+    """The rest of a schedule: the entry in force at `attempt`, and later ones. No size exceeds this rank's share."""
+    rest: dict[int, Plan] = {}
+    for entry, plan in sorted(schedule.items()):
+        if isinstance(plan, int):
+            rest[max(entry, attempt)] = min(plan, share)
+        else:
+            rest[max(entry, attempt)] = {bucket: min(size, share) for bucket, size in plan.items()}
+    return rest

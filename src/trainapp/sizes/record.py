@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -54,22 +55,17 @@ class Autotuner:
         return is_first
 
 
+@dataclass
 class Sizes:
-    """Micro-batch sizes, in samples per forward on one rank. `train`: the sizes of the update chosen by `turn_to`.
+    """Micro-batch sizes, in samples per forward on one rank. `train`: the sizes of the update chosen by `turn_to`."""
 
-    by_update: sizes by the update's name, "" for a step's only update. `oom_restarts`: the number of recoveries since
-    the run began, over all its processes.
-    """
+    by_update: dict[str, MicroBatchSizes]  # by the update's name, "" for a step's only update
+    evaluation: MicroBatchSizes
+    autotuner: Autotuner
+    oom_restarts: int  # the number of recoveries since the run began, over all its processes
 
-    def __init__(
-        self,
-        by_update: dict[str, MicroBatchSizes],
-        evaluation: MicroBatchSizes,
-        autotunes: bool = False,
-        oom_restarts: int = 0,
-    ):
-        self.by_update, self.evaluation, self.train = by_update, evaluation, next(iter(by_update.values()))
-        self.autotuner, self.oom_restarts = Autotuner(autotunes), oom_restarts
+    def __post_init__(self) -> None:
+        self.train = next(iter(self.by_update.values()))
 
     def turn_to(self, update: str) -> None:
         """Select the update whose sizes are in `train`."""
