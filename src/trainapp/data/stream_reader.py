@@ -163,8 +163,8 @@ class Shard(IterableDataset):
             raise
         if is_first and self.number and self.base.state is None:
             log.info(
-                "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
-                "epoch %d were read again and skipped, in %.1f s",
+                "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): the "
+                "first %d samples of epoch %d were read again and skipped, in %.1f s",
                 self.number,
                 self.epoch,
                 time.monotonic() - started,

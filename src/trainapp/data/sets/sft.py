@@ -151,8 +151,8 @@ class SupervisedFineTuning(Tokenized):
         cut, left_out = int((lengths > self._longest + 1).sum()), rows - len(lengths)
         if cut or left_out:
             log.warning(
-                "data.context_length=%d: of %d examples of the %s split %d are longer and cut, and %d are left out, "
-                "since nothing of an answer is left",
+                "data.context_length=%d: of %d examples of the %s split %d are longer and cut, and %d are left out "
+                "(their answer begins after the end)",
                 self._longest,
                 rows,
                 split,
