@@ -136,7 +136,7 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     assert new.state.progress.step == 0
     assert runs.differences(new.state.tensors()["model"], adapters) == []
     plain = tuple(o for o in on(base) if not o.startswith("adapter"))
-    with pytest.raises(UserError, match="it holds adapters alone that were trained on a base"):
+    with pytest.raises(UserError, match="it holds only adapters, trained on a base"):
         runs.prepare(tmp_path / "plain", *plain, *weights)
     runs.run(tmp_path / "whole", *plain, "train.max_steps=1")
     with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):
@@ -335,7 +335,7 @@ def test_what_forwards_wrote_is_loaded_and_exported(tmp_path, caplog):
     assert torch.equal(new.state.model.code, code)
     assert "inside.weight" in base_of(new.state.model).names  # of the base, and not in the checkpoint
     runs.run(tmp_path / "small", *of_run, "mode=export")
-    assert "of code, peft takes the values of the base" in caplog.text
+    assert "for code, peft uses the base's values" in caplog.text
     runs.run(tmp_path / "merged", *of_run, "mode=export", "export.merge=true")
     assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)
 

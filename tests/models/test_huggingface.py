@@ -72,7 +72,7 @@ def test_the_data_fills_in_what_the_configuration_leaves_open():
         ({"task": "causal_lm", "path": "./no/such"}, r"model\.path=\./no/such: there is no such folder"),
         (
             {"task": "causal_lm", "config": {**CONFIG, "trust_remote_code": True}},
-            r"model\.config\.trust_remote_code: code that comes with a model is not run",
+            r"model\.config\.trust_remote_code: code shipped with a model and kernels on the hub are not run",
         ),
         ({"task": "image_classification", "config": CONFIG}, r"model\.config=.*Unrecognized configuration class"),
         (
@@ -120,7 +120,7 @@ def test_weights_of_other_shapes_are_refused(tmp_path):
     folder = str(hf_files.model_folder(tmp_path / "folder"))
     build("sequence_classification", path=folder, num_classes=3)
     for task, classes in (("sequence_classification", 3), ("causal_lm", None)):
-        with pytest.raises(UserError, match=r"asks for other shapes of model\.layers\.0\.mlp"):
+        with pytest.raises(UserError, match=r"changes the shapes of model\.layers\.0\.mlp"):
             build(task, {"intermediate_size": 64}, folder, num_classes=classes)
 
 
@@ -147,7 +147,7 @@ def test_models_that_would_mix_packed_documents_are_refused():
     model = build("causal_lm", CONFIG)
     require_documents_apart(model)
     model.config._attn_implementation = "flash_attention_2"  # which is not installed: what a user has chosen
-    with pytest.raises(UserError, match="flash_attention_2: it keeps documents apart only in micro-batches of one"):
+    with pytest.raises(UserError, match="flash_attention_2: it separates documents only in micro-batches of one"):
         require_documents_apart(model)
     with pytest.raises(UserError, match="MambaForCausalLM takes no position_ids"):
         require_documents_apart(build("causal_lm", {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}))
@@ -283,7 +283,7 @@ def without(complete, folder, *names):
 def test_missing_weights_are_refused(tmp_path, complete):
     """By the real entry point, too: it would train, with weights that are drawn."""
     folder = without(complete, tmp_path / "part", UP, "lm_head.weight")
-    message = rf"model\.path=.*part: it lacks weights of LlamaForCausalLM, .*: lm_head\.weight, {UP}; name a folder"
+    message = rf"model\.path=.*part: it lacks weights of LlamaForCausalLM, .*: lm_head\.weight, {UP}; name a complete"
     with pytest.raises(UserError, match=message):
         build("causal_lm", path=str(folder))
     tokens = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64")
@@ -296,7 +296,7 @@ def test_missing_weights_are_refused(tmp_path, complete):
 def test_a_new_layer_for_another_task_is_noted(tmp_path, complete, caplog):
     caplog.set_level(logging.WARNING)
     model = build("sequence_classification", path=str(complete), num_classes=3)
-    assert "new for this task, drawn from train.seed and not pretrained: score.weight" in caplog.text
+    assert "new for this task, initialised from train.seed, not pretrained: score.weight" in caplog.text
     weights = load_file(complete / "model.safetensors")
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weights[UP])
     caplog.clear()

@@ -27,5 +27,5 @@ class WithModule(nn.Module):
 def test_blocks_come_from_a_method_of_that_name():
     model = WithMethod()
     assert blocks_of(model, "some.setting=x") == list(model.layers)
-    with pytest.raises(UserError, match=r"some\.setting=x: WithModule does not say what its blocks are"):
+    with pytest.raises(UserError, match=r"some\.setting=x: WithModule does not declare its blocks"):
         blocks_of(WithModule(), "some.setting=x")

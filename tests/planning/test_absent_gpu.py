@@ -49,8 +49,8 @@ def test_the_table_is_plausible():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("24GiB",), "plan.device=24GiB: unknown; known are t4-16gb"),
-        (("24GiB@8.9x",), "unknown; known are"),
+        (("24GiB",), "plan.device=24GiB: unknown; known devices are t4-16gb"),
+        (("24GiB@8.9x",), "unknown; known devices are"),
         (("l4-24gb", "train.device=cpu"), "use train.device=auto"),
         (("l4-24gb", "memory.limit=40GiB"), "memory.limit=40GiB: plan.device=l4-24gb has 22.0 GiB"),
     ],
@@ -188,7 +188,7 @@ def test_the_largest_size_leaves_the_margin():
 def test_recurrent_layers_are_measured():
     """Without cuDNN torch takes them apart: another figure, and no error."""
     session = SimpleNamespace(engine=SimpleNamespace(), state=SimpleNamespace(model=nn.LSTM(8, 16)))
-    with pytest.raises(NotImplementedError, match="what cuDNN keeps of a recurrent layer"):
+    with pytest.raises(NotImplementedError, match="what cuDNN keeps for a recurrent layer"):
         find("l4-24gb").prepare(session)
 
 

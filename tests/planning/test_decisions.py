@@ -36,7 +36,7 @@ def test_the_cheapest_modes_within_the_limit_are_chosen(tmp_path):
 def test_a_model_without_blocks_has_none_to_choose_for():
     own = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._target_=planned_models.Normed")
     config = compose.from_command_line([*own, "user_packages=[planned_models]", "data=digits", AUTO])
-    with pytest.raises(UserError, match="activation_checkpointing=auto: Normed does not say what its blocks are"):
+    with pytest.raises(UserError, match="activation_checkpointing=auto: Normed does not declare its blocks"):
         planner.plan(config, only_modes=True)
 
 

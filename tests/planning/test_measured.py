@@ -182,7 +182,7 @@ def test_plan_measure_runs_the_plan_and_its_first_techniques(tmp_path):
     chosen = (*runs.TINY, *runs.MODELS["gpt"], "batch.global_size=16", "batch.micro_size=8", "every.eval=null")
     done = run_cli("mode=plan", *chosen, "plan.measure=true", "checkpointing=off", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "s a step" in done.stdout
+    assert "s per step" in done.stdout
     assert "measured     time  largest" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.endswith("activation_checkpointing=full"))
     assert " x " in row

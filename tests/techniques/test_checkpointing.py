@@ -350,7 +350,7 @@ def test_modes_of_blocks():
     model = Net(NewAttribute)
     checkpointing.apply(model, ActivationCheckpointing(modes=["full", "none", "selective"]))
     assert [hasattr(layer.forward, "func") for layer in model.layers] == [True, False, True]
-    with pytest.raises(UserError, match=r"modes=\['full'\]: names 1 blocks, and Net has 3"):
+    with pytest.raises(UserError, match=r"modes=\['full'\]: names 1 blocks, but Net has 3"):
         checkpointing.apply(Net(NewAttribute), ActivationCheckpointing(modes=["full"]))
 
 

@@ -218,12 +218,12 @@ def test_another_head_than_a_plain_linear_layer_is_refused(tmp_path):
     model = Classifier()
     require_head(config, model)
     model.head = nn.Sequential(nn.Linear(16, 10))
-    with pytest.raises(UserError, match=r"plain nn\.Linear, and is a Sequential"):
+    with pytest.raises(UserError, match=r"plain nn\.Linear, but is a Sequential"):
         require_head(config, model)
     for change in (torch.nn.utils.weight_norm, lambda head: head.register_forward_hook(print)):
         model = Classifier()
         change(model.head)
-        with pytest.raises(UserError, match=r"plain nn\.Linear, and is a Linear with hooks"):
+        with pytest.raises(UserError, match=r"plain nn\.Linear, but is a Linear with hooks"):
             require_head(config, model)
         assert "memory.loss_chunk=auto" not in offered(model, tmp_path)
     model = Classifier()

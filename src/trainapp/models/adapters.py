@@ -29,7 +29,7 @@ from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
-# peft's task names by the ends of Transformers' class names: needed by peft's classes that open an export.
+# peft's task names by suffix of Transformers' class names: peft needs them to open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
@@ -52,7 +52,7 @@ def base_of(model: nn.Module) -> Base | None:
 def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None) -> Callable[..., nn.Module]:
     """The model's class, or a function that builds one and adds the adapters that the configuration asks for.
 
-    weights: the file that the base begins with, if any.
+    weights: the file with the base's initial weights, if any.
     """
     if config.adapter.kind == "none":
         return kind
@@ -60,7 +60,7 @@ def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None)
     @functools.wraps(kind, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         model = kind(*args, **kwargs)
-        # Load the base's weights now: afterwards its layers have other names. A trace has none to load.
+        # Load the base's weights now: adapters rename its layers. A trace has none to load.
         if weights is not None and has_values(next(model.parameters())):
             load_weights(model, weights, config.model.init_strict)
         add_lora(model, config.adapter)
@@ -90,7 +90,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # it is corrected for Conv1D
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it for Conv1D
             peft.inject_adapter_in_model(options, model)
     except ValueError as error:
         raise UserError(f"adapter=lora: {error}") from error
@@ -113,13 +113,12 @@ def require_same_base(model: nn.Module, saved: str | None) -> None:
         return
     if saved is None:
         raise UserError(
-            "it holds a whole model; use adapter=none, or train adapters on it: export it, and name the export as "
-            "model.path (of a model of Transformers) or its model.safetensors as model.init_from"
+            "it holds a whole model; use adapter=none, or train adapters on it: export it, and set model.path to the "
+            "export (for a Transformers model) or model.init_from to its model.safetensors"
         )
     raise UserError(
-        f"it holds adapters{'' if own else ' alone'} that were trained on {'another' if own else 'a'} base model; use "
-        "the same adapter settings and model.path (or model settings, train.seed and model.init_from), with the files "
-        "as they were"
+        f"it holds {'' if own else 'only '}adapters, trained on {'another' if own else 'a'} base model; use the same "
+        "adapter settings and model.path (or model settings, train.seed and model.init_from), with unchanged files"
     )
 
 
@@ -164,7 +163,7 @@ def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str,
     known |= {id(p) for name, p in model.named_parameters() if not p.requires_grad and name not in written}
     if left := [name for name, own in model.state_dict(keep_vars=True).items() if id(own) not in known]:
         log.warning(
-            "the export has the adapters and the modules in adapter.train; of %s, peft takes the values of the base. "
+            "the export has the adapters and the modules in adapter.train; for %s, peft uses the base's values. "
             "If training has changed them, use export.merge=true",
             listed(left),
         )
@@ -211,7 +210,7 @@ def _found_in(model: nn.Module, wanted: list[str]) -> list[str]:
         if not any(f".{name}".endswith(f".{given}") for name in names):  # peft would train nothing for it
             last = listed(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise UserError(
-                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; there are {last}"
+                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; it has {last}"
             )
     return wanted
 

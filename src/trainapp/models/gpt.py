@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainapp.validation import Bool, Fraction, PositiveFloat, PositiveInt
 
-INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 times slower, through denormals
+INIT_STD = 0.02  # with unit-normal tied embeddings, denormals make the backward on a CPU 50 times slower
 
 
 class LayerCache:
@@ -45,8 +45,8 @@ def lower_right_causal(query: Tensor, start: int) -> Tensor:
 class Rotary(nn.Module):
     """Rotates the two halves of each head by angles that grow with the position, in float32.
 
-    The scores of rotated queries and keys depend on the distance of their positions only. `model.to(bfloat16)` rounds
-    the tables, and many neighbouring positions would look alike: the next forward computes them again.
+    Scores of rotated queries and keys depend only on the distance between positions. `model.to(bfloat16)` rounds the
+    tables, in which many neighbouring positions would then be equal: the next forward recomputes them.
     """
 
     def __init__(self, head_size: int, context_length: int, base: float):
@@ -58,7 +58,7 @@ class Rotary(nn.Module):
         self.init_tables()
 
     def init_tables(self) -> None:
-        # float64, which not every device has: float32 angles are off by up to 5e-4 at position 10,000
+        # float64, which not every device supports: float32 angles are off by up to 5e-4 at position 10,000
         steps = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
         positions = torch.arange(len(self.cos), dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.base ** (-steps / self.head_size))
@@ -249,5 +249,5 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """cache: cache of the preceding tokens, from `new_cache`; these tokens are added to it."""
+        """cache: from `new_cache`, with the preceding tokens; these are appended."""
         return self.head(self.features(inputs, cache))

@@ -90,8 +90,8 @@ def build(
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     if num_classes is not None and pad_token_id is not None:
-        # The batches' padding token, to find the last token of a text. Set after the embedding is built, for which it
-        # would mean "no gradient".
+        # The batches' padding token, by which the model finds a text's last token. Set only after the embedding is
+        # built, which would give it no gradient.
         model.config.get_text_config().pad_token_id = pad_token_id
     built: nn.Module = model
     return built
@@ -106,13 +106,13 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
     refused = [name for name in given if name in _CODE or name.endswith("_implementation")]
     if refused:
         raise UserError(
-            f"model.config.{refused[0]}: code that comes with a model is not run, nor kernels of the hub; leave it out "
+            f"model.config.{refused[0]}: code shipped with a model and kernels on the hub are not run; omit it "
             "(model.attention chooses the attention implementation)"
         )
     if path is None and "model_type" not in given:
         raise UserError(
             f"model.config={config}: needs a model_type, as in model.config={{model_type: llama, hidden_size: 64}}; or "
-            "name a folder or a model of the hub by model.path"
+            "set model.path to a folder or a model on the hub"
         )
     try:
         if path is not None:
@@ -141,7 +141,7 @@ def _follow_tokens(
         text.vocab_size = vocab_size
     if vocab_size is not None and getattr(text, "vocab_size", vocab_size) < vocab_size:
         raise UserError(
-            f"model.config.vocab_size={text.vocab_size}: the data has {vocab_size} tokens; leave it out, or use the "
+            f"model.config.vocab_size={text.vocab_size}: the data has {vocab_size} tokens; omit it, or use the "
             "model's own tokenizer"
         )
     longest = positions_of(settings)
@@ -166,7 +166,7 @@ def _follow_classes(settings: Any, given: dict[str, Any], count: int, classes: S
     """Set the number and names of the data's classes. Raises UserError if the configuration has others."""
     wanted = given.get("num_labels", len(given["id2label"]) if "id2label" in given else count)
     if wanted != count:
-        raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; leave it out")
+        raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; omit it")
     if settings.num_labels != count:
         settings.num_labels = count
     if classes is not None and "id2label" not in given:
@@ -186,23 +186,20 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
     resized = [name for name, *_ in report["mismatched_keys"]]
     new = heads(model) if is_classifier else []
     if wrong := sorted(name for name in resized if name.partition(".")[0] not in new):
-        raise UserError(
-            f"model.path={place}: model.config asks for other shapes of {listed(wrong)} than there are; leave those "
-            "settings out"
-        )
+        raise UserError(f"model.path={place}: model.config changes the shapes of {listed(wrong)}; omit those settings")
     # Old files lack `num_batches_tracked`.
     missing = [name for name in report["missing_keys"] if not name.endswith("num_batches_tracked")]
     is_same = type(model).__name__ in saved_as
     if lost := sorted(missing if is_same else (name for name in missing if not _is_of_task(model, name))):
         raise UserError(
-            f"model.path={place}: it lacks weights of {type(model).__name__}, which would be drawn at random: "
-            f"{listed(lost)}; name a folder that is complete, or choose the model.task of the saved model "
+            f"model.path={place}: it lacks weights of {type(model).__name__}, which would be initialised at random: "
+            f"{listed(lost)}; name a complete folder, or choose the model.task of the saved model "
             f"({listed(saved_as) or 'unknown'})"
         )
     if names := sorted({*missing, *resized}):
         _drawn[model] = names
         log.warning(
-            "model.path=%s: new for this task, drawn from train.seed and not pretrained: %s", place, ", ".join(names)
+            "model.path=%s: new for this task, initialised from train.seed, not pretrained: %s", place, ", ".join(names)
         )
     return model
 
@@ -223,12 +220,12 @@ def require_documents_apart(model: nn.Module) -> None:
     """Raises UserError for a model in which packed documents, separated by position ids, would see each other."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(
-            f"data.pack=true: {type(model).__name__} takes no position_ids, which tell documents apart; use "
+            f"data.pack=true: {type(model).__name__} takes no position_ids, which separate documents; use "
             "data.pack=false"
         )
     given: Any = model
     if "flash" in str(getattr(given.config, "_attn_implementation", "")):
         raise UserError(
-            "data.pack=true with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of "
+            "data.pack=true with model.attention=flash_attention_2: it separates documents only in micro-batches of "
             "one sample; use model.attention=sdpa"
         )

@@ -68,7 +68,7 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
         if blocks := _blocks_of_transformers(model):
             return blocks
         raise UserError(
-            f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "
+            f"{setting}: {type(model).__name__} does not declare its blocks; give it a method "
             "`blocks(self) -> list[nn.Module]`"
         )
     return list(method())
@@ -183,16 +183,16 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     """
     leaves = list(parameters_behind(loss))
     yield
-    # After the backward, because only then can FSDP2's gathered parameters be told apart: their gradients have moved
-    # into the shards.
+    # After the backward, when FSDP2's gathered parameters can be distinguished: their gradients have moved into the
+    # shards.
     own = {id(p) for p in model.parameters()}
     foreign = [p for p in leaves if id(p) not in own and p.grad is not None]
     if foreign:
         shapes = listed(str(list(p.shape)) for p in foreign)
         raise UserError(
             f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (of shape "
-            f"{shapes}), which nothing would train: make the module that owns them a submodule of the model, in "
-            "place of a global, a plain list or an attribute of the task; or freeze them with requires_grad_(False)"
+            f"{shapes}), which nothing would train: make the module that owns them a submodule of the model, "
+            "not a global, or in a plain list or an attribute of the task; or freeze them with requires_grad_(False)"
         )
 
 

@@ -135,7 +135,7 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
 
-        # A norm is undefined for a single value, which is all that one sample has per channel in a last stage of 1 x 1.
+        # Normalising a single value is undefined, and in a last stage of 1 x 1 one sample has only one per channel.
         has_one_value = max(size) <= (8 if stem == "small" else 32) and (norm == "batch" or 32 % (8 * width) == 0)
         self.smallest_micro_batch = 2 if has_one_value else 1
         self.init_weights()

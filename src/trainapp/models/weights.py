@@ -30,7 +30,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
     `torch.save(state_dict)`. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its names
     prefixed by DDP or torch.compile. No code in the file is executed.
     strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
-    shape, and ignores tensors that the model lacks. Of weights that only the model ties, the file's first name counts.
+    shape, and ignores tensors that the model lacks. For weights that only the model ties, the file's first name counts.
     Returns the model's names that were not loaded, with a warning: empty if strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
@@ -70,8 +70,8 @@ def load_tensors(
     misfits = "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names)
     if not fitting or (strict and misfits):
         raise UserError(
-            f"{setting}: the weights do not fit the model: {misfits or 'there are none'}. Give the model the settings "
-            f"that they were trained with{', or set model.init_strict=false to load what fits' if fitting else ''}"
+            f"{setting}: the weights do not fit the model: {misfits or 'there are none'}. Build the model with "
+            f"the settings of their training{', or set model.init_strict=false to load what fits' if fitting else ''}"
         )
     if unexpected:
         log.warning("%s: not in the model, ignored: %s", setting, listed(unexpected))

@@ -129,7 +129,7 @@ class AbsentGpu:
     def prepare(self, engine: Engine) -> None:
         """Prepare an engine. Raises NotImplementedError for a model whose kernels are known only on a GPU."""
         if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
-            raise NotImplementedError("what cuDNN keeps of a recurrent layer is known only on a GPU")
+            raise NotImplementedError("what cuDNN keeps for a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
     def completed(self, found: Breakdown, engine: Engine, config: Config) -> Breakdown:
@@ -187,7 +187,7 @@ def _unnamed(name: str) -> AbsentGpu:
         memory = parse_memory_size(size, 0)
     if not version or not memory:
         raise UserError(
-            f"plan.device={name}: unknown; known are {', '.join(DEVICES)}. Others are named by their memory and "
+            f"plan.device={name}: unknown; known devices are {', '.join(DEVICES)}. Name others by memory and "
             "compute capability, such as plan.device=24GiB@8.9"
         )
     return AbsentGpu(name, memory, (int(version[1]), int(version[2])))
@@ -334,7 +334,7 @@ class _EngineOnCuda(DispatchMode):
             if owners <= _OWNERS and old.shape == new.shape and old.dtype == new.dtype:
                 _IN_PLACE[func](old.detach(), *args[1:], **(kwargs or {}))
                 return old
-        if kwargs and kwargs.get("pin_memory"):  # takes a driver
+        if kwargs and kwargs.get("pin_memory"):  # needs a driver
             kwargs = {**kwargs, "pin_memory": False}
         size = _workspace_of_backward(func, args)
         workspace = torch.empty(size, dtype=torch.uint8, device="cuda:0") if size else None

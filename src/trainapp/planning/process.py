@@ -159,7 +159,7 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
     if not sees_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    # Files rather than pipes, whose end would wait for every process that the function has left.
+    # Files rather than pipes, whose end comes only after every process that the function has left behind.
     with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors:
         pickle.dump((function, arguments), request)
         request.seek(0)

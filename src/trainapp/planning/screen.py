@@ -54,7 +54,7 @@ def _peak(facts: dict[str, Any]) -> list[str]:
     ]
     if facts["step_seconds"] is not None:
         peak = bytes_text(facts["measured_bytes"])
-        lines.append(f"measured: {peak}, {facts['step_seconds']:.3g} s a step")
+        lines.append(f"measured: {peak}, {facts['step_seconds']:.3g} s per step")
     lines += ["peak by phase", *_rows(facts["phases"])]
     return [*lines, *(["at the peak", *_rows(facts["categories"])] if facts["categories"] else [])]
 
@@ -69,7 +69,7 @@ def _techniques(facts: dict[str, Any]) -> list[str]:
     is_measured = any("measured_bytes" in entry for entry in facts["techniques"])
     more = f"  {'measured':>10}  {'time':>7}" if is_measured else ""
     lines = [f"{'peak':>10}{more}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
-    harm = {"same": "", "rounded": "what rounds otherwise", "other": "what changes the training"}
+    harm = {"same": "", "rounded": "at lower precision", "other": "with another training result"}
     last = "same"
     for entry in facts["techniques"]:
         if entry["result"] != last:
@@ -111,7 +111,7 @@ def _best(facts: dict[str, Any]) -> list[str]:
 def _of_ranks(ranks: dict[str, Any]) -> list[str]:
     if ranks["world"] == 1:
         return []
-    copies = f", {ranks['replicas']} copies" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
+    copies = f", {ranks['replicas']} replicas" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
     return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: rank 0, which has the most"]
 
 

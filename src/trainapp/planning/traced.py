@@ -39,8 +39,8 @@ from trainapp.units import parse_memory_size
 if TYPE_CHECKING:
     from trainapp.planning.absent_gpu import AbsentGpu
 
-_VARIES = "the batches differ in shape: the plan is for the longest of the first ones, and a longer one needs more"
-_MADE_UP = "the model reads values, which were made up: with others it may need more"
+_VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
+_MADE_UP = "the model reads values, which were made up: with real ones it may need more"
 
 
 class Traced:
@@ -81,7 +81,7 @@ class Traced:
     def peak(self, config: Config, size: int) -> Breakdown:
         """The peak with micro-batches of this size on the first rank, which has the most samples and largest shards."""
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
-            raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
+            raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
         with simulated(0, self.world, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
             return self._traced(config, size, ranks, stack)
 

@@ -169,7 +169,7 @@ def _head(situation: Situation) -> None:
     if not situation.knows_loss:
         raise UserError(
             f"{chunked_loss.SETTING}={situation.config.memory.loss_chunk}: the task computes its own loss; call "
-            "trainapp.tasks.linear_cross_entropy in it, or leave the setting out"
+            "trainapp.tasks.linear_cross_entropy in it, or omit the setting"
         )
     chunked_loss.require_head(situation.config, situation.model)
 
@@ -229,7 +229,7 @@ TECHNIQUES = (
     Technique(
         "precision=bf16",
         saves="up to half of the activations",
-        costs="only 8 bits of precision remain in matmuls; saves time where the device computes in bf16",
+        costs="matmuls keep only 8 bits of precision; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
         helps=_computes_in_bf16,
         result="rounded",
@@ -237,7 +237,7 @@ TECHNIQUES = (
     Technique(
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
-        costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
+        costs="weights and gradient sums keep only 8 bits of precision; a slower optimizer step",
         applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
@@ -245,7 +245,7 @@ TECHNIQUES = (
     ),
     Technique(
         "activation_checkpointing=full",
-        saves="all activations of the blocks but their inputs",
+        saves="all activations of the blocks except their inputs",
         costs="a second forward of the blocks: about a third more time",
         applies="models with `blocks()`",
         needs=_blocks,
@@ -261,15 +261,15 @@ TECHNIQUES = (
     ),
     Technique(
         "activation_checkpointing=auto",
-        saves="as many activations of the blocks as the limit asks for: each is kept, `selective` or `full`",
-        costs="nothing where all fits, up to that of `full`; some seconds for three plans before the model is built",
+        saves="as many activations as the limit requires: each block is `none`, `selective` or `full`",
+        costs="from nothing, if all fits, to that of `full`; some seconds for three plans before the model is built",
         applies="models with `blocks()`",
         needs=_blocks,
         result="same",
     ),
     Technique(
         "memory.offload_activations=all",
-        saves="all activations of 1 MiB and more, but those on their way",
+        saves="all activations of 1 MiB and more, except those being copied",
         costs="host memory; time where copies take longer than computing",
         applies="CUDA, without `parallel=fsdp` and `train.compile`",
         helps=_is_on_a_gpu,
@@ -278,7 +278,7 @@ TECHNIQUES = (
     Technique(
         "memory.offload_activations=inputs activation_checkpointing=full",
         saves="all activations of the blocks",
-        costs="a second forward of the blocks; host memory; hardly any time for the copies",
+        costs="a second forward of the blocks; host memory; little time for copies",
         applies="CUDA, models with `blocks()`, without `train.compile`",
         needs=_blocks,
         helps=_is_on_a_gpu,
@@ -286,7 +286,7 @@ TECHNIQUES = (
     ),
     Technique(
         "memory.loss_chunk=auto",
-        saves="all logits but those of a chunk, and their gradients",
+        saves="all logits except one chunk's, and their gradients",
         costs="one more matmul with the last layer's weight",
         applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
         in_force=lambda config: config.memory.loss_chunk is not None,
@@ -296,12 +296,12 @@ TECHNIQUES = (
     Technique(
         "optimizer=sgd",
         saves="one of AdamW's two moments",
-        costs="another optimizer: needs a learning rate of its own",
+        costs="another optimizer, which needs its own learning rate",
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
-        costs="another optimizer: needs a learning rate of its own",
+        costs="another optimizer, which needs its own learning rate",
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
     ),
     *(
@@ -333,23 +333,23 @@ TECHNIQUES = (
     ),
     Technique(
         "optimizer.in_backward=true",
-        saves="all gradients but one, where the step is one micro-batch",
-        costs="an error in the last backward goes back to the checkpoint",
+        saves="all gradients but one, if the step is one micro-batch",
+        costs="an error in the last backward restarts from the checkpoint",
         applies="with `train.grad_clip=null`, `parallel=single`; not with `train.compile`, `precision=fp16` or "
         "`train.nonfinite=skip`",
         result="same",
     ),
     Technique(
         "optimizer.in_backward=true train.grad_clip=null",
-        saves="all gradients but one, where the step is one micro-batch",
-        costs="no clipping; an error in the last backward goes back to the checkpoint",
+        saves="all gradients but one, if the step is one micro-batch",
+        costs="no clipping; an error in the last backward restarts from the checkpoint",
         applies="as above, in place of `train.grad_clip`",
         helps=lambda situation: situation.config.train.grad_clip is not None,
     ),
     Technique(
         "optimizer.offload=true",
         saves="the device's part of the optimizer state, and all that the optimizer's step needs",
-        costs="in every step, gradients and parameters to the host, the update there, and parameters back",
+        costs="every step copies gradients and parameters to the host, updates there, and copies parameters back",
         applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
         helps=_is_on_a_gpu,
         result="same",
@@ -357,14 +357,14 @@ TECHNIQUES = (
     Technique(
         "train.ema=null",
         saves="a copy of the weights",
-        costs="evaluation of the average of the weights",
+        costs="evaluation of averaged weights",
         applies="by default",
     ),
     Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
-        costs="the model's own weights stay as they are, so the result is another",
-        applies="models with linear layers in their `blocks()`, those of Transformers; needs `trainapp[peft]`",
+        costs="the model's own weights stay frozen: another result",
+        applies="models with linear layers in their `blocks()`, Transformers models; needs `trainapp[peft]`",
         offered=False,  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
@@ -372,7 +372,7 @@ TECHNIQUES = (
     Technique(
         "parallel=fsdp",
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
-        costs="traffic: parameters are gathered in every forward and backward",
+        costs="communication: parameters are gathered in every forward and backward",
         applies="several ranks, or GPUs for them; models with `blocks()`",
         helps=_has_ranks_and_blocks,
         result="same",
@@ -387,7 +387,7 @@ TECHNIQUES = (
     Technique(
         "parallel.fsdp.meta_init=true",
         saves="the whole model on each device before it is sharded",
-        costs="other initial weights, of the same distribution",
+        costs="other initial weights from the same distribution",
         applies="`parallel=fsdp`, models with `init_weights()`",
         needs=_init_weights,
     ),

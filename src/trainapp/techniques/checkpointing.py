@@ -76,7 +76,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
         modes = [mode if index % settings.every == 0 else "none" for index in range(len(blocks))]
     if len(modes) != len(blocks):
         raise UserError(
-            f"activation_checkpointing.modes={modes}: names {len(modes)} blocks, and {type(model).__name__} has "
+            f"activation_checkpointing.modes={modes}: names {len(modes)} blocks, but {type(model).__name__} has "
             f"{len(blocks)}; give one mode per block, or null"
         )
     for block, mode in zip(blocks, modes, strict=True):
@@ -91,7 +91,7 @@ def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
         if dropping:  # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758)
             raise UserError(
                 f"activation_checkpointing.compiled_budget={budget}: torch would recompute dropout ({dropping[0]}) "
-                "with other random numbers, for wrong gradients; use dropout 0, or activation_checkpointing=full"
+                "with other random numbers and give wrong gradients; use dropout 0, or activation_checkpointing=full"
             )
     set_activation_memory_budget(budget)
 
@@ -138,7 +138,7 @@ def draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value))
 
 
-# --- what a recomputed block begins with: the state that its forward began with
+# --- the state from which a block is recomputed: that at the start of its forward
 
 
 class Recomputed:
@@ -181,7 +181,7 @@ class Recomputed:
         if written:
             raise TrainingStopped(
                 f"activation_checkpointing: the forward of a {type(self.block).__name__} writes in place to {written}, "
-                "so that it cannot be recomputed; write to a copy (a first `inplace=True` often writes to the input), "
+                "so it cannot be recomputed; write to a copy (a first `inplace=True` often writes to the input), "
                 "or use activation_checkpointing=none"
             )
         state.drop_unwritten()
@@ -191,7 +191,7 @@ class Recomputed:
         if state.has_lost():
             raise TrainingStopped(
                 f"activation_checkpointing: a tensor of a {type(self.block).__name__} was written by something "
-                "else between its forward and its backward, so that it cannot be recomputed; register it as a "
+                "else between its forward and its backward, so it cannot be recomputed; register it as a "
                 "buffer of the block, or use activation_checkpointing=none"
             )
         with self._snapshot.replayed(state), selecting:

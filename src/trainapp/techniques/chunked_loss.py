@@ -84,13 +84,13 @@ def require_head(config: Config, model: nn.Module) -> None:
     if parts is None:
         raise UserError(
             f"{setting}: {name} does not separate its last layer; give it a method `features(self, inputs)` and an "
-            "nn.Linear `head` with forward(inputs) == head(features(inputs)), or leave the setting out"
+            "nn.Linear `head` with forward(inputs) == head(features(inputs)), or omit the setting"
         )
     head = parts.head
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_forward_hooks(head):
         hooks = " with hooks" if has_forward_hooks(head) else ""
         raise UserError(
-            f"{setting}: the head of {name} must be a plain nn.Linear, and is a {type(head).__name__}{hooks}, which "
+            f"{setting}: the head of {name} must be a plain nn.Linear, but is a {type(head).__name__}{hooks}, which "
             "this loss would not run; make it one (with torch.nn.utils.parametrizations in place of weight_norm and "
             f"spectral_norm; without an adapter, if it has one), or set {SETTING}=null"
         )
@@ -122,8 +122,8 @@ def require_same_forward(
     if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):
         raise UserError(
             f"{SETTING}={setting}: {type(model).__name__}'s forward(inputs) is not head(features(inputs)), which the "
-            "loss in chunks computes: something scales, caps or drops in between, or the head has hooks; move that "
-            "into features, or leave the setting out"
+            "loss in chunks computes: something in between scales, caps or drops out, or the head has hooks; "
+            "move it into features, or omit the setting"
         )
 
 
@@ -187,8 +187,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _classes(targets: Tensor, ignored: int) -> Tensor:
-    """Class 0 where a target is ignored. Other targets that are no class stay: indexing fails for them, on the device
-    where it is CUDA, as it does in `F.cross_entropy`."""
+    """Class 0 where a target is ignored. Indexing fails for other targets that are no class, on CUDA by an assert
+    on the device, as in `F.cross_entropy`."""
     return targets.masked_fill(targets == ignored, 0)
 
 

@@ -116,7 +116,7 @@ class _Stored:
         self._used: Callable[[], torch.UntypedStorage | None] = lambda: None  # its storage, while alive
 
     def fetch(self) -> None:
-        """Start to copy the storage to the device, unless it is there or on its way."""
+        """Start to copy the storage to the device, unless it is there or being copied."""
         if self._coming is None and self._used() is None:
             flat = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._device)
             self._coming = flat, self._offload.copy(flat, self._host)
@@ -133,7 +133,7 @@ class _Stored:
                 torch.cuda.current_stream(self._device).wait_event(arrival)
         if (before := self._before()) is not None:
             before.fetch()
-        assert storage is not None, "it is there, or was on its way"
+        assert storage is not None, "it is on the device, or was being copied"
         return storage
 
     def view(self, dtype: torch.dtype, device: torch.device, *place: Any) -> Tensor:
