@@ -396,7 +396,7 @@ def checksum(tensor: Tensor) -> Tensor:
     so that swapped elements are detected. Finds writes that leave the version unchanged.
 
     Two passes over its memory; copies the tensor only if it is not contiguous in memory, or holds conjugates or
-    negatives. The digests of adapters' bases in checkpoints are made of them: other sums need another format.
+    negatives. Checkpoints hold digests of adapters' bases made of them: other sums need another format.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # such as those of fft(x).conj()
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # memory order, also for channels_last
@@ -426,7 +426,7 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The plain values, tensors and arrays among an object's attributes; a loss of embeddings may keep others."""
+    """The plain values, tensors and arrays among an object's attributes; an embedding loss may keep others."""
     kept = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
     return {n: v for n, v in attributes.items() if isinstance(v, kept) or (_is_kept(v) and not v.requires_grad)}
 

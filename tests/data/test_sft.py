@@ -141,7 +141,7 @@ def test_the_splits_share_the_examples(make):
         ('{"messages": "hello"}', r"data\.files: row 0: messages must be a list of objects"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
-            r"row 0: messages must be a list of objects with a role and a content, .*leave the example out",
+            r"row 0: messages must be a list of objects with a role and a content, .*drop the example",
         ),
     ],
 )

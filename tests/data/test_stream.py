@@ -231,7 +231,7 @@ def test_a_stream_without_parts_has_one():
 def test_a_stream_that_does_not_begin_again_is_refused():
     batches, progress = batches_of(own_streams.Once("train")), Progress()
     trained(batches, progress, 4)
-    with pytest.raises(UserError, match=r"the stream has no samples in epoch 1; `iter` must begin anew"):
+    with pytest.raises(UserError, match=r"the stream has no samples in epoch 1; `iter` must start over"):
         batches.share(progress)
 
 

@@ -30,7 +30,7 @@ def test_a_run_that_ends_while_it_is_profiled(tmp_path, caplog):
     runs.run(tmp_path / "a", *runs.MODELS["mlp"], "debug=profile", "train.max_steps=6")
     assert (tmp_path / "a/profile/summary.txt").read_text().startswith("2 steps up to step 6 took ")
     runs.run(tmp_path / "b", *runs.MODELS["mlp"], "debug=profile", "train.max_steps=2")
-    assert "the run has ended after 2 steps, before one was profiled" in caplog.text
+    assert "the run ended after 2 steps, before one was profiled" in caplog.text
     assert not torch.autograd.profiler._is_profiler_enabled
 
 

@@ -99,7 +99,7 @@ def test_an_interrupted_process_is_continued(tmp_path, trained):
     env |= {"SIGNAL_AT": "250", "SIGNAL": str(int(signal.SIGTERM))}
     ended = run_cli(*command, *data, "predict.batch_size=7", cwd=tmp_path, env=env)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert "140 rows are in" in ended.stderr
+    assert "after the 140 rows in" in ended.stderr
     assert 240 <= len(lines(partial)) <= 252
     printed = shlex.split(ended.stdout.split("Resume with:\n")[1])
     assert set(printed) >= {*command, "predict.batch_size=7"}

@@ -61,8 +61,8 @@ def test_its_own_tests_and_the_command_of_its_readme_that_meets_an_error(tmp_pat
     [
         ("my-project", "must be that of a Python module: letters, digits and _"),
         ("class", "must be that of a Python module"),
-        ("json", "there is a module json already"),
-        ("trainapp", "there is a module trainapp already"),
+        ("json", "a module json already exists"),
+        ("trainapp", "a module trainapp already exists"),
         ("file", "exists and is not empty"),
         ("file/below", "Not a directory"),
         ("", "must be that of a Python module"),

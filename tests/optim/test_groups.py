@@ -79,10 +79,10 @@ def test_a_block_that_shares_a_parameter_has_it_once():
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([group("haed", lr=1.0)], r"groups\.0\.match=\[haed\]: Net has no parameter or module of this name; at the"),
-        ([group("head"), group("*.weight")], r"groups\.1\.match: head\.weight is matched by optimizer\.groups\.0"),
-        ([group("head", lrr=1.0)], r"optimizer\.groups\.0\.lrr: AdamW has no lrr of a group; it may have lr, betas"),
-        ([group("head", fused=True)], r"optimizer\.groups\.0\.fused: AdamW has no fused of a group"),
+        ([group("haed", lr=1.0)], r"groups\.0\.match=\[haed\]: Net has no parameter or module of this name; its top"),
+        ([group("head"), group("*.weight")], r"groups\.1\.match: head\.weight is also matched by optimizer\.groups\.0"),
+        ([group("head", lrr=1.0)], r"optimizer\.groups\.0\.lrr: AdamW has no group option lrr; its options are lr"),
+        ([group("head", fused=True)], r"optimizer\.groups\.0\.fused: AdamW has no group option fused"),
         ([group("head", freeze=True)], "; parameters are frozen by model.freeze"),
     ],
 )

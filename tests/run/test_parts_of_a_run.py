@@ -108,7 +108,7 @@ def test_rows_without_labels_are_predicted(tmp_path):
     train(tmp_path / "run", *runs.TINY, *model, *data, "train.max_steps=2", "batch.global_size=8")
     command = ("mode=predict", f"checkpointing.resume={tmp_path / 'run'}", f"data.path={new}", "data.val_split=train")
     lacking = run_cli(*command, cwd=tmp_path)
-    assert "data.label=kind: there is no such column; there are review" in lacking.stderr
+    assert "data.label=kind: there is no such column; columns: review" in lacking.stderr
     command += ("data.label=null", "predict.output=p.jsonl")
     done = run_cli(*command, "data.classes=[dog,fox,none]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ def test_shards_on_other_ranks_continue_with_the_next_epoch(tmp_path, monkeypatc
     runs.run_until(tmp_path, 2, *of("Sharded", "data.num_workers=2")).close()
     load = Stream.load_state_dict
     monkeypatch.setattr(Stream, "load_state_dict", lambda self, state: load(self, state | {"world": 2}))
-    with pytest.raises(UserError, match=r"data\.on_change=refuse: every rank of the 2 that read the stream"):
+    with pytest.raises(UserError, match=r"data\.on_change=refuse: each of the 2 ranks that read the stream"):
         runs.prepare(tmp_path, *of("Sharded", "data.num_workers=2"))
     run = runs.prepare(tmp_path, *of("Sharded", "data.num_workers=2", "data.on_change=next_epoch"))
     assert "training continues with epoch 1" in caplog.text

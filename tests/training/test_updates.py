@@ -345,11 +345,11 @@ def generating(text, other):
         ),
         (
             generating("parameters: [generator]", "parameters: ['*']"),
-            r"updates\.1\.parameters: discriminator\.0\.weight is matched by updates\.0\.parameters, too",
+            r"updates\.1\.parameters: discriminator\.0\.weight is also matched by updates\.0\.parameters;",
         ),
         (
             generating("parameters: [generator]", "parameters: [generater]"),
-            r"updates\.1\.parameters=\[generater\]: GAN has no parameter or module of this name; at the top",
+            r"updates\.1\.parameters=\[generater\]: GAN has no parameter or module of this name; its top-level",
         ),
         (generating("momentum", "momentun"), r"updates\.1\.optimizer\.momentun: .*; did you mean 'momentum'"),
         ((*OWN, "model.freeze=[generator]"), r"updates\.1\.parameters: nothing that it matches \("),

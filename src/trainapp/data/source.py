@@ -42,7 +42,7 @@ class Progress:
     objective: float | None = None  # value in the last evaluation
     best: float | None = None
     best_step: int | None = None
-    stopped: str | None = None  # why the run has ended before its length; None if it has not
+    stopped: str | None = None  # why the run ended early; None if it did not
     update: int = 0  # index of the current step's coming update; with one optimizer, a step has one
     applied: int = 0  # number of the step's finished updates that changed the parameters
 

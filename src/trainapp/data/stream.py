@@ -77,7 +77,7 @@ class Stream(Source):
         self.is_sharded = count > 1 and has_shards(self.dataset)
         if self.is_sharded and getattr(self.dataset, "_distributed", None):  # an attribute of Hugging Face's
             raise UserError(
-                "data: the stream is divided twice: leave split_dataset_by_node out, ranks divide it anyway"
+                "data: the stream is divided twice: remove split_dataset_by_node, the ranks divide it already"
             )
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
@@ -130,13 +130,13 @@ class Stream(Source):
         if self.is_sharded or state["is_sharded"]:
             if state["world"] != self.ranks.world:
                 self.misfit = (
-                    f"every rank of the {state['world']} that read the stream had a position in a shard of its own, "
-                    f"and now there are {self.ranks.world}"
+                    f"each of the {state['world']} ranks that read the stream had a position in its own shard, but now "
+                    f"there are {self.ranks.world} ranks"
                 )
                 return
             shards = len(state["shards"])
             if shards != len(self._shards):
-                log.info("the stream is read in %d shards per rank, as before, whatever data.num_workers says", shards)
+                log.info("reading the stream in %d shards per rank, as before, regardless of data.num_workers", shards)
                 self.close()
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
@@ -171,7 +171,7 @@ class Stream(Source):
         total = sum(counts)
         if total == 0:
             raise UserError(
-                f"data: the stream has no samples in epoch {epoch}; `iter` must begin anew each time, except after "
+                f"data: the stream has no samples in epoch {epoch}; `iter` must start over each time, except after "
                 "`load_state_dict`; to read it once, use train.max_epochs=1"
             )
         self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
@@ -185,9 +185,9 @@ class Stream(Source):
         digest = crc32(pickle.dumps(map_tensors(summed, sample)))
         if len(set(self.ranks.all_gather_object(digest))) > 1:
             raise UserError(
-                "data: ranks read different samples of the stream, which each of them should read in full: every rank "
-                "keeps its part of each step. Do not divide the stream by rank yourself, or it loses samples; to read "
-                "it in parts, give it a method `shard(index, count)`"
+                "data: ranks read different samples of the stream, which each should read in full: every rank keeps "
+                "its part of each step. Do not divide the stream by rank, which loses samples; to read it in parts, "
+                "give it a method `shard(index, count)`"
             )
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:

@@ -180,7 +180,7 @@ class Shard(IterableDataset):
             return map(pickle.loads, iter(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
 
     def __iter__(self) -> Iterator[Read | None]:
-        """What comes after the position, in this and all later epochs, with None after each epoch's end. Seeds the
+        """The samples after the position, in this and all later epochs, with None after each epoch's end. Seeds the
         global generators. Raises UserError if the stream ends before the position.
         """
         become_main_process()
@@ -195,7 +195,7 @@ class Shard(IterableDataset):
                 if (epoch, number) > start:
                     yield Read(sample, base)
                 if self._tells and (number == 1 or number % STATE_EVERY == 0):
-                    # Never the state after the last trained sample: that of an epoch's end may begin it anew.
+                    # Never the state after the last trained sample: that of an epoch's end may restart it.
                     state = self._state()
                     if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
                         self._tells = False  # it counts a sample only after it was yielded: its states are one too low
@@ -204,8 +204,8 @@ class Shard(IterableDataset):
             if epoch == start[0] and number < start[1]:
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
-                    f"{epoch}, of which {start[1]} were trained before; restore the data, or begin a new run with "
-                    "these weights, model.init_from=RUN"
+                    f"{epoch}, of which {start[1]} were trained before; restore the data, or start a new run from "
+                    "its weights with model.init_from=RUN"
                 )
             if epoch >= start[0]:
                 yield None

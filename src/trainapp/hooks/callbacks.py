@@ -204,7 +204,7 @@ class Profile:
     def on_end(self, view: View) -> None:
         """Finish a profile that the run's end has cut short."""
         if self._seen <= self.wait:
-            log.warning("callbacks.profile: the run has ended after %d steps, before one was profiled", self._seen)
+            log.warning("callbacks.profile: the run ended after %d steps, before one was profiled", self._seen)
         elif self._profiler is not None:
             self._finish(view)
 

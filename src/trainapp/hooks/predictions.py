@@ -100,7 +100,7 @@ class SamplePredictions:
         """Raises UserError if the metric is not configured."""
         for name, data, kept in view.computed("predictions", metrics):
             if not isinstance(kept, Rows):
-                raise UserError("callbacks.predictions: needs metrics.predictions, as callbacks=predictions has it")
+                raise UserError("callbacks.predictions: needs metrics.predictions, which callbacks=predictions sets")
             if view.is_rank_zero:
                 rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
                 with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
@@ -146,7 +146,7 @@ class ConfusionMatrix:
             if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 raise UserError(
                     "callbacks.confusion_matrix: needs metrics.confusion_matrix, which computes a square matrix, as "
-                    "callbacks=confusion_matrix has it"
+                    "set by callbacks=confusion_matrix"
                 )
             if view.is_rank_zero:
                 self._show(view, name, data, matrix)

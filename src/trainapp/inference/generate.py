@@ -103,7 +103,7 @@ def by_position(
     decoder = decoder_of(model, max(lengths) + settings.max_new_tokens)
     unfinished, begun, position = set(range(len(texts))), 0, min(lengths)
     while unfinished:
-        # Finished sequences continue for the others' sake.
+        # Finished sequences continue until all are finished.
         rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
         logits = decoder(torch.tensor(rows, device=device)).float().cpu()  # waits: the sampled tokens are read next
         for row in [row for row in unfinished if len(texts[row]) == position]:

@@ -50,8 +50,8 @@ def predict(session: Session) -> None:
     if name not in session.eval_sets:
         known = dict.fromkeys([*(name or "val" for name in session.eval_sets), "train"])
         raise UserError(
-            f"predict.split={config.predict.split}: there is no such data; choose {', '.join(known)}, or name other "
-            "data by data=... or eval.NAME"
+            f"predict.split={config.predict.split}: there is no such data; choose {', '.join(known)}, or set other "
+            "data with data=... or eval.NAME"
         )
     batches = session.eval_sets[name]
     names = labels_of(batches.dataset) or list(getattr(batches.dataset, "spec", {}).get("classes") or ())
@@ -144,7 +144,7 @@ class Rows:
         self._file.truncate(len(whole + end))  # removes a row cut off by a kill
         self.done = (whole + end).count(b"\n")
         if self.done:
-            log.info("%d rows are in %s; continuing there", self.done, self.partial)
+            log.info("continuing after the %d rows in %s", self.done, self.partial)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append a line per row. Raises TrainingStopped if the disk is full."""
@@ -235,7 +235,7 @@ class Predictor:
         inputs, others = _part(batch, "inputs"), beside_inputs(model, batch)
         if inputs is None:
             kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise self._refused(f"which part of its batches ({kind}) the model takes is not known")
+            raise self._refused(f"it is not known which part of its batches ({kind}) the model takes")
         output = model(inputs, **others)
         return getattr(output, "logits", output)
 

@@ -129,7 +129,7 @@ class DeviceMemory:
         return contextlib.nullcontext()
 
     def register(self, resident: Resident) -> None:
-        """Add tensors that exist to those of the watched block."""
+        """Add existing tensors to those of the watched block."""
 
     def lap(self) -> tuple[int, int] | None:
         """Bytes in use now, and the peak since the last call, within a watched block. None if the peak is unknown. Does

@@ -37,7 +37,7 @@ def write(folder: Path) -> list[Path]:
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
         raise UserError(f"{setting}: the folder's name must be that of a Python module: letters, digits and _")
     if name in sys.stdlib_module_names or _is_installed(name):
-        raise UserError(f"{setting}: there is a module {name} already; choose another name")
+        raise UserError(f"{setting}: a module {name} already exists; choose another name")
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{setting}: exists and is not empty; choose another name, or remove it")

@@ -57,8 +57,8 @@ class _Products(torch.autograd.Function):
         # Rounding has no derivative. (torch's `once_differentiable` would silently drop the weight's.)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UserError(
-                f"precision={ctx.kind}: a gradient of a gradient (create_graph=True) cannot be computed through "
-                f"products in {ctx.kind}; use precision=bf16"
+                f"precision={ctx.kind}: second derivatives (create_graph=True) cannot be computed through "
+                f"{ctx.kind} matmuls; use precision=bf16"
             )
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])

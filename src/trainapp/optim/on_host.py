@@ -6,7 +6,7 @@ needed first. On the CPU the result is bit-identical to the plain optimizer's. T
 every time, because a checkpoint, a rollback or a forward may also have written them.
 
 The update allocates nothing on the device. Nothing changes until all gradients have arrived; after an error in the
-update itself, which leaves it partially applied as on the device, the optimizer is of no more use.
+update itself, which leaves it partially applied as on the device, the optimizer is unusable.
 """
 
 from typing import Any

@@ -97,9 +97,9 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
         if not own:
             modules = listed(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(
-                f"{setting}=[{pattern}]: {type(model).__name__} has no parameter or module of this name; at the top "
-                f"are {modules or 'none'}; name one of them, a parameter such as {names[0] if names else 'weight'}, or "
-                "use wildcards"
+                f"{setting}=[{pattern}]: {type(model).__name__} has no parameter or module of this name; its top-level "
+                f"modules are {modules or 'none'}; name one of them, a parameter such as "
+                f"{names[0] if names else 'weight'}, or use wildcards"
             )
         found += own
     return list(dict.fromkeys(found))
@@ -117,7 +117,7 @@ def divided(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[
         found[setting] = matching(model, patterns, setting)
         for name in found[setting]:
             if (other := setting_of.setdefault(id(parameters[name]), setting)) != setting:
-                raise UserError(f"{setting}: {name} is matched by {other}, too; each parameter may be in one of them")
+                raise UserError(f"{setting}: {name} is also matched by {other}; each parameter may be in only one")
         if not any(parameters[name].requires_grad for name in found[setting]):
             raise UserError(
                 f"{setting}: nothing that it matches ({listed(found[setting])}) is trained by this optimizer; remove "
@@ -210,8 +210,8 @@ def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, settin
         if unknown := [name for name in _options(group) if name not in options]:
             frozen = "; parameters are frozen by model.freeze" if unknown[0] == "freeze" else ""
             raise UserError(
-                f"{setting}.groups.{number}.{unknown[0]}: {type(optimizer).__name__} has no {unknown[0]} of a group; "
-                f"it may have {', '.join(options)}{frozen}"
+                f"{setting}.groups.{number}.{unknown[0]}: {type(optimizer).__name__} has no group option {unknown[0]}; "
+                f"its options are {', '.join(options)}{frozen}"
             )
 
 

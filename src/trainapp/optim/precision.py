@@ -183,7 +183,7 @@ class NonFiniteCheck:
         unread = {n: v for n, v in values.items() if isinstance(v, Tensor) and not self._reads_every_step}
         numbers = {name: float(value) for name, value in values.items() if name not in unread}
         if numbers.get("count") == 0:
-            why = "because the loss's count was 0; it is what the task returns next to the loss"
+            why = "because the loss's count, which the task returns with the loss, was 0"
             self.count(False, step, why, update)
             return False
         for name, value in numbers.items():
@@ -210,7 +210,7 @@ class NonFiniteCheck:
         self._skipped[update] = 0 if applied else self._skipped[update] + 1
         if self._skipped[update] > MAX_SKIPPED:
             advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
-            reason = reason or f"for gradients that are not finite; {advice}"
+            reason = reason or f"because gradients were not finite; {advice}"
             raise TrainingStopped(
                 f"step {step + 1}{_of(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
             )

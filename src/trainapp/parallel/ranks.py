@@ -270,7 +270,7 @@ def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> tuple[list
     ranks.check_peers()
     by_rank = ranks.all_gather_object((own, [(tuple(t.shape[1:]), str(t.dtype)) for t in tensors]))
     if any(forms != by_rank[0][1] for _, forms in by_rank):
-        raise UserError(f"{setting}: the embeddings of different ranks have different shapes; give all the same")
+        raise UserError(f"{setting}: the embeddings of different ranks have different shapes; make them equal")
     start = sum(rows for rows, _ in by_rank[: ranks.rank])
     total = sum(rows for rows, _ in by_rank)
     gathered = []

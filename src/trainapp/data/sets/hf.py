@@ -52,7 +52,7 @@ def open_dataset(
     rows, train = split_rows(open_rows(path, name, directory), split, train_split, val_split, val_fraction)
     for setting, column in (("text", text), *([("label", label)] if label else [])):
         if column not in rows.column_names:
-            raise UserError(f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}")
+            raise UserError(f"data.{setting}={column}: there is no such column; columns: {listed(rows.column_names)}")
     if tokenizer is None:
         key = key_of(train._fingerprint, len(train), text)
         tokenizer = str(trained_bpe(lambda: _texts(train[text], text), key, vocab_size, directory))
@@ -90,7 +90,7 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
         elif len(entries) == 1 and not os.path.exists(first) and not first.startswith((".", "/")):
             loaded = datasets.load_dataset(first, name)
         else:
-            raise ValueError(f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set of the hub")
+            raise ValueError(f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set on the hub")
     except Exception as error:  # a missing or damaged file, a name unknown to the hub, no network
         raise UserError(f"data.{setting}={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
@@ -102,7 +102,7 @@ def split_rows(
     """The rows of this split, and the training rows. Raises UserError for a name that no split has."""
     for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
         if chosen is not None and chosen not in splits:
-            raise UserError(f"data.{setting}={chosen}: there is no such split; there are {listed(sorted(splits))}")
+            raise UserError(f"data.{setting}={chosen}: there is no such split; splits: {listed(sorted(splits))}")
     train = splits[train_split]
     named = val_split or next((usual for usual in VALIDATION if usual in splits), None)
     if named is not None:
@@ -117,7 +117,7 @@ def split_rows(
 
 @contextlib.contextmanager
 def once(directory: Path, name: str) -> Iterator[None]:
-    """Around the making of a file in the cache: ranks that start together wait for the first, and find its file. Raises
+    """Use around making a file in the cache: ranks that start together wait for the first, and find its file. Raises
     UserError for a folder that cannot be written.
     """
     from filelock import FileLock  # as late as `datasets`, which needs it
@@ -143,7 +143,7 @@ def numbered_classes(rows: Any, train: Any, label: str, names: list[str] | None)
     """The class names, and the class of each row, int64 [N]. Raises UserError for a label without a class, or a value
     that cannot be a label.
     """
-    by_number = dict(enumerate(getattr(rows.features[label], "names", ())))  # of a column that knows its names
+    by_number = dict(enumerate(getattr(rows.features[label], "names", ())))  # of a column with class names
     try:
         labels = [str(by_number.get(value, value)) for value in rows[label]]
         found = list(by_number.values()) or [str(value) for value in sorted(set(train[label]) - {None})]
@@ -182,7 +182,7 @@ def load_tokenizer(name: str) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"data.tokenizer={name}: holds no tokenizer that Transformers can read ({reason}); name a folder with one, "
-            "a tokenizer.json, or a model of the hub"
+            "a tokenizer.json, or a model on the hub"
         ) from None
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -195,7 +195,7 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
     fingerprint: identifies the texts. Raises UserError for a vocabulary smaller than the bytes.
     """
     if vocab_size < 257:
-        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and the end of a text")
+        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and the end-of-text token")
     require_package("transformers", "data=hf")
     import transformers
 
@@ -224,7 +224,7 @@ class Tokenized(BatchedDataset):
         self.vocabulary = key_of(sorted(self.tokenizer.get_vocab().items()))
 
     def _tokenize(self, rows: Any, function: Callable[..., dict[str, Any]], directory: Path, *parts: Any) -> None:
-        """Apply a function to the rows, once: its tokens are in a file in the directory, and memory-mapped.
+        """Apply a function to the rows, once: its tokens are kept in a memory-mapped file in the directory.
 
         function: takes a batch of rows and their indices, and returns `tokens`, a list of documents. parts: what
         determines these besides rows and tokenizer; `datasets` knows whether the rows' files have changed.

@@ -41,7 +41,7 @@ class Images(torch.utils.data.Dataset):
     path: a folder with train/ and val/ (or validation/), each with one folder per class; or with the class folders
     themselves. Images may lie at any depth below their class. Training uses a random crop of random size and shape,
     evaluation the central square with 7/8 of the shorter side. val_fraction: 1 for all of each class. classes: folders
-    of others are ignored. on_error: skip uses the next readable image in name order: every batch keeps its size.
+    of other classes are ignored. on_error: skip uses the next readable image in name order: every batch keeps its size.
 
     A sample is a function of (seed, epoch, index), through the generators that the loader seeds.
     Raises UserError for folders that do not fit this description.
@@ -192,7 +192,7 @@ def find(
     if unknown and classes is None:
         raise UserError(
             f"data.path={path}: {listed(unknown)} of {folder} {'are' if len(unknown) > 1 else 'is'} unknown to the "
-            f"training images, whose classes are {listed(names)}; rename or remove what is no class"
+            f"training images, whose classes are {listed(names)}; rename or remove folders that are no class"
         )
     by_class = [_images_in(os.path.join(folder, name)) for name in names]
     empty = [name for name, own in zip(names, by_class, strict=True) if not own]
@@ -248,9 +248,9 @@ def _part(files: list[str], root: str, split: str, fraction: float, seed: int) -
 
 
 def read(path: str) -> Any:
-    """The image at `path` as a PIL image of mode RGB, upright. The first one, of a file with several.
+    """The image at `path` as a PIL image of mode RGB, upright. The first, if a file has several.
 
-    Transparent images are put on white; of 16 bits the upper 8 are kept. Raises ValueError for pixels without a
+    Transparent images are put on white; 16-bit images keep their upper 8 bits. Raises ValueError for pixels without a
     standard range (floats, 32-bit integers), and a decoder's many errors for a damaged file.
     """
     from PIL import Image, ImageOps  # late: only this data set needs it

@@ -51,7 +51,7 @@ class SupervisedFineTuning(Tokenized):
         cache_dir: Str | None = None,
     ):
         if tokenizer is None:
-            raise UserError("data.tokenizer=null: name a folder, a tokenizer.json or a model of the hub, or model.path")
+            raise UserError("data.tokenizer=null: name a folder, a tokenizer.json or a model on the hub, or model.path")
         if not files:
             raise UserError("data.files=null: name files of examples, such as chat.jsonl")
         super().__init__(tokenizer)
@@ -74,7 +74,7 @@ class SupervisedFineTuning(Tokenized):
     def _examples(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, Any]:
         """The tokens of the rows whose answer begins within the context, with `ANSWER` set in those of answers.
 
-        Cut to one more than a sequence and its last target need, which tells that an example was longer. Raises
+        Cut to one more than a sequence and its last target need, which shows that an example was longer. Raises
         UserError for a row that is not an example.
         """
         rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
@@ -113,7 +113,7 @@ class SupervisedFineTuning(Tokenized):
         if not isinstance(turns, list) or not all(isinstance(turn, dict) and _is_message(turn) for turn in turns):
             raise UserError(
                 f"data.files: {place}: messages must be a list of objects with a role and a content, or tool_calls; "
-                'give each message a text ("" for none), or leave the example out'
+                'give each message a text ("" for none), or drop the example'
             )
         if MARKS_ANSWERS.search(str(self.tokenizer.chat_template)):
             coded = self._written(place, turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -128,7 +128,7 @@ class SupervisedFineTuning(Tokenized):
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise UserError(
                     f"data.files: {place}: the chat template writes message {number + 1} differently once others "
-                    "follow, so that its answer cannot be told apart; use a template without that (data.chat_template)"
+                    "follow, so its answer cannot be located; use a template that does not (data.chat_template)"
                 )
             answers.append((len(before), len(after)))
         coded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
