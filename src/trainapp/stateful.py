@@ -6,7 +6,7 @@
 | the task, a data set, a metric, and objects they hold | `state_dict` and `load_state_dict` |
 | a generator of torch, NumPy or Python | none: it is found in attributes, lists and dicts |
 
-Both the transaction of a step (`Snapshot`) and checkpoints use them.
+Used by `Snapshot` and by checkpoints.
 """
 
 import copy

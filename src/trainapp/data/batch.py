@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainapp.torch_private import pytree_functions
 
-Rebuild = Callable[[list[Any]], Any]  # makes a like container with new children
+Rebuild = Callable[[list[Any]], Any]  # makes a container of the same type with new children
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

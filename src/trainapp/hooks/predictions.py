@@ -19,7 +19,7 @@ from trainapp.hooks.metrics import logged_name
 from trainapp.validation import PositiveInt
 
 SHOWN = 60  # characters per cell in the trackers' table
-MOST_LABELS = 30  # with more classes, an image has no room for names and numbers
+MOST_LABELS = 30  # with more classes, an image is too small for names and numbers
 
 
 @dataclass

@@ -91,7 +91,7 @@ class DeviceMemory:
         self.module_path = ModulePath()
         self.watching = False
         self.compiles = False  # `train.compile`: watched work runs uncompiled
-        self.keep_events = False  # keep a successful step's events too, for its timeline
+        self.keep_events = False  # also keep a successful step's events, for its timeline
 
     @property
     def budget(self) -> int:

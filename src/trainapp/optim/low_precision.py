@@ -5,8 +5,8 @@ half of a bf16's last bit, 1/512 of the value: weights with small updates, and s
 would not move. Stochastic rounding is right on average (Zamirai et al. 2020, arXiv:2010.06192).
 
 Codes have one scale per block of values and a level number per value: Dettmers et al. 2022 (arXiv:2110.02861) for 8
-bits and blocks; Li et al. 2023 (arXiv:2309.01507) for 4 bits, and for second moments without a zero level, by which an
-update would be divided. Here, in addition, second moments are stored as their roots, which halves their range, and
+bits and blocks; Li et al. 2023 (arXiv:2309.01507) for 4 bits, and without a zero level for second moments, by
+which an update is divided. Here, in addition, second moments are stored as their roots, which halves their range, and
 values are rounded stochastically, so that slow averages keep moving.
 
 torchao 0.18's optimizers (torchao/optim/adam.py) are not used: their step is always compiled, except under a dispatch

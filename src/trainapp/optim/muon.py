@@ -12,7 +12,7 @@ class Muon(torch.optim.Optimizer):
     and all non-matrices.
 
     Muon (kellerjordan.github.io/posts/muon) makes each update of a matrix nearly orthogonal, in bf16.
-    adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a rate; "original" is Keller Jordan's.
+    adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a learning rate; "original" is Keller Jordan's.
     Raises ValueError if there is no hidden matrix.
     """
 

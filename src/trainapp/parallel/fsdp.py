@@ -92,8 +92,8 @@ class FSDP(SingleDevice):
         yield
 
     def finish_accumulation(self) -> None:
-        """Also frees what an evaluation has gathered and, with `reshard_after_forward=false`, kept: the next step would
-        compute with it, even where it was the average of the weights.
+        """Also frees what an evaluation gathered and, with `reshard_after_forward=false`, kept: the next step would
+        compute with it, even if it was the average of the weights.
         """
         super().finish_accumulation()
         for module in self._sharded:
