@@ -79,7 +79,7 @@ def test_help_lists_the_users_options(done):
 
 
 def test_the_loss_with_a_state_is_exact(done):
-    assert "the first 3 steps are the same when they are retried" in done[4][1].stderr
+    assert "retrying each of the first 3 steps gives the same result" in done[4][1].stderr
 
 
 def test_a_setting_of_the_machine_reaches_the_run(folder, done):

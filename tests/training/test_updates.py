@@ -311,7 +311,7 @@ def spoiled(model, batch):
 def test_check_exactness_looks_at_every_update(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run(tmp_path, *OWN, "train.check_exactness=true", "train.max_steps=4")
-    assert "check_exactness: the first 3 steps are the same when they are retried" in caplog.text
+    assert "check_exactness: retrying each of the first 3 steps gives the same result" in caplog.text
 
 
 # Mistakes

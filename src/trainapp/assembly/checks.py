@@ -179,10 +179,10 @@ def _verdict(compared: Comparison, setting: str) -> str | None:
     if same and difference > tolerance * (size + FLOOR * abs(whole.divisor)):
         return (
             f"{setting}: the loss is not a sum over samples: {numbers}. It would depend on the micro-batch, and so on "
-            "free memory. Do shapes broadcast, such as [B, 1] with [B]? If it compares the samples of its batch, declare "
-            "`whole_batch = True` on the task: its batch is then never cut (or give it embed and loss_of_embeddings: "
-            "docs/extending.md). If the model normalises over the batch in evaluation mode, let it use running "
-            f"statistics there. {_IF_MEANT}"
+            "free memory. Do shapes broadcast, such as [B, 1] with [B]? If it compares the samples of its batch, "
+            "declare `whole_batch = True` on the task: its batch is then never cut (or give it embed and "
+            "loss_of_embeddings: docs/extending.md). If the model normalises over the batch in evaluation mode, let it "
+            f"use running statistics there. {_IF_MEANT}"
         )
     if same and not math.isclose(whole.divisor, a.divisor + b.divisor, rel_tol=tolerance):
         return (
