@@ -73,7 +73,7 @@ def test_another_base_is_refused(tmp_path, base):
     weights = load_file(copy / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="it holds adapters that were trained on another base model"):
+    with pytest.raises(UserError, match="it holds adapters, trained on another base model"):
         runs.run(tmp_path / "run", *on(copy), "train.max_steps=6")
 
 
@@ -142,7 +142,7 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):
         runs.run(tmp_path / "whole", *on(base), "train.max_steps=2")
     other = hf_files.model_folder(tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match="adapters that were trained on another base"):
+    with pytest.raises(UserError, match="adapters, trained on another base"):
         runs.prepare(tmp_path / "another", *on(other), *weights)
 
 

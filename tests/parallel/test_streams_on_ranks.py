@@ -41,4 +41,4 @@ def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
 def test_a_stream_that_divides_itself_by_rank_is_refused(cell):
     """Ranks would keep a part of their part, and train on half of the samples."""
     for record in cell.run(2, "parallel=ddp", *of("DividedByRank"), tiny=STREAM, limit=LIMIT):
-        assert "Do not divide the stream by rank yourself" in record.error
+        assert "Do not divide the stream by rank" in record.error

@@ -36,7 +36,7 @@ def test_names(patterns, frozen):
 @pytest.mark.parametrize("pattern", ["layer", "layers.9", "heads*", ""])
 def test_a_name_of_nothing_is_refused(tmp_path, pattern):
     message = runs.refusal(tmp_path, *runs.MODELS["mlp"], f"model.freeze=['{pattern}']")
-    assert message.startswith(f"model.freeze=[{pattern}]: MLP has no parameter or module of this name; at")
+    assert message.startswith(f"model.freeze=[{pattern}]: MLP has no parameter or module of this name; its top")
 
 
 def test_nothing_left_to_train_is_refused(tmp_path):
