@@ -234,7 +234,8 @@ def complete(folder, row):
         row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
     if data == "data=images":
-        files.append(f"data.path={image_folders.fill(folder / 'images', 32)}")
+        # 32 of each class train, so that an epoch ends with a whole step: BatchNorm refuses a single sample.
+        files.append(f"data.path={image_folders.fill(folder / 'images', 35)}")
     if data == "data=hf":
         files.append(f"data.path={hf_files.texts(folder / 'texts.jsonl')}")
     if data == "data=sft":
