@@ -31,7 +31,7 @@ BASE = (
     "checkpointing=off", "memory.guard=false", "tracker=[]",
 )  # fmt: skip
 MODELS = {
-    "mlp": ("model=mlp", "data=digits", "model.width=1024", "batch.global_size=512"),
+    "mlp": ("model=mlp", "data=digits", "model.width=512", "batch.global_size=512"),
     "gpt": (
         "model=gpt", "model.depth=2", "model.width=64", "model.context_length=64", "data=synthetic_tokens",
         "data.vocab_size=256", "data.size=512", "batch.global_size=160",

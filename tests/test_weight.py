@@ -31,7 +31,7 @@ def words_of_docs() -> int:
         ("lines of tests", lambda: lines_of("tests"), 31_400),
         ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_320),
         ("lines of scripts", lambda: lines_of("scripts"), 1_350),
-        ("words of documentation", words_of_docs, 19_300),
+        ("words of documentation", words_of_docs, 19_320),
         ("words of the README", lambda: len((ROOT / "README.md").read_text().split()), 900),
         ("files in one room", lambda: max(len(list(p.parent.glob("*.py"))) for p in modules()) - 1, 14),
     ],
