@@ -12,6 +12,13 @@ REFUSED = [
     ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16 with precision.init"),
     ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
     (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),
+    (
+        TWO.replace("[x]", "[x], optimizer: {_target_: torch.optim.SGD}").replace(
+            "[y]", "[y], optimizer: {_target_: torch.optim.SGD}"
+        )
+        + "|optimizer.groups=[{match: x, lr: 1}]",
+        "optimizer.groups with updates: each of them has an optimizer of its own",
+    ),
     (TWO.replace("{name: a", "{every: 2, name: a"), "updates: the first update must run in every step"),
     (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it needs sizes for each"),
     ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it needs sizes for each"),

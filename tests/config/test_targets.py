@@ -93,6 +93,16 @@ def test_arguments_that_do_not_fit(arguments, message):
         construct(arguments)
 
 
+def test_null_fits_where_it_is_the_default():
+    """As people write `size: int = None`."""
+
+    def resized(size: int = None):  # noqa: RUF013
+        return size
+
+    assert targets.check_arguments(resized, {"size": None}, "data") == []
+    assert targets.check_arguments(resized, {"size": "x"}, "data") != []
+
+
 def test_every_wrong_argument_is_named():
     with pytest.raises(UserError) as refused:
         construct({"width": -1, "depth": 0})

@@ -1,7 +1,11 @@
 """Memory runs out on one rank that reads a stream: all ranks read the step again, and none waits for another."""
 
+import shutil
+
+import own_streams
 import pytest
 from faults import Fault
+from helpers import run_cli
 
 from .conftest import TINY, Cell
 from .test_equality import errors
@@ -38,7 +42,11 @@ def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
 
 
 @pytest.mark.slow
-def test_a_stream_that_divides_itself_by_rank_is_refused(cell):
-    """Ranks would keep a part of their part, and train on half of the samples."""
-    for record in cell.run(2, "parallel=ddp", *of("DividedByRank"), tiny=STREAM, limit=LIMIT):
-        assert "Do not divide the stream by rank" in record.error
+@pytest.mark.parametrize(("kind", "warns"), [("DividedByRank", True), ("Plain", False)])
+def test_a_stream_that_divides_itself_by_rank_is_named(tmp_path, kind, warns):
+    """Ranks keep a part of their part, and train on half of the samples."""
+    shutil.copy(own_streams.__file__, tmp_path)
+    overrides = (*STREAM, "parallel=ddp", "parallel.devices=2", *of(kind), "train.max_steps=2")
+    ended = run_cli(*overrides, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ("ranks read different samples of the stream" in ended.stdout + ended.stderr) is warns

@@ -215,3 +215,12 @@ def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept
     totals = runs.accumulate(run, is_logged)
     assert found == [is_kept] * 2
     assert totals.metrics == ({"large": (12.0, 16)} if is_logged else {})
+
+
+def test_a_steps_first_micro_batch_has_no_gradients_beside_it(prepare, monkeypatch):
+    """Its peak is not that of the others, also where FSDP keeps gradients elsewhere than in `p.grad`."""
+    run, seen = prepare(*runs.MODELS["mlp"], "batch.global_size=12", "batch.micro_size=4", "train.max_steps=2"), []
+    forward = run.engine.forward
+    monkeypatch.setattr(run.engine, "forward", lambda *given: (seen.append(run.engine.accumulates), forward(*given))[1])
+    loop.train(run)
+    assert seen == [False, True, True] * 2

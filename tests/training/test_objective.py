@@ -40,6 +40,11 @@ def test_one_that_the_first_samples_have_costs_no_evaluation(tmp_path):
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2]
 
 
+def test_a_run_that_is_never_evaluated_says_so(tmp_path, caplog):
+    runs.prepare(tmp_path, *runs.MODELS["mlp"], "every.eval=null", "objective=max accuracy").close()
+    assert "objective=max accuracy: the run is never evaluated" in caplog.text
+
+
 def test_the_result_says_what_a_sweeper_receives(tmp_path):
     """The objective of the last evaluation; here the best is an earlier one."""
     result = runs.run(

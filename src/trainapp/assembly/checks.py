@@ -37,6 +37,7 @@ from trainapp.rng import preserved_rng
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.torch_private import has_values
+from trainapp.units import listed
 
 SAMPLES = 4
 # Relative tolerances. Kernels choose their order of additions by batch size, which changes the last bits, and layers
@@ -113,6 +114,8 @@ def _compared(task: CheckedTask, config: Config, parts: Parts, model: nn.Module,
             module.eval()
         # The first forward may initialise state.
         _, whole, again, turned, *of_halves = map(result, (batch, batch, batch, swapped, *halves))
+    if snapshot.lost:
+        log.warning("the check of the loss has written %s, frozen and in place", listed(snapshot.lost))
     is_fine = config.precision.mode == "fp32" and all(dtype.itemsize >= 4 for dtype in dtypes)
     tolerance = FINE if is_fine else COARSE
     is_finite = all(math.isfinite(value) for sums in (whole, *of_halves) for value in sums)

@@ -104,7 +104,12 @@ def try_metrics(session: Session) -> None:
     `stopping.metric`. Any other task may have it only for other samples: the run then starts with an evaluation, which
     reports it if it is missing. Collective.
     """
-    if session.config.mode != "train" or not (session.eval_sets and any(session.limits.evaluate)):
+    config = session.config
+    if config.mode != "train":
+        return
+    if not (session.eval_sets and any(session.limits.evaluate)):
+        if config.objective != "auto":
+            log.warning("objective=%s: the run is never evaluated, so its result has no objective", config.objective)
         return
     is_built_in = losses.is_built_in(session.task)
     found = {"loss", "accuracy"} if is_built_in else {"loss"}

@@ -119,6 +119,12 @@ EXCLUSIONS = (
         "give each update a name of its own",
     ),
     Exclusion(
+        {"optimizer.groups": bool, "updates": bool},
+        "each of them has an optimizer of its own, so that none has these groups",
+        "give groups in the optimizer of their update",
+        when=lambda config: all(update.optimizer.groups != config.optimizer.groups for update in config.updates),
+    ),
+    Exclusion(
         {"updates": lambda updates: bool(updates) and updates[0].every > 1},
         "the first update must run in every step",
         "put one with every=1 first",

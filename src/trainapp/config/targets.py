@@ -248,7 +248,8 @@ def check_arguments(
     errors += [f"{path}.{name}: required, but not set" for name in required if name not in {*arguments, *provided}]
     hints = _hints(target)
     for name, value in arguments.items():
-        if name in hints and not _holds_target(value):
+        is_default = value is None and name in parameters and parameters[name].default is None  # `size: int = None`
+        if name in hints and not is_default and not _holds_target(value):
             errors += _misfits({name: value}, hints[name], path)
     return errors
 

@@ -2,15 +2,13 @@
 
 import copy
 import logging
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
-from torch import Tensor
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, default_convert
 
-from trainapp.data.batch import map_tensors, own_part
+from trainapp.data.batch import own_part, tensors_in
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Place, Shard, has_shards
 from trainapp.errors import UserError
@@ -46,6 +44,12 @@ class HeldSamples(Dataset):
         return len(self.samples)
 
 
+def _digest_of(sample: Any) -> list[Any]:
+    """Checksums of the tensors and arrays in a sample."""
+    found = tensors_in(default_convert(sample))
+    return [checksum(tensor).tolist() for tensor in found if tensor.layout is torch.strided and not tensor.is_nested]
+
+
 class _Step(NamedTuple):
     """A step that was read. taken: number of samples from each shard. turn: the next shard after it."""
 
@@ -75,10 +79,6 @@ class Stream(Source):
     def _open(self, shards: int) -> None:
         count, rank = self.ranks.world * shards, self.ranks.rank
         self.is_sharded = count > 1 and has_shards(self.dataset)
-        if self.is_sharded and getattr(self.dataset, "_distributed", None):  # an attribute of Hugging Face's
-            raise UserError(
-                "data: the stream is divided twice: remove split_dataset_by_node, the ranks divide it already"
-            )
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
         self._turn, self._step = 0, _Step()
@@ -154,8 +154,15 @@ class Stream(Source):
         start, end = own_part(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))
-        self.ranks.check_peers()
         spare = samples[0] if samples else None
+        is_compared = world > 1 and not self.is_sharded and not self._step.key  # the first read
+        digest = _digest_of(spare) if is_compared else None
+        self.ranks.check_peers()
+        if is_compared and any(other != digest for other in self.ranks.all_gather_object(digest)):
+            log.warning(
+                "data: ranks read different samples of the stream. Each must read all of it and keeps its part of "
+                "each step: a stream that divides itself by rank loses samples; give it `shard(index, count)` instead"
+            )
         if self.is_sharded:
             by_rank = self.ranks.all_gather_object((len(samples), ends))
             counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
@@ -163,8 +170,6 @@ class Stream(Source):
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
         else:
-            if world > 1 and not self._step.key:
-                self._require_same_on_all_ranks(spare)
             counts = [end - start for start, end in (own_part(len(samples), one, world) for one in range(world))]
             start, end = own_part(len(samples), rank, world)
             samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
@@ -177,18 +182,6 @@ class Stream(Source):
         self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
         after = (epoch + 1, 0) if ends else (epoch, consumed + total)
         return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, 0 if ends else turn)
-
-    def _require_same_on_all_ranks(self, sample: Any) -> None:
-        def summed(tensor: Tensor) -> Any:  # pickled tensors differ by process
-            return checksum(tensor).tolist()
-
-        digest = crc32(pickle.dumps(map_tensors(summed, sample)))
-        if len(set(self.ranks.all_gather_object(digest))) > 1:
-            raise UserError(
-                "data: ranks read different samples of the stream, which each should read in full: every rank keeps "
-                "its part of each step. Do not divide the stream by rank, which loses samples; to read it in parts, "
-                "give it a method `shard(index, count)`"
-            )
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """The next `count` samples of the epoch, or all that are left, from the shards in turn.

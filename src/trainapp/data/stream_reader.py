@@ -107,6 +107,9 @@ class Shard(IterableDataset):
     """
 
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
+        divided = getattr(source, "_distributed", None)  # of Hugging Face's streams
+        if divided is not None and divided.world_size > 1:
+            raise UserError("data: remove split_dataset_by_node: ranks divide the stream, and would do so twice")
         self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
         self._in_process, self._tells = in_process, _tells_position(self.source)
         self.go_to(0)

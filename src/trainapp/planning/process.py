@@ -179,7 +179,10 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
             last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise NoAnswer(f"the planner's process ended with {ending}: {last_line}".removesuffix(": "))
-    outcome = pickle.loads(content)
+    try:
+        outcome = pickle.loads(content)
+    except Exception as error:  # something else has printed
+        raise NoAnswer(f"the planner's process printed something else: {content[:200]!r}") from error
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

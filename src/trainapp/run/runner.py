@@ -167,7 +167,8 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     config = session.config
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
     # Until it has saved one, its directory may have those of another branch, or of an earlier run.
-    path = resume.agreed_origin(config, session.ranks, continues=session.checkpointer.has_saved)
+    is_own = session.checkpointer.has_saved or any(session.ranks.all_gather_object(run_dir.has_restarted()))
+    path = resume.agreed_origin(config, session.ranks, continues=is_own)
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start"

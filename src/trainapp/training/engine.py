@@ -102,7 +102,7 @@ class Engine:
     `strategy.compute`, for example with offload. stateful_metrics: names of metrics that are not numbers.
     Attributes: phase, where in a step, or between two, the run is; is_first, whether nothing has been committed in this
     process, in which case losses and gradients are checked more closely; rehearses, whether gradients are computed only
-    for comparison (`train.check_exactness`).
+    for comparison (`train.check_exactness`); accumulates, whether the step has gradients of earlier micro-batches.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Engine:
         self.stateful_metrics = stateful_metrics
         self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
-        self.is_first, self.rehearses = True, False
+        self.is_first, self.rehearses, self.accumulates = True, False, False
         self.step: Step  # set by `begin`, as the weight of the loss
         self.loss_weight: Tensor
 
     def begin(self, step: Step) -> None:
         """Start an update."""
-        self.step, self.rehearses = step, False
+        self.step, self.rehearses, self.accumulates = step, False, False
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
         self.loss_weight = self.weight_of(step.samples)
 
@@ -192,8 +192,7 @@ class Engine:
         is_checked = self.is_first and micro.last
         with checked_gradients(self.state.model, loss) if is_checked else contextlib.nullcontext():
             backward(self.scaled(loss), self.loss_weight if micro.real else self.loss_weight * 0)
-        if not self.phase.is_partial:  # otherwise it stays partial until the commit
-            self.phase = Phase.DATA
+        self.accumulates = not micro.last
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by fp16's loss scale."""

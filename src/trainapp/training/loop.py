@@ -65,6 +65,8 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], within: Around) ->
         with within(micro):  # gradient sync, memory tracking
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)  # gradients accumulate
+        if not engine.phase.is_partial:  # a backward that updates stays so until the commit
+            engine.phase = Phase.DATA
     return engine.reduce(totals)  # over all ranks
 
 

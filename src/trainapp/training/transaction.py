@@ -142,7 +142,7 @@ def watched(
         yield
         return
     # A step's first micro-batch is not typical: no gradients are in memory yet.
-    is_typical = sizes is session.sizes.evaluation or bool(session.engine.gradients())
+    is_typical = sizes is session.sizes.evaluation or session.engine.accumulates
     with session.memory.watch(session.meter.resident()):
         before = session.memory.lap()
         with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # innermost, so that an error names it

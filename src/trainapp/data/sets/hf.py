@@ -87,7 +87,7 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
             loaded = datasets.load_dataset(first, cache_dir=cache)
         elif len(kinds) == 1 and None not in kinds:
             loaded = datasets.load_dataset(kinds.pop(), data_files=entries, cache_dir=cache)
-        elif len(entries) == 1 and not os.path.exists(first) and not first.startswith((".", "/")):
+        elif len(entries) == 1 and not os.path.exists(first) and first[0] not in "./" and "*" not in first:
             loaded = datasets.load_dataset(first, name)
         else:
             raise ValueError(f"name files of one kind ({', '.join(BUILDERS)}), a folder, or a data set on the hub")

@@ -178,6 +178,10 @@ def find(
     if "train" in folders and (folders <= SPLITS or _folders_in(inside)):  # otherwise it is a class like the others
         training = inside
         validation = next((os.path.join(root, name) for name in ("val", "validation") if name in folders), None)
+        if others := sorted(folders - SPLITS):
+            log.warning("data.path=%s: the classes are those of train/; %s beside it are ignored", path, listed(others))
+    elif folders & (SPLITS - {"test"}):
+        log.warning("data.path=%s: %s are taken for classes, since there is no train/", path, listed(sorted(folders)))
     folder, divides = (validation or training) if split == "val" else training, validation is None
     found = _folders_in(training)
     names = found if classes is None else list(classes)
