@@ -26,12 +26,12 @@ def words_of_docs() -> int:
 @pytest.mark.parametrize(
     ("what", "measured", "most"),
     [
-        ("lines of the program", lambda: lines_of("src"), 23_170),
-        ("files of the program", lambda: len(modules()), 125),
-        ("lines of tests", lambda: lines_of("tests"), 31_430),
-        ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_320),
-        ("lines of scripts", lambda: lines_of("scripts"), 1_350),
-        ("words of documentation", words_of_docs, 19_360),
+        ("lines of the program", lambda: lines_of("src"), 24_070),
+        ("files of the program", lambda: len(modules()), 130),
+        ("lines of tests", lambda: lines_of("tests"), 33_130),
+        ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_440),
+        ("lines of scripts", lambda: lines_of("scripts"), 1_470),
+        ("words of documentation", words_of_docs, 20_360),
         ("words of the README", lambda: len((ROOT / "README.md").read_text().split()), 900),
         ("files in one room", lambda: max(len(list(p.parent.glob("*.py"))) for p in modules()) - 1, 14),
     ],
