@@ -5,53 +5,60 @@ from typing import NamedTuple
 
 from trainapp.checkpoint.train_state import Update
 
-_BEFORE_COMMIT = (True, True, True)
-
 
 class Phase(str, Enum):
-    """The phases of a run. OOM reports use these values.
+    """The phases of a run. OOM reports use these values."""
 
-    can_be_undone: nothing of the step has changed yet, so a rollback leaves no trace. is_voted_on: whether an OOM vote
-    can abort this phase on all ranks. depends_on_size: a smaller micro-batch needs less memory. is_partial: parameters
-    and optimizer may be partially updated, so only a checkpoint is safe.
-    """
-
-    can_be_undone: bool
-    is_voted_on: bool
-    depends_on_size: bool
-    is_partial: bool
-
-    def __new__(cls, value: str, undone: bool = False, voted: bool = False, sized: bool = False, partial: bool = False):  # type: ignore[no-untyped-def]
-        phase = str.__new__(cls, value)
-        phase._value_ = value
-        phase.can_be_undone, phase.is_voted_on, phase.depends_on_size, phase.is_partial = undone, voted, sized, partial
-        return phase
-
-    READ = "read", False, True  # reads a stream's samples for the coming step
+    READ = "read"  # reads a stream's samples for the coming step
     START = "start"
-    DATA = "data", *_BEFORE_COMMIT
-    FORWARD = "forward", *_BEFORE_COMMIT
-    LOSS = "loss", *_BEFORE_COMMIT
-    METRIC = "metric", *_BEFORE_COMMIT
-    BACKWARD = "backward", *_BEFORE_COMMIT
-    GRADIENTS = "gradients", *_BEFORE_COMMIT
-    UNSCALE = "unscale", True, False, True  # with shards, torch's own reduction, which no vote can stop
-    CLIP = "clip", *_BEFORE_COMMIT
-    UPDATE_IN_BACKWARD = "update in backward", False, False, True, True
-    BACKWARD_AFTER_UPDATES = "backward after updates", False, False, True, True
-    COMMIT = "commit", False, False, True, True
+    DATA = "data"
+    FORWARD = "forward"
+    LOSS = "loss"
+    METRIC = "metric"
+    BACKWARD = "backward"
+    GRADIENTS = "gradients"
+    UNSCALE = "unscale"
+    CLIP = "clip"
+    UPDATE_IN_BACKWARD = "update in backward"
+    BACKWARD_AFTER_UPDATES = "backward after updates"
+    COMMIT = "commit"
     COMMITTED = "after the commit"  # the step is logged, a larger micro-batch chosen
     WEIGHT_AVERAGE = "weight average"
-    EVALUATE = "evaluate", False, True, True
+    EVALUATE = "evaluate"
     SAVE = "save"
 
     def __str__(self) -> str:
         return str(self.value)
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether nothing of the step has changed yet, so that a rollback leaves no trace."""
+        return self in _BEFORE_COMMIT
+
+    @property
+    def is_voted_on(self) -> bool:
+        """Whether an OOM vote can abort this phase on all ranks: not torch's own reduction in UNSCALE, with shards."""
+        return self is not Phase.UNSCALE and self in (*_BEFORE_COMMIT, Phase.READ, Phase.EVALUATE)
+
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether a smaller micro-batch needs less memory."""
+        return self in (*_BEFORE_COMMIT, Phase.EVALUATE) or self.is_partial
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether parameters and optimizer may be partially updated, so that only a checkpoint is safe."""
+        return self is Phase.COMMIT or self.updates_in_backward
+
+    @property
     def updates_in_backward(self) -> bool:
         """Whether a backward that updates parameters has started to do so."""
-        return self.is_partial and self is not Phase.COMMIT
+        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
+
+
+_BEFORE_COMMIT = (
+    Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.METRIC, Phase.BACKWARD, Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP,
+)  # fmt: skip
 
 
 class Step(NamedTuple):
