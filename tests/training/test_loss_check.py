@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import checks
+from trainapp.assembly import checks, trials
 from trainapp.errors import UserError
 from trainapp.losses import losses
 
@@ -265,8 +265,8 @@ def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
 
 
 def test_a_mean_over_many_is_told_however_small():
-    pixels = checks.Sums(0.08, 200_000.0)
-    halves = [checks.Sums(0.0799, 100_000.0), checks.Sums(0.0801, 100_000.0)]
+    pixels = trials.Sums(0.08, 200_000.0)
+    halves = [trials.Sums(0.0799, 100_000.0), trials.Sums(0.0801, 100_000.0)]
     for same in (True, False):
         assert "is a mean" in checks._verdict(checks.Comparison(4, pixels, halves, same), "mine")
 
@@ -274,10 +274,10 @@ def test_a_mean_over_many_is_told_however_small():
 def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
-    assert not checks.consists_of(whole, [whole, whole])
-    assert checks.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    assert not trials.consists_of(whole, [whole, whole])
+    assert trials.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
     table = torch.eye(3)
-    assert checks.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+    assert trials.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
 
 
 class Calls:
@@ -295,7 +295,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=own_tasks.task_of_the_test")
-    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 4, 2, 2)]
+    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):

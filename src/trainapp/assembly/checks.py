@@ -5,7 +5,7 @@ of its batch depends on the micro-batch. Neither shows in a curve. The loss of t
 compared with those of their two halves, in evaluation mode and without gradients; if the halves are padded differently,
 the loss of the first half twice is compared with the first half's.
 
-Costs six forwards and fetching sixteen samples. A stream's samples are read once and kept for training. What cannot be
+Costs five forwards and fetching twenty samples. A stream's samples are read once and kept for training. What cannot be
 compared is skipped silently:
 
 - a task that draws random numbers: its loss changes if it is called again, or (for a generator that it seeds itself) if
@@ -15,19 +15,16 @@ compared is skipped silently:
 - a task or model that fails here: the first step reports the error
 """
 
-import contextlib
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainapp.assembly.parts import Parts
+from trainapp.assembly.trials import SAMPLES, Sums, Trials, first_samples
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.data.loader import Fetcher, Request
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, compares_samples, is_built_in
@@ -39,20 +36,12 @@ from trainapp.stateful import Stateful
 from trainapp.torch_private import has_values
 from trainapp.units import listed
 
-SAMPLES = 4
 # Relative tolerances. Kernels choose their order of additions by batch size, which changes the last bits, and layers
 # amplify that; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
 FINE, COARSE = 1e-3, 2e-2  # COARSE: for matmuls in less than fp32 precision
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 log = logging.getLogger(__name__)
-
-
-class Sums(NamedTuple):
-    """The task's loss and count for a batch."""
-
-    loss: float
-    divisor: float
 
 
 class Comparison(NamedTuple):
@@ -90,78 +79,32 @@ def require_sum(task: CheckedTask, config: Config, parts: Parts, model: nn.Modul
         raise UserError(by_rank[0])
 
 
-@torch.no_grad()
 def _compared(task: CheckedTask, config: Config, parts: Parts, model: nn.Module, data: Any) -> Comparison | None:
     """The results to compare; None if they cannot be compared. Raises errors of the data, the task and the model."""
     stateful = Stateful(model=model, task=task.unchecked, data=data)
-    modules = (model, *stateful.modules.values())
-    for module in modules:
+    for module in (model, *stateful.modules.values()):
         module.to(parts.device)  # modules of the task and the data are moved later anyway
-    snapshot, samples = Snapshot.of(stateful), min(SAMPLES, len(data))
-    if samples < 2:
-        return None
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-
-    def result(batch: Any) -> Sums:
-        loss, count, _ = task(model, map_tensors(lambda tensor: tensor.to(parts.device), batch))
-        dtypes.add(loss.dtype)
-        return Sums(float(loss), float(count))
-
+    snapshot = Snapshot.of(stateful)
     with snapshot.undone():  # including changes from reading the data
-        batch, swapped, halves, same = _halves(data, config.train.seed, samples)
-    with snapshot.undone("trained"), parts.numerics.autocast, uncompiled():
-        for module in modules:
-            module.eval()
-        # The first forward may initialise state.
-        _, whole, again, turned, *of_halves = map(result, (batch, batch, batch, swapped, *halves))
-    if snapshot.lost:
-        log.warning("the check of the loss has written %s, frozen and in place", listed(snapshot.lost))
-    is_fine = config.precision.mode == "fp32" and all(dtype.itemsize >= 4 for dtype in dtypes)
+        samples = first_samples(data, config.train.seed)
+    if samples is None:
+        return None
+    trial = Trials(task, model, samples, snapshot, parts.device, config.train.seed)
+    with parts.numerics.autocast, uncompiled():
+        whole, again, turned, a, b = map(trial, ("ab", "ab", "ba" if "ba" in samples.batches else "ab", "a", "b"))
+    if trial.lost:
+        log.warning("the check of the loss has written %s, frozen and in place", listed(trial.lost))
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    is_fine = config.precision.mode == "fp32" and all(dtype.itemsize >= 4 for dtype in {whole.dtype, *dtypes})
     tolerance = FINE if is_fine else COARSE
-    is_finite = all(math.isfinite(value) for sums in (whole, *of_halves) for value in sums)
-    is_random = not (
+    is_finite = all(math.isfinite(value) for sums in (whole, a, b) for value in sums[:2])
+    is_random = whole.drawn or not (
         math.isclose(whole.loss, again.loss, rel_tol=1e-5)
         and math.isclose(whole.loss, turned.loss, rel_tol=tolerance / 10)
     )
     if is_random or not is_finite:
         return None
-    return Comparison(samples, whole, of_halves, same, tolerance)
-
-
-def _halves(data: Any, seed: int, samples: int) -> tuple[Any, Any, list[Any], bool]:
-    """A batch of `samples` samples, the same with its halves swapped where possible, the halves, and whether these are
-    known to hold the same values.
-    """
-    first, second = list(range(samples // 2)), list(range(samples // 2, samples))
-    orders = (first + second, second + first, first, second, first + first)
-    whole, swapped, a, b, twice = (Fetcher(data, seed)[Request(0, indices)] for indices in orders)
-    if consists_of(whole, [a, b]):
-        return whole, swapped if consists_of(swapped, [b, a]) else whole, [a, b], True
-    if consists_of(twice, [a, a]):
-        return twice, twice, [a, a], True
-    return whole, whole, [a, b], False
-
-
-def consists_of(batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether each tensor of the batch is the concatenation of its parts in some dimension, ignoring tensors that are
-    identical in all of them.
-    """
-    of_each = [tensors_in(batch), *map(tensors_in, parts)]
-    if len({len(tensors) for tensors in of_each}) > 1:
-        return False
-    together = list(zip(*of_each, strict=True))
-    if any(t.layout is not torch.strided or t.is_nested for tensors in together for t in tensors):
-        return False
-    of_samples = [tensors for tensors in together if not all(torch.equal(tensors[0], t) for t in tensors[1:])]
-    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
-
-
-def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
-    for dimension in range(whole.ndim):
-        with contextlib.suppress(RuntimeError):  # other shapes
-            if torch.equal(whole, torch.cat(pieces, dimension)):
-                return True
-    return False
+    return Comparison(samples.number, whole, [a, b], samples.same, tolerance)
 
 
 def _verdict(compared: Comparison, setting: str) -> str | None:
