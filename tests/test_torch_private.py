@@ -8,6 +8,7 @@ import inspect
 import types
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -444,6 +445,18 @@ def test_fsdps_parts():
     assert "if self._is_root is not None" in inspect.getsource(FSDPState._lazy_init)
     assert callable(FSDPModule._get_fsdp_state)
     assert "_local_tensor" in DTensor.__slots__
+
+
+def test_muon_orthogonalises_by_this_function():
+    """A plain gradient's update is left alone; tests/parallel trains with shards."""
+    p = nn.Parameter(torch.ones(2, 2))
+    p.grad = torch.eye(2)
+    before = torch.optim._muon._zeropower_via_newtonschulz
+    with private.sharded_muon_updates() as own:
+        assert torch.equal(own(p.grad, (3.4, -4.8, 2.0), 5, 1e-7), before(p.grad, (3.4, -4.8, 2.0), 5, 1e-7))
+    with mock.patch.object(torch.optim._muon, before.__name__, wraps=before) as called:
+        torch.optim.Muon([p]).step()
+    assert called.call_count == 1
 
 
 def test_elastic_asks_before_restarts(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainapp.units import RunLength, bytes_text, listed, parse_duration, to_steps
+from trainapp.units import RunLength, bytes_text, listed, parse_duration, parse_time, to_steps
 
 
 def test_bytes_as_text():
@@ -51,6 +51,29 @@ def test_duration_in_steps(value, steps):
 def test_anything_else_is_refused_with_the_rule(value):
     with pytest.raises(ValueError, match=r"must (not )?be"):
         parse_duration(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("11h50m", 42_600),
+        ("90 minutes", 5400),
+        ("1.5 hours", 5400),
+        ("45s", 45),
+        ("1 second", 1),
+        ("2 days 3h", 183_600),
+        (" 30min ", 1800),
+    ],
+)
+def test_time_in_seconds(value, seconds):
+    assert parse_time(value) == seconds
+
+
+@pytest.mark.parametrize(
+    "value", [None, 10, "10", "2 epochs", "5 percent", "0s", "1h 2 epochs", "-1h", "h", "1.2.3s", ""]
+)
+def test_anything_else_is_no_time(value):
+    assert parse_time(value) is None
 
 
 def test_percent_needs_an_end():

@@ -338,6 +338,19 @@ def local(tensor: Any) -> Tensor:
     return local_part(tensor) if is_shard(tensor) else tensor
 
 
+def sharded_muon_updates() -> Any:
+    """Around steps of torch's Muon: shard the update of a shard as its gradient. It is replicated, and DTensor does not
+    add that in place to a matrix with fewer rows than ranks, such as a gate's [1, N] (2.13).
+    """
+    orthogonal = torch.optim._muon._zeropower_via_newtonschulz
+
+    def sharded(gradient: Any, *settings: Any) -> Any:
+        update: Any = orthogonal(gradient, *settings)
+        return update.redistribute(placements=gradient.placements) if is_shard(gradient) else update
+
+    return mock.patch.object(torch.optim._muon, orthogonal.__name__, sharded)
+
+
 def prepare_fsdp(root: Any) -> None:
     """Initialise FSDP2 now, as the first forward of its root module, an FSDPModule, would otherwise do.
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 DURATIONS = ("steps", "epochs", "samples", "percent")  # of the run; all are converted to steps, as in big_vision
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_TIME = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[a-z]+\s*)+")
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
+_SECONDS |= {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_memory_size(value: int | float | str, total: int) -> int:
@@ -52,13 +55,26 @@ def parse_duration(value: int | str) -> tuple[float, str]:
         unit = match[2] if match else "none"
         unit = {"epoch": "epochs", "": "steps", "step": "steps", "sample": "samples"}.get(unit, unit)
         if not match or unit not in DURATIONS:
-            raise ValueError("must be a number of steps, or like '2 epochs', '10000 samples', '5 percent'")
+            raise ValueError(
+                "must be a number of steps, or like '2 epochs', '10000 samples', '5 percent'; every.save may also be a "
+                "time, like '20 minutes'"
+            )
         amount = float(match[1])
     if amount < 0:
         raise ValueError("must not be negative")
     if unit == "percent" and amount > 100:
         raise ValueError("must be at most 100 percent")
     return amount, unit
+
+
+def parse_time(value: int | str | None) -> float | None:
+    """Seconds of a time: `11h50m`, `90 minutes`, `1.5 hours`, `45s`, `2 days`. None for anything else."""
+    if not isinstance(value, str) or not _TIME.fullmatch(value):
+        return None
+    parts = re.findall(r"([\d.]+)\s*([a-z]+)", value)
+    units = [_SECONDS.get(unit if unit in _SECONDS else unit.removesuffix("s")) for _, unit in parts]
+    seconds = sum(float(amount) * unit for (amount, _), unit in zip(parts, units, strict=True) if unit is not None)
+    return seconds if seconds > 0 and None not in units else None
 
 
 def to_steps(value: int | str | None, run: RunLength) -> int:

@@ -36,6 +36,14 @@ def changed(**settings):
     [
         ({"train__seed": -1}, "train.seed=-1: must be greater than or equal to 0"),
         ({"train__max_steps": "10"}, "train.max_steps=10: must be a valid integer"),
+        ({"train__max_time": 3600}, "train.max_time=3600: must be a time such as 11h50m or '90 minutes', or auto"),
+        ({"train__max_time": "0s"}, "train.max_time=0s: must be a time such as"),
+        ({"every__eval": "20 minutes"}, "every.eval=20 minutes: must be a number of steps, or like"),
+        (
+            {"every__log": "1h"},
+            "every.log=1h: must be a number of steps, or like '2 epochs', '10000 samples', '5 percent'; every.save",
+        ),
+        ({"every__save": "20 parsecs"}, "every.save=20 parsecs: must be a number of steps"),
         ({"train__compile": "yes"}, "train.compile=yes: must be a valid boolean"),
         ({"train__grad_clip": 0.0}, "train.grad_clip=0.0: must be greater than 0"),
         ({"train__device": "gpu"}, "train.device=gpu: must be 'auto', 'cpu', 'cuda' or 'mps'"),
@@ -176,7 +184,7 @@ def leaves(kind=Config, path=""):
     found = set()
     for field in fields(kind):
         name = {"target": "_target_"}.get(field.name, field.name)
-        if field.name in ("run_dir", "command", "arguments", "task_arguments", "given"):
+        if field.name in ("run_dir", "command", "arguments", "task_arguments", "given", "started"):
             continue
         dotted = f"{path}.{name}" if path else name
         found |= leaves(field.type, dotted) if is_dataclass(field.type) else {dotted}

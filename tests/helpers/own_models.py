@@ -45,6 +45,34 @@ class HeadInBlock(GPT):
         return [*super().blocks(), self.head]
 
 
+class Gated(GPT):
+    """Each block's MLP has gates, whose weight is a matrix of few rows, [rows, width]."""
+
+    def __init__(self, vocab_size: int, context_length: int, width: int, rows: int = 1, **others):
+        super().__init__(vocab_size, context_length, width=width, **others)
+        for layer in self.layers:
+            layer.mlp = GatedMLP(layer.mlp, width, rows)
+
+
+class GatedMLP(nn.Module):
+    """The outputs of an MLP times the mean of some gates."""
+
+    def __init__(self, mlp: nn.Module, width: int, rows: int):
+        super().__init__()
+        self.mlp, self.gate = mlp, nn.Linear(width, rows, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.mlp(inputs) * self.gate(inputs).sigmoid().mean(-1, keepdim=True)
+
+
+class TiedOnce(GPT):
+    """Ties its embeddings when it is constructed, not again when its weights are initialised."""
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.tie_embeddings = False
+
+
 class ScaledHead(GPT):
     """Its logits are scaled after the head, which a loss computed from features and head would not do."""
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def configure(run_dir: Path, *overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY. It may be changed."""
     if any(override.startswith("hydra.searchpath") for override in overrides):  # files that tests write anew
         return compose.from_command_line([*TINY, *overrides], str(run_dir))
-    return dataclasses.replace(copy.deepcopy(_composed(overrides)), run_dir=str(run_dir))
+    return dataclasses.replace(copy.deepcopy(_composed(overrides)), run_dir=str(run_dir), started=time.time())
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:

@@ -16,6 +16,7 @@ import torch
 from faults import Fault
 from harness import Recorded
 
+from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.data.source import Progress, TrainBatches
@@ -24,7 +25,7 @@ from trainapp.launch import elastic
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Flags, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -145,6 +146,37 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+# Seconds that a step takes by the clock below; rank 1's is half a second ahead.
+STEP, AHEAD = 0.3, 0.5
+
+
+def train_by_clock(rank: int, config: Config, *arguments: Any) -> tuple[Record, list[int], list[bool]]:
+    """A run with a clock that only steps move: its record, the steps saved, and whether this rank's clock alone asked
+    for a save, by step.
+    """
+    now, saved, asked = 0.0, [], []
+    flags, save = Session.flags, Checkpointer.save
+
+    def noting_flags(session: Session) -> Flags:
+        nonlocal now
+        now += STEP
+        own = flags(session)
+        asked.append(own.save_is_due)
+        return own
+
+    def noting_save(checkpointer: Checkpointer, step: int, *about: Any) -> None:
+        saved.append(step)
+        save(checkpointer, step, *about)
+
+    with (
+        mock.patch.object(Session, "flags", noting_flags),
+        mock.patch.object(Checkpointer, "save", noting_save),
+        mock.patch("trainapp.training.session.time", mock.Mock(monotonic=lambda: now + AHEAD * rank)),
+        mock.patch("trainapp.checkpoint.checkpointer.time", mock.Mock(monotonic=lambda: now)),
+    ):
+        return train(rank, config, *arguments), saved, asked
+
+
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: the mean over ranks, DDP's and FSDP's default."""
     clip = Engine.clip
@@ -166,6 +198,12 @@ def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
 def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record:
     """As before torch 2.13: FSDP2's half-done backward cannot be reset."""
     with mock.patch.object(FSDP, "recovers_in_place", property(lambda self: False)):
+        return train(rank, config, *arguments)
+
+
+def train_with_torchs_muon(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: torch's Muon as it is."""
+    with mock.patch("trainapp.optim.muon.sharded_muon_updates", contextlib.nullcontext):
         return train(rank, config, *arguments)
 
 

@@ -11,6 +11,7 @@ import runs
 import torch
 from safetensors.torch import load_file
 
+from . import cells
 from .conftest import Cell
 from .test_equality import TOLERANCE, error
 
@@ -107,6 +108,23 @@ def test_asynchronous_saves_the_same(cell):
     for name in names:
         first, second = (runs.tensors(folder / "checkpoints" / name) for folder in (synchronous, asynchronous))
         assert runs.differences(first, second) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "asynchronous"), [(0, "single", "false"), (2, "ddp", "false"), (2, "fsdp", "true")]
+)
+def test_saves_by_the_clock_change_no_number(cell, world, strategy, asynchronous):
+    """All ranks save together, though their clocks differ."""
+    chosen = (f"parallel={strategy}", *SAVING, *DROPOUT, "train.max_steps=8", "oom.grow=false")
+    never = cell.run(world, *chosen, "every.save=null")
+    often = (*chosen, "every.save=1 seconds", f"checkpointing.asynchronous={asynchronous}")
+    by_clock = cell.run(world, *often, function=cells.train_by_clock)
+    for (record, saved, _), undisturbed in zip(by_clock, never, strict=True):
+        assert record.losses == undisturbed.losses
+        assert torch.equal(record.weights, undisturbed.weights)
+        assert saved == ([2, 4, 6, 8] if world else [4, 8])  # the fastest clock decides
+    if world:  # negative control: by its own clock, only rank 1 would save
+        assert [asked[1::2] for _, _, asked in by_clock] == [[False] * 4, [True] * 4]
 
 
 def test_manifest_names_every_file_of_every_rank(cell, saved):

@@ -1,16 +1,20 @@
 """Techniques on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
 
 import itertools
+import shutil
 from importlib.util import find_spec
 
 import pytest
+import runs
 import torch
 from faults import Fault
+from safetensors.torch import load_file
 
 from trainapp.errors import UserError
 
-from .conftest import Cell
-from .test_equality import SPREADS, as_one, assert_same, errors
+from . import cells
+from .conftest import GPT, TINY, Cell
+from .test_equality import SPREADS, TOLERANCE, as_one, assert_same, errors
 
 TECHNIQUES = {
     "chunks": ("memory.loss_chunk=5",),
@@ -104,3 +108,48 @@ def test_optimizers(cell: Cell, spread, optimizer):
         assert torch.equal(record.weights, records[0].weights)
         assert record.losses == pytest.approx(reference.losses, rel=5e-3)
         assert errors(record, reference)[-1] < 1e-2
+
+
+OWN = ("user_packages=[own_models]", "train.max_steps=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "rows"), [(2, 1), (3, 2)])
+def test_muon_of_a_matrix_with_fewer_rows_than_ranks(cell: Cell, world, rows):
+    """One rank has no part of it. Muon computes in bf16, which rounds otherwise on shards."""
+    muon = ("model._target_=own_models.Gated", f"+model.rows={rows}", *OPTIMIZERS["muon"], *OWN)
+    (reference,) = cell.reference(0, *muon)
+    for record in cell.run(world, "parallel=fsdp", *muon):
+        assert record.error is None
+        assert record.losses == pytest.approx(reference.losses, rel=1e-4)
+        assert errors(record, reference)[-1] < 2e-3
+    for record in cell.run(world, "parallel=fsdp", *muon, function=cells.train_with_torchs_muon):  # negative control
+        assert "in-place operations that require placement changes" in record.error
+
+
+@pytest.mark.slow
+def test_tied_weights_stay_tied(cell: Cell):
+    """Tied on the meta device and not again; allocated, initialised, trained and saved as shards; then exported once,
+    and continued by one process as by two.
+    """
+    settings = ("model._target_=own_models.TiedOnce", "checkpointing=standard", *OWN)
+    sharded = ("parallel=fsdp", "parallel.fsdp.meta_init=true", *settings)
+    run_dir, alone, out = cell.directory(), cell.directory(), cell.directory()
+    cell.run(2, *sharded, "train.max_steps=1", run_dir=run_dir)
+    shutil.copytree(run_dir, alone)
+    (file,) = runs.run(out, *TINY, *GPT, *settings, "mode=export", f"checkpointing.resume={run_dir}")
+    assert load_file(file).keys() & {"embedding.weight", "head.weight"} == {"embedding.weight"}
+    (reference,) = cell.run(0, *settings, run_dir=alone)
+    for record in cell.run(2, *sharded, run_dir=run_dir):
+        assert len(record.losses) == 2
+        assert record.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+        assert errors(record, reference)[-1] < TOLERANCE
+    (whole,) = cell.reference(0, *settings)
+    (apart,) = cell.reference(0, *settings, "model.tie_embeddings=false")  # negative control
+    assert len(whole.weights) == len(reference.weights) < len(apart.weights)
+
+
+def test_a_weight_in_two_units_is_refused(cell: Cell):
+    for record in cell.run(2, "parallel=fsdp", "model._target_=own_models.HeadInBlock", *OWN):
+        assert record.error is not None
+        assert record.error.startswith("parallel=fsdp: embedding.weight and head.weight are one weight, in a block and")

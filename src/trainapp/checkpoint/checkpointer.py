@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,8 @@ class Checkpointer:
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save or resume
+        self.clock = time.monotonic()  # when the last save began, or this process; for `every.save` in minutes
+        self.is_due = False  # by any rank's clock, as agreed in the last step
         self.has_saved = False  # in this process
         self._not_saved: list[str] = []  # what the log has named
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
@@ -49,7 +52,7 @@ class Checkpointer:
 
         config: goes into the manifest. sizes: plain values that `restore` returns.
         """
-        self.saved_at = step
+        self.saved_at, self.clock, self.is_due = step, time.monotonic(), False
         if self.directory is None:
             return
         self.finish()

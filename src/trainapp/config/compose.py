@@ -23,7 +23,7 @@ from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
 
-FILLED_IN = ("run_dir", "command", "given", "task_arguments")
+FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments")
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:

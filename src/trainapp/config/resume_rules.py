@@ -43,6 +43,7 @@ _NOT_COMPARED = (
     "run_dir",
     "command",
     "given",
+    "started",
     "mode",
     "user_packages",
     "checkpointing.resume",

@@ -7,6 +7,7 @@ these. `excludes` lists settings that exclude each other.
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
-from trainapp.units import parse_duration, parse_memory_size
+from trainapp.units import parse_duration, parse_memory_size, parse_time
 from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 STRICT = ConfigDict(extra="forbid")
@@ -28,6 +29,16 @@ OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other
 def _duration(value: int | str) -> int | str:
     parse_duration(value)
     return value
+
+
+def _time(value: Any) -> Any:
+    if value != "auto" and parse_time(value) is None:
+        raise ValueError("must be a time such as 11h50m or '90 minutes', or auto: the end of the Slurm job")
+    return value
+
+
+def _duration_or_time(value: int | str) -> int | str:
+    return value if parse_time(value) is not None else _duration(value)
 
 
 def _memory_size(value: int | float | str) -> int | float | str:
@@ -77,6 +88,8 @@ def _split(node: Any, own: set[str]) -> Any:
 
 Auto = Literal["auto"]
 Duration = Annotated[int | str, AfterValidator(_duration)]
+DurationOrTime = Annotated[int | str, AfterValidator(_duration_or_time)]
+Time = Annotated[str, BeforeValidator(_time)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 UpdateName = Annotated[str, AfterValidator(_update_name)]
 Count = Annotated[int, Field(gt=0)]  # not strict: in JSON, keys are strings
@@ -125,6 +138,7 @@ class Target:
 class Train:
     max_steps: PositiveInt | None = None
     max_epochs: PositiveInt | None = None
+    max_time: Time | None = None
     seed: Seed = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     compile: Bool = False
@@ -156,7 +170,7 @@ class Batch:
 class Every:
     log: Duration | None = 10
     eval: Duration | None = "1 epochs"
-    save: Duration | None = "1 epochs"
+    save: DurationOrTime | None = "1 epochs"
 
 
 @dataclass(config=STRICT)
@@ -361,7 +375,7 @@ class Model(Target):
 @dataclass(config=STRICT)
 class Config:
     """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
-    the settings that the command line names.
+    the settings that the command line names; `started` is the Unix time from which `train.max_time` counts.
     """
 
     data: Data
@@ -398,6 +412,7 @@ class Config:
     run_dir: str = ""
     command: str = ""
     given: list[str] = field(default_factory=list, compare=False)
+    started: float = field(default_factory=time.time, compare=False)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:

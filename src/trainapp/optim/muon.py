@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainapp.torch_private import sharded_muon_updates
+
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for embeddings, the head
@@ -61,5 +63,6 @@ class Muon(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update by both."""
-        for part in self._parts:
-            part.step()
+        with sharded_muon_updates():
+            for part in self._parts:
+                part.step()

@@ -1,5 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
+import collections
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ class FSDP(SingleDevice):
     All parameters outside the blocks are gathered while the task runs.
 
     Build it before the optimizer. compute_dtype: dtype of gathered parameters. Raises UserError if the number of ranks
-    does not fit the settings.
+    does not fit the settings, and for a weight that two blocks share.
     """
 
     forward_is_collective = True  # gathers parameters
@@ -45,6 +46,7 @@ class FSDP(SingleDevice):
                 f"parallel.fsdp.replicas={settings.replicas}: must divide the number of ranks, {ranks.world}; each "
                 "replica is sharded over the same number of ranks"
             )
+        _require_ties_within_units(model, blocks)
         meshes = ranks.meshes(replicate=settings.replicas, shard=ranks.world // settings.replicas)
         self._shard_group = meshes["shard"].get_group()
         task_module = TaskModule(model)
@@ -143,6 +145,22 @@ def _shard(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     sharded = [fully_shard(block, mp_policy=policy, **options) for block in blocks]
     return fully_shard(root, mp_policy=policy, **options), sharded
+
+
+def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raises UserError for a weight in two blocks, or in one and outside: each unit would shard its own copy."""
+    units = []
+    for unit in (model, *blocks):
+        modules = set(unit.modules())
+        others = {module for block in blocks if block in modules - {unit} for module in block.modules()}
+        units.append({parameter for module in modules - others for parameter in module.parameters(recurse=False)})
+    for parameter, count in collections.Counter(parameter for unit in units for parameter in unit).items():
+        if count > 1:
+            names = [name for name, own in model.named_parameters(remove_duplicate=False) if own is parameter]
+            raise UserError(
+                f"parallel=fsdp: {' and '.join(names)} are one weight, in a block and outside, or in several blocks, "
+                "which are sharded one by one; leave such modules out of blocks(), untie them, or use parallel=ddp"
+            )
 
 
 def _read_outside() -> UserError:

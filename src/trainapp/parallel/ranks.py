@@ -33,6 +33,7 @@ class Flags(NamedTuple):
     stop_signal: int = 0  # the number of the signal to stop for, or 0
     still_saving: bool = False  # a checkpoint is being written in the background
     search_news: bool = False  # the search for a micro-batch size has news to share
+    save_is_due: bool = False  # by this rank's clock, for `every.save` in minutes
 
 
 class Ranks:
@@ -214,8 +215,8 @@ class DistributedRanks(Ranks):
     def finish_flag_exchange(self) -> Flags:
         self.cancel_flag_exchange()
         with outside_dispatch_modes():
-            stop_signal, still_saving, search_news = self._flags.tolist()
-        return Flags(stop_signal, bool(still_saving), bool(search_news))
+            stop_signal, *others = self._flags.tolist()
+        return Flags(stop_signal, *map(bool, others))
 
     def cancel_flag_exchange(self) -> None:
         """Waits for the exchange: every rank has started it with the step, so it ends by itself."""

@@ -1,23 +1,31 @@
-"""The length of a run, and the intervals at which it logs, evaluates and saves."""
+"""The length of a run, in steps and in time, and the intervals at which it logs, evaluates and saves."""
 
+import math
+import os
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainapp.config.schema import Config, Train
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
-from trainapp.units import RunLength, parse_duration, to_steps
+from trainapp.units import RunLength, parse_duration, parse_time, to_steps
+
+BEFORE_SLURM_ENDS = 120.0  # seconds, for the end of a step, a save and the trackers
 
 
 class Interval(NamedTuple):
-    """An interval in optimizer steps, or in epochs where their length is unknown; 0 is never."""
+    """An interval in optimizer steps, in epochs where their length is unknown, or in seconds; 0 is never."""
 
     steps: int = 0
     epochs: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, setting: str, value: int | str | None, length: RunLength) -> "Interval":
         """The interval of a setting; raises as `_steps`."""
+        if seconds := parse_time(value):
+            return cls(seconds=seconds)
         if value is not None and length.steps_per_epoch is None:
             amount, unit = parse_duration(value)
             if unit == "epochs" and amount == int(amount):
@@ -25,7 +33,7 @@ class Interval(NamedTuple):
         return cls(_steps(setting, value, length))
 
     def ends_at(self, progress: Progress) -> bool:
-        """Whether an interval ends at this position."""
+        """Whether an interval ends at this position; one in seconds depends on the clock, see `Flags.save_is_due`."""
         epoch_has_ended = self.epochs > 0 and progress.consumed == 0 and progress.epoch % self.epochs == 0
         return epoch_has_ended or (self.steps > 0 and progress.step % self.steps == 0)
 
@@ -56,6 +64,22 @@ class Limits:
         """Whether the run ends after this many steps and epochs."""
         most_steps, most_epochs = self.train.max_steps, self.train.max_epochs
         return (most_steps is not None and step >= most_steps) or (most_epochs is not None and epoch >= most_epochs)
+
+
+def deadline(config: Config) -> float:
+    """The `time.monotonic()` after which the run must stop, by `train.max_time`; inf without it.
+
+    Raises UserError for auto outside of Slurm.
+    """
+    wanted = config.train.max_time
+    if wanted is None:
+        return math.inf
+    end = config.started + (parse_time(wanted) or 0.0)
+    if wanted == "auto":
+        if "SLURM_JOB_END_TIME" not in os.environ:
+            raise UserError("train.max_time=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
+        end = float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
+    return time.monotonic() + end - time.time()
 
 
 def _steps(setting: str, value: int | str | None, length: RunLength) -> int:

@@ -93,8 +93,7 @@ def after_update(session: Session, step: Step, totals: Totals, norm: Tensor, app
         )
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
-    flags = session.ranks.finish_flag_exchange()
-    session.stop.agreed = flags.stop_signal
+    flags = session.agreed_flags()
     grow_micro_batch(session, step, flags.search_news)
     if session.checkpointer.pending is not None and not flags.still_saving:
         finish_saving(session)

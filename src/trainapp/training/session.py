@@ -1,5 +1,6 @@
 """The `Session`: the live objects of one process."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -113,12 +114,12 @@ class Session:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether a checkpoint of this step is due: by cadence, for the best evaluation so far, or at the run's end."""
+        """Whether a checkpoint of this step is due: by cadence, clock or best evaluation, or at the run's end."""
         every, saved_at, progress = self.limits.save, self.checkpointer.saved_at, self.state.progress
         if saved_at == progress.step:
             return False
         is_best = progress.best_step == progress.step and any(every)
-        return is_best or self.is_ending or self._is_due(every, saved_at)
+        return is_best or self.is_ending or self.checkpointer.is_due or self._is_due(every, saved_at)
 
     @property
     def is_ending(self) -> bool:
@@ -169,8 +170,16 @@ class Session:
 
     def flags(self) -> Flags:
         """The flags that this rank sends to the others once per step."""
-        is_saving = self.checkpointer.pending is not None and self.checkpointer.busy
-        return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news)
+        saver, every = self.checkpointer, self.limits.save.seconds
+        is_saving = saver.pending is not None and saver.busy
+        is_due = 0 < every <= time.monotonic() - saver.clock
+        return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news, is_due)
+
+    def agreed_flags(self) -> Flags:
+        """The flags of all ranks, of which a stop and a save by the clock are noted. Waits for the slowest rank."""
+        flags = self.ranks.finish_flag_exchange()
+        self.stop.agreed, self.checkpointer.is_due = flags.stop_signal, flags.save_is_due
+        return flags
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
