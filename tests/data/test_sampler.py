@@ -68,6 +68,31 @@ def test_the_order_does_not_depend_on_the_batch_size(size):
     assert len(steps[batches.steps_per_epoch - 1]) == 1437 - (batches.steps_per_epoch - 1) * size
 
 
+@pytest.mark.parametrize(("world", "size"), [(1, 64), (1, 7), (3, 16), (3, 5), (2, 1)])
+def test_a_sample_has_the_same_position_however_the_step_is_cut(world, size):
+    """Also where a micro-batch is cut again, and where a rank has fewer samples than the others and keeps in step."""
+    data, step = Numbers(200), epoch_order(0, 0, 200)[:37]  # 37: uneven on two and three ranks
+    found = []
+    for rank in range(world):
+        batches = TrainBatches(data, global_size=37, seed=0, device=CPU, ranks=Place(rank, world))
+        for micro in batches.micro_batches(Progress(), [size]):
+            for piece in pieces_of(micro, cut(range(micro.samples), 3)):
+                found += [(p, step[p] == int(row[0])) for p, row in zip(piece.positions, piece.data, strict=True)]
+    assert sorted(found) == [(position, True) for position in range(37)]
+
+
+@pytest.mark.parametrize(("world", "size"), [(1, 50), (1, 7), (3, 4)])
+def test_a_position_in_an_evaluation_is_the_index_in_the_set(world, size):
+    found = []
+    for rank in range(world):
+        batches = EvalBatches(Numbers(50), seed=0, device=CPU, ranks=Place(rank, world))
+        for done in (0, 2):  # from the start, and continued after an error
+            for micro in batches.from_sample(done, size, SingleRank()):
+                assert list(micro.positions) == micro.data[:, 0].tolist()
+                found += list(micro.positions) if not done else []
+    assert sorted(found) == list(range(50))
+
+
 @pytest.mark.parametrize("world", [2, 5])
 def test_the_ranks_parts_together_are_the_steps_samples(world):
     one = indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU), 30)

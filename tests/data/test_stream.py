@@ -182,6 +182,23 @@ def test_ranks_share_the_steps_of_a_stream_that_has_no_parts(world):
     assert trained(alone, found[1][2], 5)[0] == whole[3:]
 
 
+@pytest.mark.parametrize(("kind", "world"), [(QuietWhole, 1), (QuietWhole, 3), (Quiet, 3)])
+@pytest.mark.parametrize("micro", [16, 3])
+def test_the_samples_of_a_streams_step_have_consecutive_positions(kind, world, micro):
+    """On each rank, after those of the ranks before it; in an evaluation the index in the set."""
+
+    def work(ranks):
+        batches = batches_of(kind("train"), ranks=ranks)
+        step = [m for m in batches.micro_batches(Progress(), [micro]) if m.real]
+        evaluated = EvalBatches(kind("val"), seed=0, device=CPU, ranks=ranks).from_sample(0, micro, ranks)
+        pairs = [(p, int(n)) for m in evaluated for p, n in zip(m.positions, m.data["number"], strict=True)]
+        return [p for m in step for p in m.positions], pairs
+
+    found = on_ranks(world, work)
+    assert [p for step, _ in found for p in step] == list(range(16))
+    assert all(position == number for _, pairs in found for position, number in pairs)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_ranks_read_parts_of_their_own(shards):
     """Each sample once per epoch; the position of each part is saved."""

@@ -16,7 +16,9 @@ from trainapp.losses.losses import classification
 def rows(logits, targets, task):
     """Of a model that returns its inputs."""
     batch = {"inputs": logits, "targets": targets}
-    micro = MicroBatch(batch, True, True, len(logits), lambda start, end: {k: v[start:end] for k, v in batch.items()})
+    micro = MicroBatch(
+        batch, True, True, range(len(logits)), lambda start, end: {k: v[start:end] for k, v in batch.items()}
+    )
     return Predictor(task, "task", ()).rows(nn.Identity(), micro)
 
 
@@ -59,7 +61,9 @@ class Own:
 
 def own_rows(returned, samples=4):
     batch = {"id": [f"photo_{number}" for number in range(samples)], "value": torch.arange(float(samples))}
-    micro = MicroBatch(batch, True, True, samples, lambda start, end: {k: v[start:end] for k, v in batch.items()})
+    micro = MicroBatch(
+        batch, True, True, range(samples), lambda start, end: {k: v[start:end] for k, v in batch.items()}
+    )
     return [row["prediction"] for row in Predictor(Own(returned), "own.Task", ()).rows(nn.Identity(), micro)]
 
 

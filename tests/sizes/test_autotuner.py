@@ -24,7 +24,7 @@ def switches() -> tuple[bool, bool]:
 
 def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None:
     """A step, or a batch of an evaluation, that is cut by these sizes."""
-    batch = MicroBatch(torch.zeros(samples, 4), last=True, real=True, samples=samples, piece=lambda a, b: None)
+    batch = MicroBatch(torch.zeros(samples, 4), last=True, real=True, positions=range(samples), piece=lambda a, b: None)
     sizes.cut(batch, SingleRank())
     if fails:
         sizes.failed(SingleRank())

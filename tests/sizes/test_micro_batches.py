@@ -25,7 +25,7 @@ def fetched(batch: Any, samples: int) -> MicroBatch:
     def piece(start: int, end: int) -> Any:
         return map_tensors(lambda t: t[start:end] if t.ndim else t, batch)
 
-    return MicroBatch(batch, last=True, real=True, samples=samples, piece=piece)
+    return MicroBatch(batch, last=True, real=True, positions=range(samples), piece=piece)
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():

@@ -97,18 +97,25 @@ _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 class MicroBatch(NamedTuple):
-    """A batch of `samples` samples.
+    """A batch of samples.
 
     last: whether it is a training step's last. real: False for a dummy that keeps this rank in step with the others.
-    piece: `piece(start, end)` is the batch of only its samples [start, end), on the device.
+    positions: the place of each sample in its global batch or, in an evaluation, in its set: independent of how the
+    samples are cut and spread over ranks. piece: `piece(start, end)` is the batch of only its samples [start, end), on
+    the device.
     """
 
     data: Any
     last: bool
     real: bool
-    samples: int
+    positions: Sequence[int]
     piece: Callable[[int, int], Any]
     bucket: int = 0  # see `bucket_of`
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return len(self.positions)
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -150,7 +157,7 @@ def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[Mi
         start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
         own = functools.partial(_piece_of_piece, micro.piece, start)
-        yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, own, micro.bucket)
+        yield MicroBatch(micro.piece(start, end), is_last, is_real, micro.positions[start:end], own, micro.bucket)
 
 
 def _piece_of_piece(piece: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:

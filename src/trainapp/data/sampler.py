@@ -24,13 +24,14 @@ _SALT = 0x7765696768  # so that draws share no random numbers with augmentation,
 
 class Share(NamedTuple):
     """This rank's samples of a step. total: number of samples over all ranks. largest: number on the rank with the
-    most. after: the position `(epoch, consumed)` after the step.
+    most. after: the position `(epoch, consumed)` after the step. start: the first one's place among all of the step's.
     """
 
     numbers: Sequence[int]
     total: int
     largest: int
     after: tuple[int, int]
+    start: int
 
 
 class Draw(int):
@@ -118,7 +119,8 @@ class Sampler(Source):
         behind = consumed + size
         has_another = self.samples - behind >= (size if self.drop_last else 1)
         after = (epoch, behind) if has_another else (epoch + 1, 0)
-        return Share(self.order.indices(epoch, consumed + start, consumed + end), total, -(-total // self.world), after)
+        numbers = self.order.indices(epoch, consumed + start, consumed + end)
+        return Share(numbers, total, -(-total // self.world), after, start)
 
     def steps_left(self, consumed: int, size: int) -> int:
         """Independent of the sizes of earlier steps."""

@@ -146,8 +146,11 @@ class TrainBatches:
             self._open = self._loader.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
         pieces = self._pieces(progress.epoch, progress.consumed, sizes[progress.update])
+        start = self.share(progress).start
         for number, piece in enumerate(pieces, start=1):
-            yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, number == len(pieces))
+            positions, is_last = range(start, start + len(piece)), number == len(pieces)
+            yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, positions, is_last)
+            start += len(piece)
         if self.source.looks_ahead:
             self._position = self._after_update(*position)
 
@@ -194,7 +197,8 @@ class TrainBatches:
 
     def _pieces(self, epoch: int, consumed: int, size: int) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as on the rank with the most samples, so some may be empty."""
-        numbers, _, largest, _ = self.source.share(epoch, consumed, self.global_size)
+        share = self.source.share(epoch, consumed, self.global_size)
+        numbers, largest = share.numbers, share.largest
         count, pieces = -(-largest // size), cut(numbers, size)
         if len(pieces) < count:
             pieces = cut_evenly(numbers, count)
@@ -245,7 +249,7 @@ class EvalBatches:
         asked, used = itertools.tee(pieces)  # buffers the prefetched pieces
         batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers in asked)
         for numbers in used:
-            yield _micro_batch(self._loader, next(batches), 0, numbers)
+            yield _micro_batch(self._loader, next(batches), 0, numbers, numbers)
 
     def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
         """The samples of each batch. Lazy: a list would grow with the data set."""
@@ -262,11 +266,17 @@ class EvalBatches:
             self._stream.close()
 
 
-def _micro_batch(loader: BatchLoader, batch: Any, epoch: int, numbers: Sequence[int], last: bool = False) -> MicroBatch:
-    """A fetched batch of these samples; a dummy without any."""
-    indices = numbers or DUMMY
-    piece = functools.partial(loader.piece, batch, epoch, indices)
-    return MicroBatch(batch, last, bool(numbers), len(indices), piece)
+def _micro_batch(
+    loader: BatchLoader,
+    batch: Any,
+    epoch: int,
+    numbers: Sequence[int],
+    positions: Sequence[int],
+    last: bool = False,
+) -> MicroBatch:
+    """A fetched batch of these samples, with their `MicroBatch.positions`; a dummy without any."""
+    piece = functools.partial(loader.piece, batch, epoch, numbers or DUMMY)
+    return MicroBatch(batch, last, bool(numbers), positions or DUMMY, piece)
 
 
 def _while_any_has_one(pieces: Iterator[Sequence[int]], ranks: Ranks) -> Iterator[Sequence[int]]:

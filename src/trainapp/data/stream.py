@@ -54,7 +54,7 @@ class _Step(NamedTuple):
     """A step that was read. taken: number of samples from each shard. turn: the next shard after it."""
 
     key: tuple[int, ...] = ()
-    share: Share = Share([], 0, 0, (0, 0))
+    share: Share = Share([], 0, 0, (0, 0), 0)
     taken: Sequence[int] = ()
     turn: int = 0
 
@@ -181,7 +181,8 @@ class Stream(Source):
             )
         self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
         after = (epoch + 1, 0) if ends else (epoch, consumed + total)
-        return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, 0 if ends else turn)
+        share = Share(numbers, total, max(counts), after, sum(counts[:rank]))
+        return _Step((epoch, consumed, size), share, taken, 0 if ends else turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """The next `count` samples of the epoch, or all that are left, from the shards in turn.

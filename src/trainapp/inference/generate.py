@@ -60,7 +60,7 @@ def generate(session: Session) -> None:
     def fetched(done: int) -> Iterator[MicroBatch]:
         for start, end in ranges(done, len(prompts), session.sizes.evaluation.size):
             piece = functools.partial(batch, start)
-            yield MicroBatch(piece(0, end - start), end == len(prompts), True, end - start, piece)
+            yield MicroBatch(piece(0, end - start), end == len(prompts), True, range(start, end), piece)
 
     if (path := write_rows(session, "generations", fetched, rows_of)) is not None:
         _show(len(prompts), path)
