@@ -75,7 +75,7 @@ def test_a_sample_has_the_same_position_however_the_step_is_cut(world, size):
     found = []
     for rank in range(world):
         batches = TrainBatches(data, global_size=37, seed=0, device=CPU, ranks=Place(rank, world))
-        for micro in batches.micro_batches(Progress(), [size]):
+        for micro in filter(lambda micro: micro.real, batches.micro_batches(Progress(), [size])):
             for piece in pieces_of(micro, cut(range(micro.samples), 3)):
                 found += [(p, step[p] == int(row[0])) for p, row in zip(piece.positions, piece.data, strict=True)]
     assert sorted(found) == [(position, True) for position in range(37)]
