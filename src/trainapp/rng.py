@@ -1,22 +1,31 @@
-"""Random generators: seeding the global ones, and the states of generator objects.
+"""Random generators: seeding the global ones, the states of generator objects, and draws that belong to samples.
 
 The global generators of a run are never saved. They are seeded at the start of a step, from (`train.seed`, step, rank),
 and at the start of an evaluation, from the seed and the name of its data. A retry, a resume, a plan and draws in
 callbacks therefore change nothing.
+
+What a forward draws from torch's generators belongs to its samples (`Drawing`), so that it depends neither on how the
+samples are cut into micro-batches nor on the ranks.
 """
 
 import contextlib
 import random
+import threading
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import graph_task, outside_dispatch_modes
 
 CPU = torch.device("cpu")
+ALL = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15  # SplitMix64: the step from word to word, and the multipliers of its finaliser
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SAMPLE = 0xC6BC279692B5C323  # the step from sample to sample
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -96,3 +105,181 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.setstate(state)
+
+
+# --- draws that belong to samples
+
+
+def hashed(*numbers: int) -> int:
+    """64 well-mixed bits from integers: SplitMix64's finaliser."""
+    bits = hash(numbers) & ALL
+    bits = (bits ^ bits >> 30) * FACTORS[0] & ALL
+    bits = (bits ^ bits >> 27) * FACTORS[1] & ALL
+    return bits ^ bits >> 31
+
+
+class Axis(NamedTuple):
+    """Which dimension of a draw holds the samples, and its rows per sample.
+
+    apart: a sample's rows are one batch apart instead of neighbours: `cat([view, view])`, or flattened time first.
+    """
+
+    dimension: int = 0
+    rows: int = 1
+    apart: bool = False
+
+
+class Drawn(NamedTuple):
+    """A draw: its kernel, the shape of its first argument, and the integers among the others."""
+
+    kernel: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+
+
+class Place(NamedTuple):
+    """Where a draw of a forward holds the samples. axis: None where no dimension does: the same numbers in every
+    micro-batch. varies: its shape follows the batch in another way, so it is drawn per micro-batch.
+    """
+
+    kernel: str
+    dimensions: int
+    axis: Axis | None = None
+    varies: bool = False
+
+    def fits(self, drawn: Drawn, samples: int) -> bool:
+        """Whether a draw of a batch of so many samples can be this one."""
+        if (drawn.kernel, len(drawn.shape)) != (self.kernel, self.dimensions):
+            return False
+        return self.axis is None or drawn.shape[self.axis.dimension] == self.axis.rows * samples
+
+
+@dataclass
+class Ledger:
+    """What is known of the draws in a run's forwards.
+
+    places: by work (an update, or evaluation), then by the draw's number. Work that is not listed has not been learnt:
+    the first dimension holds the samples if its size fits. shared: draws that are the same for all samples, in words.
+    depends: what depends on the micro-batch, by topic, in words. draws: whether anything was drawn.
+    """
+
+    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    depends: dict[str, str] = field(default_factory=dict)
+    draws: bool = False
+
+    def place(self, work: str, number: int, drawn: Drawn, samples: int) -> Place:
+        """Where a draw of this work holds the samples. One that differs from what was learnt takes the axis of another
+        that it fits, and is noted: the number of draws then depends on the batch. A negative number: `Drawing.place`.
+        """
+        known, (kernel, shape, _) = self.places.get(work), drawn
+        if known is None:
+            return Place(kernel, len(shape), Axis() if shape and shape[0] == samples else None)
+        if number in known and known[number].fits(drawn, samples):
+            return known[number]
+        if number >= 0:
+            self.depends.setdefault(
+                "number of draws",
+                f"{kernel} of {list(shape)}: the forward draws in another order, or another number of times, than at "
+                "first, so that later draws depend on it",
+            )
+        axes = [one.axis for one in known.values() if one.axis and one._replace(kernel=kernel).fits(drawn, samples)]
+        return Place(kernel, len(shape), axes[0] if axes else None, varies=not axes)
+
+
+def places_of(whole: dict[int, Drawn], part: dict[int, Drawn], samples: int, of_part: int) -> dict[int, Place]:
+    """Where each draw holds the samples, from the same forward of two batches with other numbers of samples."""
+    places = {}
+    for number, (kernel, shape, sizes) in whole.items():
+        place, other = Place(kernel, len(shape), varies=True), part.get(number)
+        if other is not None and (kernel, sizes) == (other.kernel, other.sizes) and len(shape) == len(other.shape):
+            changed = [d for d, size in enumerate(shape) if size != other.shape[d]]
+            if not changed:
+                place = Place(kernel, len(shape))
+            elif len(changed) == 1 and shape[changed[0]] * of_part == other.shape[changed[0]] * samples:
+                place = Place(kernel, len(shape), Axis(changed[0], shape[changed[0]] // samples))
+        places[number] = place
+    return places
+
+
+class Drawing:
+    """Around the forward and backward of a micro-batch: what is drawn depends on (key, number of the draw, position of
+    the sample), not on the other samples. Needs the kernels of `draws.install`; without them it has no effect.
+
+    The number is the seed of torch's default generator: the first draw finds the seed of the entry and takes `base`;
+    each draw advances it. So whatever saves and restores the generator (activation checkpointing, `fork_rng`) does so
+    with the number. On exit the generator is as it was.
+
+    key: equal in a retry and on all ranks. positions: see `MicroBatch`. work: what the ledger knows the draws by.
+    log: where to note each draw, by number. alike: draw the same numbers for each sample.
+    """
+
+    active: "ClassVar[Drawing | None]" = None  # not thread-local: autograd's own threads recompute
+
+    def __init__(
+        self,
+        key: tuple[int, ...],
+        positions: Sequence[int],
+        ledger: Ledger,
+        work: str,
+        log: dict[int, Drawn] | None = None,
+        alike: bool = False,
+    ):
+        self.key, self.positions, self.ledger, self.work = key, positions, ledger, work
+        self.log, self.alike, self.base = log, alike, 0
+        self._state: torch.Tensor | None = None
+        self._keys: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def __enter__(self) -> "Drawing":  # under a microsecond: most forwards draw nothing
+        self._outer, Drawing.active = Drawing.active, self
+        self._found, self._owner = torch.default_generator.initial_seed(), threading.get_ident()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Drawing.active = self._outer
+        if torch.default_generator.initial_seed() == self._found:
+            return
+        if self._state is None:  # seeded by the user before the first draw
+            torch.default_generator.manual_seed(self._found)
+        else:
+            torch.default_generator.set_state(self._state)
+
+    def covers_thread(self) -> bool:
+        """Whether this thread computes the micro-batch. Others, such as a user's prefetcher, draw as ever."""
+        return threading.get_ident() == self._owner or graph_task() != -1
+
+    def next_seed(self) -> int:
+        """The seed of the coming draw; the generator is advanced to the next one's."""
+        generator = torch.default_generator
+        seed = generator.initial_seed()
+        if not self.base:
+            self.base, self.ledger.draws = hashed(*self.key), True
+            if seed == self._found:
+                self._state = generator.get_state()
+        seed = self.base if seed == self._found else seed
+        generator.manual_seed(seed + 1 & ALL)
+        return seed
+
+    def place(self, seed: int, drawn: Drawn) -> Place:
+        """Where the draw with this seed holds the samples. Negative numbers: from a seed that the forward has set."""
+        number = seed - self.base & ALL
+        number = number if number < 2**32 else -1 - seed
+        if self.log is not None:
+            self.log[number] = drawn
+        return self.ledger.place(self.work, number, drawn, len(self.positions))
+
+    def note(self, topic: str, text: str) -> None:
+        """Note once what depends on the micro-batch nevertheless."""
+        self.ledger.depends.setdefault(topic, text)
+
+    def keys(self, device: torch.device, samples: int) -> torch.Tensor:
+        """A number per sample, int64 [samples, 1], which depends on its position."""
+        if (device, samples) not in self._keys:
+            at = torch.zeros(samples, dtype=torch.int64) if self.alike else torch.tensor(self.positions)
+            self._keys[device, samples] = (at.to(device) + 1)[:, None] * signed(SAMPLE)
+        return self._keys[device, samples]
+
+
+def signed(bits: int) -> int:
+    """64 bits as int64 reads them."""
+    return (bits & ALL) - (2**64 if bits & 2**63 else 0)

@@ -45,6 +45,10 @@ base_of = operator.attrgetter("_base")
 version_of = operator.attrgetter("_version")
 
 
+# () -> int. The number of the backward pass that this thread works on; -1 outside of one.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
 # --- modules
 
 # The attributes that torch itself sets on every module.

@@ -16,6 +16,7 @@ import numpy as np
 
 from trainapp.data.batch import own_part
 from trainapp.errors import UserError
+from trainapp.rng import FACTORS, GAMMA
 
 BLOCK = 8192  # positions computed at a time: 0.01 ms per step instead of 0.2 ms for one step's positions only
 BALANCED = "balanced"
@@ -216,7 +217,6 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
 # (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose n-th output is a hash of
 # `state + n * GAMMA`: no earlier one is needed.
 
-GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64
 _ROUNDS = 8
 _ORDER_SALT = 0x6F72646572  # the order of an epoch shares no random numbers with augmentation, which has the same seed
@@ -225,9 +225,9 @@ _ORDER_SALT = 0x6F72646572  # the order of an epoch shares no random numbers wit
 def splitmix64(state: np.ndarray) -> np.ndarray:
     """The output function of splitmix64: a bijective hash of uint64 values, elementwise; `state` is unchanged."""
     z = state ^ (state >> np.uint64(30))
-    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z *= np.uint64(FACTORS[0])
     z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
+    z *= np.uint64(FACTORS[1])
     z ^= z >> np.uint64(31)
     return z
 

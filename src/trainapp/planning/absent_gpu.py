@@ -25,7 +25,7 @@ from trainapp.memory.live_tensors import Category
 from trainapp.planning import pretend
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
-from trainapp.torch_private import ASKS_DEVICE, DispatchMode
+from trainapp.torch_private import ASKS_DEVICE, DispatchMode, graph_task
 from trainapp.training.engine import Engine
 from trainapp.units import bytes_text, parse_memory_size
 
@@ -328,7 +328,7 @@ class _EngineOnCuda(DispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
             return args[0].device
-        if func in _IN_PLACE and torch._C._current_graph_task_id() != -1 and _called_by_engine():
+        if func in _IN_PLACE and graph_task() != -1 and _called_by_engine():
             old, new = args[0], args[1] if func is _aten.add.Tensor else args[0]
             owners = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
             if owners <= _OWNERS and old.shape == new.shape and old.dtype == new.dtype:
