@@ -195,12 +195,8 @@ def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
 
 def _seeded(torchs: _Torchs, device: torch.device, seed: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """torch's own kernel with a generator of its own; the leaves that it calls are torch's own, too."""
-    generator, drawing = torch.Generator(device).manual_seed(hashed(seed)), Drawing.active
-    Drawing.active = None
-    try:
-        return torchs(*args, **{**kwargs, "generator": generator})
-    finally:
-        Drawing.active = drawing
+    with Drawing.suspended():
+        return torchs(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(hashed(seed))})
 
 
 def _one_by_one(

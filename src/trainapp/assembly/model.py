@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.assembly import checks, updates
+from trainapp.assembly import checks, learned_draws, updates
 from trainapp.assembly.components import Components
 from trainapp.assembly.parts import Parts
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
+from trainapp.draws import install
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
@@ -31,7 +32,7 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.rng import preserved_rng, seed_everything
+from trainapp.rng import Ledger, preserved_rng, seed_everything
 from trainapp.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
@@ -60,6 +61,12 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
             checks.require_sum(task, config, parts, model, ranks)
         if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
             _require_same_forward(config, model, parts)
+    ledger = Ledger()
+    if config.train.draws == "per_sample":
+        for kind in {"cpu", device.type}:
+            install(kind)
+        if config.mode == "train" and not parts.resumes:  # a resumed run has its checkpoint's
+            ledger = learned_draws.learnt(config, parts, model, ranks)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     checkpointing.apply(model, config.activation_checkpointing)
@@ -92,6 +99,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         config.train,
         around=None if offloading is None else offloading.around,
         stateful_metrics=frozenset(components.hooks["metrics"]),
+        ledger=ledger,
     )
 
 

@@ -22,7 +22,7 @@ from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
 from trainapp.models.inspect import is_of_transformers, positions_of
-from trainapp.rng import seed_from
+from trainapp.rng import Drawing, seed_from
 from trainapp.training.session import Session
 
 SHOWN = 16  # maximum number of prompts shown on the terminal
@@ -72,11 +72,13 @@ def generate(session: Session) -> None:
 def by_transformers(
     model: Any, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
-    """Generate by the model's own `generate`. Sampled tokens depend on the batch, whose seed is its first prompt's."""
+    """Generate by the model's own `generate`. With `train.draws=device`, sampled tokens depend on the batch, whose seed
+    is its first prompt's.
+    """
     longest, pad = max(map(len, prompts.values())), min(ends, default=0)
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
     starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
-    seed_from(device, settings.seed, min(prompts))
+    seed_from(device, settings.seed, *([min(prompts)] if Drawing.active is None else []))
     drawn = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
     texts = model.generate(
         tokens,

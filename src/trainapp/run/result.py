@@ -44,6 +44,8 @@ class Result:
     samples_per_second: float
     seconds: float
     checkpoint: str | None
+    draws: str | None  # `train.draws`; None: the forwards have drawn nothing
+    depends_on_micro_batch: list[str]  # what is known to: another size would give another result
     ended: str | None  # why: the setting of its length, the reason it stopped, or the signal; None: nothing trained
 
 
@@ -71,6 +73,8 @@ def result_of(session: Session, seconds: float) -> Result:
         samples_per_second=session.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=session.checkpointer.newest_name(),
+        draws=session.config.train.draws if session.engine.ledger.draws else None,
+        depends_on_micro_batch=list(session.engine.ledger.depends.values()),
         ended=_why_ended(session),
     )
 
@@ -98,7 +102,8 @@ def _note(progress: Progress) -> str | None:
 def read(run_dir: Path) -> Result | None:
     """The result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
-        facts = {"run_dir": run_dir, "objective_note": None} | json.loads((run_dir / RESULT).read_text())
+        absent: dict[str, Any] = {"objective_note": None, "draws": None, "depends_on_micro_batch": []}
+        facts = {"run_dir": run_dir} | absent | json.loads((run_dir / RESULT).read_text())
         facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
         return Result(**{own.name: facts[own.name] for own in fields(Result)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -46,21 +46,25 @@ def _origin(config: Config, continues: bool) -> Path | None:
 
 
 def as_saved(config: Config, path: Path) -> Config:
-    """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
+    """The configuration with the checkpoint's seed and way of drawing: another seed mid-epoch would repeat and omit
+    samples. A checkpoint of an earlier version has torch's own draws.
 
     In modes other than train also with its `ema` and the parts that the command line does not choose. Raises UserError
-    for another seed on the command line.
+    for another seed or way of drawing on the command line.
     """
-    saved = read_manifest(path)["config"]["train"]
+    saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
     if config.mode != "train":
         config = _with_parts_of(config, path)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
-    elif saved["seed"] != config.train.seed and config.chooses("train.seed"):
-        raise UserError(
-            f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, on which its samples and "
-            "steps depend; omit train.seed, or start a new run from its weights with model.init_from=RUN"
-        )
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"]))
+    for name in ("seed", "draws"):
+        own = getattr(config.train, name)
+        if config.mode == "train" and saved[name] != own and config.chooses(f"train.{name}"):
+            raise UserError(
+                f"train.{name}={own}: the run in {path} has {name} {saved[name]}, on which its samples and steps "
+                f"depend; omit train.{name}, or start a new run from its weights with model.init_from=RUN"
+            )
+    draws = config.train.draws if config.mode != "train" and config.chooses("train.draws") else saved["draws"]
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"], draws=draws))
 
 
 # What a run's model is built from. Without `user_packages`: a foreign checkpoint must not choose what is imported.

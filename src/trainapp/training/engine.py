@@ -23,6 +23,7 @@ from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
+from trainapp.rng import Drawing, Ledger
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
 from trainapp.training.phase import Phase, Step
@@ -102,7 +103,8 @@ class Engine:
     `strategy.compute`, for example with offload. stateful_metrics: names of metrics that are not numbers.
     Attributes: phase, where in a step, or between two, the run is; is_first, whether nothing has been committed in this
     process, in which case losses and gradients are checked more closely; rehearses, whether gradients are computed only
-    for comparison (`train.check_exactness`); accumulates, whether the step has gradients of earlier micro-batches.
+    for comparison (`train.check_exactness`); accumulates, whether the step has gradients of earlier micro-batches;
+    ledger, what is known of the forwards' draws; draws_for, the work and the key that they belong to, see `Drawing`.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Engine:
         settings: Train,
         around: Callable[[Compute], Compute] | None = None,
         stateful_metrics: frozenset[str] = frozenset(),
+        ledger: Ledger | None = None,
     ):
         self.state, self.strategy, self.ranks = state, strategy, strategy.ranks
         self.evaluated_task, self.tasks = evaluated_task, tasks
@@ -125,14 +128,25 @@ class Engine:
         self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
         self.is_first, self.rehearses, self.accumulates = True, False, False
+        self.draws_by_sample = settings.draws == "per_sample" and state.device.type != "mps"
+        self.ledger = ledger or Ledger()
+        self.draws_for: tuple[str, tuple[int, ...]] = ("", ())
         self.step: Step  # set by `begin`, as the weight of the loss
         self.loss_weight: Tensor
 
     def begin(self, step: Step) -> None:
         """Start an update."""
         self.step, self.rehearses, self.accumulates = step, False, False
+        self.draws_for = training_draws(step.update.name), (self.state.seed, step.attempt, step.update.number)
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
         self.loss_weight = self.weight_of(step.samples)
+
+    def drawing(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """Use around forward and backward of a micro-batch, or its evaluation; for `train.draws=per_sample`."""
+        if self.draws_by_sample:
+            work, key = self.draws_for
+            return Drawing(key, micro.positions, self.ledger, work)
+        return contextlib.nullcontext()
 
     @property
     def task(self) -> Task:
@@ -273,6 +287,11 @@ class Engine:
         """Like `optimizer.zero_grad(set_to_none=True)`, but 25 microseconds faster, without its profiler record."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def training_draws(update: str) -> str:
+    """The name in the ledger of what an update's forwards draw."""
+    return f"train {update}"
 
 
 def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:

@@ -18,7 +18,7 @@ from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import seed_evaluation, seed_from
+from trainapp.rng import evaluation_key, seed_evaluation, seed_from
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.phase import Phase
@@ -27,6 +27,7 @@ from trainapp.training.transaction import note_refused, watched
 from trainapp.units import suggest
 
 T = TypeVar("T")
+EVALUATION = "evaluation"  # the name in the ledger of what its forwards draw
 
 
 @torch.no_grad()
@@ -88,10 +89,13 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
 
 
 @contextlib.contextmanager
-def as_evaluated(engine: Engine, name: str) -> Iterator[None]:
-    """Evaluation mode with EMA weights; RNGs and module modes are restored. name: the evaluation set."""
+def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[None]:
+    """Evaluation mode with EMA weights; RNGs and module modes are restored. name: the evaluation set. work: what its
+    draws are known by in the ledger.
+    """
     state, snapshot = engine.state, engine.snapshot
     seed_evaluation(state.device, state.seed, name)
+    engine.draws_for = work, evaluation_key(state.seed, name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(snapshot.preserved_generators())
         stack.enter_context(state.average.in_place_of_weights())
@@ -115,7 +119,8 @@ def each_micro_batch(
     for batch in fetched:
         for micro in sizes.cut(batch, session.eval_ranks):
             with session.metrics.undone_on_error():
-                with watched(session, sizes, session.eval_ranks, micro.data, micro.samples):
+                watching = watched(session, sizes, session.eval_ranks, micro.data, micro.samples)
+                with watching, session.engine.drawing(micro):
                     result = compute(micro)
                 session.snapshot.note_written()
                 session.eval_ranks.check_peers()  # last chance to repeat a micro-batch

@@ -22,6 +22,7 @@ from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
 from trainapp.training.phase import Step
 from trainapp.training.session import Session
+from trainapp.units import listed
 
 
 @dataclass
@@ -141,15 +142,26 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
 
 
-def note_batchnorm(session: Session, step: Step) -> None:
-    """Note once that BatchNorm depends on the micro-batch."""
+def note_dependence(session: Session, step: Step) -> None:
+    """Note once what depends on the micro-batch: BatchNorm, and what is not drawn by sample."""
     size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
-    if session.batches.accumulation(size) > 1 and has_batchnorm(session.state.model):
-        session.tracker.warn_once(
-            f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
-            f"of the global batch; {instead_of_batchnorm(session.config.model)} does not depend on it",
-            topic="batchnorm",
+    ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
+    if is_cut and has_batchnorm(session.state.model):
+        ledger.depends["batchnorm"] = (
+            f"the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of the global "
+            f"batch; {instead_of_batchnorm(session.config.model)} does not depend on it"
         )
+    if is_cut and ledger.draws and not session.engine.draws_by_sample:
+        ledger.depends["draws"] = (
+            f"the forward draws random numbers, which with train.draws=device are those of the micro-batch ({size}); "
+            "with train.draws=per_sample they do not depend on it"
+        )
+    for topic, text in ledger.depends.items() if is_cut else ():
+        session.tracker.warn_once(f"step {step.number}: {text}", topic=topic)
+    if ledger.shared and session.engine.draws_by_sample:
+        names = listed(ledger.shared)
+        session.tracker.note(f"drawn once for all samples of a step, not for each: {names}")
+        ledger.shared.clear()
 
 
 def draw_timeline(session: Session) -> None:

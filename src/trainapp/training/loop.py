@@ -62,7 +62,7 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], within: Around) ->
     """
     totals = Totals()
     for micro in batches:
-        with within(micro):  # gradient sync, memory tracking
+        with within(micro), engine.drawing(micro):  # gradient sync, memory tracking; random numbers by sample
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)  # gradients accumulate
         if not engine.phase.is_partial:  # a backward that updates stays so until the commit
@@ -109,7 +109,7 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     for bucket, size in sizes.succeeded(session.ranks, news).items():
         session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
     if sizes.record(step.attempt):
-        events.note_batchnorm(session, step)
+        events.note_dependence(session, step)
     if was_searching and sizes.search_has_ended:
         session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
 
@@ -127,7 +127,7 @@ def save(session: Session) -> None:
     started, progress = time.monotonic(), session.state.progress
     session.engine.nonfinite.check()
     session.strategy.broadcast_buffers()
-    sizes = session.sizes.state_dict() | {"budget": session.memory.budget}
+    sizes = session.sizes.state_dict() | {"budget": session.memory.budget, "draws": session.engine.ledger.state_dict()}
     is_best = progress.best_step == progress.step
     session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
     session.meter.pause(time.monotonic() - started)

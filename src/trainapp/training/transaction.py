@@ -18,7 +18,7 @@ import torch
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import seed_from
+from trainapp.rng import noted_draws, seed_from
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
@@ -99,6 +99,8 @@ def around(session: Session, micro: MicroBatch) -> Iterator[None]:
     sizes.current_bucket = micro.bucket
     watching = watched(session, sizes, session.ranks, micro.data, micro.samples)
     flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if session.engine.is_first and not session.engine.draws_by_sample:
+        watching = noted_draws(session.engine.ledger, session.state.device, watching)
     if step.is_logged and micro.real and (meter := session.meter.utilisation):
         flops = meter.counting(step.update.name, micro.samples * step.update.every)  # samples since the update last ran
     with session.strategy.micro_batch(micro.last), watching, flops:

@@ -1,0 +1,133 @@
+"""Which dimension of what a forward draws holds the samples (`train.draws=per_sample`), learnt before the first step.
+
+Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
+is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
+as in `cat([view, view])`: the loss of the four and those of their halves agree only if rows are read as they are meant.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.assembly.parts import Parts
+from trainapp.assembly.trials import SAMPLES, Samples, Sums, Trials, first_samples
+from trainapp.config.schema import Config
+from trainapp.data.batch import tensors_in
+from trainapp.losses import contrastive
+from trainapp.losses.losses import CheckedTask, Metrics, compares_samples, has_embeddings, is_built_in
+from trainapp.memory.device import uncompiled
+from trainapp.parallel.ranks import Ranks
+from trainapp.rng import Drawing, Drawn, Ledger, Place, places_of
+from trainapp.snapshot import Snapshot
+from trainapp.stateful import Stateful
+from trainapp.torch_private import has_values
+from trainapp.training.engine import training_draws
+from trainapp.training.evaluate import EVALUATION
+
+CLOSE = 1e-3  # of the loss: other random numbers change it more, rounding less
+log = logging.getLogger(__name__)
+
+
+def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledger:
+    """The ledger of the first rank. Collective. Call before the model is compiled or sharded. Restores everything that
+    a Snapshot covers. Raises errors of reading a stream; what fails here is not learnt: the first step reports it.
+    """
+    ledger, task = Ledger(), parts.components.task
+    updates = parts.components.updates or {"": task}
+    works = [(training_draws(name), own, True) for name, own in updates.items()] + [(EVALUATION, task, False)]
+    if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
+        data = parts.batches.source.first(SAMPLES)
+        for work, own, training in works:
+            # The first dimension, which is assumed: draws of trainapp's models and losses.
+            is_known = is_built_in(own) and type(model).__module__.startswith("trainapp.models.")
+            if not is_known and (has_embeddings(own) or not compares_samples(own)):
+                _learn_of(own, config, parts, model, data, ledger, work, training)
+    (first, *_) = ranks.all_gather_object(ledger)
+    return first
+
+
+def _learn_of(task: CheckedTask, config: Config, parts: Parts, model: nn.Module, data: Any, *into: Any) -> None:
+    """By a task in fp32, or as it is trained."""
+    for around in (contextlib.nullcontext(), parts.numerics.autocast):
+        try:
+            snapshot = Snapshot.of(Stateful(model=model, task=task.unchecked, data=data))
+            with snapshot.undone():  # including changes from reading the data
+                samples = first_samples(data, config.train.seed)
+            if samples is not None and samples.same:
+                trial = Trials(task, model, samples, snapshot, parts.device, config.train.seed)
+                snapshot.take("all")  # in training mode, a teacher's frozen parameters may be written
+                if has_embeddings(task):
+                    trial.task = functools.partial(_of_embeddings, task)  # type: ignore[assignment]
+                with around, uncompiled():
+                    _learn(trial, samples, *into)
+            return
+        except Exception as error:  # the first step raises it again, with its traceback
+            log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)
+
+
+def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """A sum over samples, of embeddings alone."""
+    embeddings = tensors_in(contrastive.embed(task, model, batch))
+    return torch.stack([one.double().square().sum() for one in embeddings]).sum(), 1, {}
+
+
+def _learn(trial: Trials, samples: Samples, ledger: Ledger, work: str, training: bool) -> None:
+    """Add what `work` draws to the ledger."""
+    half = samples.number // 2
+    positions = {"ab": range(samples.number), "a": range(half), "b": range(half, samples.number)}
+
+    def result(batch: str, known: Ledger, drawn: dict[int, Drawn] | None = None) -> Sums:
+        return trial(batch, training, Drawing((0,), positions[batch], known, work, drawn))
+
+    logs: dict[str, dict[int, Drawn]] = {"ab": {}, "a": {}}
+    for batch, drawn in logs.items():
+        result(batch, Ledger(), drawn)
+    places = places_of(logs["ab"], logs["a"], samples.number, half)
+    if logs["ab"].keys() != logs["a"].keys():
+        ledger.depends["number of draws"] = (
+            f"{max(map(len, logs.values()))} or {min(map(len, logs.values()))} draws, depending on the batch: those "
+            f"after {_of(places, varies=True) or 'the first'} are others in each micro-batch"
+        )
+    ledger.shared += [text for text in _of(places, varies=False) if text not in ledger.shared]
+    if not any(place.axis for place in places.values()):
+        ledger.places[work] = places
+        return
+    deviations = []
+    for candidate in _layouts(places):
+        known = Ledger({work: candidate})
+        whole, first, second = (result(batch, known).loss for batch in positions)
+        size = (abs(whole) + abs(first) + abs(second)) / 2
+        deviations.append((abs(whole - first - second) / size if size else 0.0, candidate))
+        if deviations[-1][0] <= CLOSE * 1e-3:
+            break
+    smallest, ledger.places[work] = min(deviations, key=lambda pair: (not math.isfinite(pair[0]), pair[0]))
+    if smallest > CLOSE:
+        ledger.depends[f"draws of {work}"] = (
+            f"the loss of {samples.number} samples is not that of their halves, by {smallest:.1%}, though each sample "
+            "draws the same: draws cannot be told apart by sample, or the loss compares samples"
+        )
+
+
+def _layouts(places: dict[int, Place]) -> Iterator[dict[int, Place]]:
+    """A sample's rows as neighbours; if there are several, also one batch apart."""
+    yield places
+    if any(place.axis and place.axis.rows > 1 for place in places.values()):
+        yield {
+            number: place._replace(axis=place.axis._replace(apart=place.axis.rows > 1)) if place.axis else place
+            for number, place in places.items()
+        }
+
+
+def _of(places: dict[int, Place], varies: bool) -> list[str]:
+    """The draws of no sample, in words."""
+    return [
+        f"{place.kernel} (draw {number + 1})"
+        for number, place in places.items()
+        if place.axis is None and place.varies == varies and number >= 0
+    ]

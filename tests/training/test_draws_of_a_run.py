@@ -1,0 +1,151 @@
+"""`train.draws=per_sample`: a run that draws random numbers has the same losses, gradients and evaluations however its
+batches are cut, where torch's own draws (`device`) change the second digit.
+"""
+
+import helpers
+import pytest
+import runs
+import torch
+
+from trainapp.errors import UserError
+from trainapp.training import loop, transaction
+
+BY_SAMPLE, OF_TORCH = "train.draws=per_sample", "train.draws=device"
+SIZES = (16, 7, 1)
+
+
+def of(model, *extra):
+    """The overrides of a run with a model of `own_draws`."""
+    own = runs.own_model(f"own_draws.{model}")
+    return (*runs.STEPS_ONLY, *own, "data=digits", "user_packages=[own_draws]", "task=own_draws.task", *extra)
+
+
+def step(folder, *overrides):
+    """The mean loss and the gradient of the first step."""
+    session = runs.closed(folder, *overrides)
+    session.snapshot.take()  # as a transaction does
+    transaction.seed(session, session.begin_update())
+    totals = runs.accumulate(session)
+    return totals.means()["loss"], runs.gradients(session.state.model), session
+
+
+def differences(folder, *overrides, sizes=SIZES, first=()):
+    """The largest relative differences of loss and gradient from those of the first size."""
+    loss, gradient, session = step(folder / "whole", *overrides, *first, f"batch.micro_size={sizes[0]}")
+    found = [step(folder / str(size), *overrides, f"batch.micro_size={size}") for size in sizes[1:]]
+    largest = max(abs(other - loss) / abs(loss) for other, _, _ in found)
+    return largest, max(runs.relative_error(other, gradient) for _, other, _ in found), session.engine.ledger
+
+
+MODELS = ["Transformer", "TimeFirst", "Depth", "VAE", "Diffusion"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, model):
+    loss, gradient, ledger = differences(tmp_path / "own", *of(model), BY_SAMPLE)
+    assert loss < 1e-6
+    assert gradient < 1e-5
+    assert ledger.draws
+    assert not ledger.depends
+    loss, gradient, _ = differences(tmp_path / "torchs", *of(model), OF_TORCH)
+    assert loss > 1e-4
+    assert gradient > 1e-2
+
+
+@pytest.mark.parametrize("model", ["VAE", "Diffusion"])
+def test_evaluations_do_not_depend_on_the_micro_batch(tmp_path, model):
+    """Nor does a second evaluation of the same weights differ from the first."""
+
+    def evaluated(draws, size):
+        folder, sizes = tmp_path / f"{draws} {size}", (f"batch.eval_micro_size={size}", "batch.micro_size=16")
+        settings = (*of(model), draws, "every.eval=1", "train.max_steps=1", *sizes)
+        runs.run(folder, *settings)
+        (line,) = helpers.evaluations(folder)
+        return [line["loss"], line["first"]]
+
+    whole = evaluated(BY_SAMPLE, 360)
+    for size in (128, 16, 7):
+        assert evaluated(BY_SAMPLE, size) == pytest.approx(whole, rel=1e-5)
+    assert evaluated(OF_TORCH, 7) != pytest.approx(evaluated(OF_TORCH, 360), rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "torch's"])
+def test_a_checkpointed_model_draws_the_same(tmp_path, mode):
+    recomputed = "+model.checkpointed=true" if mode == "torch's" else f"activation_checkpointing={mode}"
+    plain = step(tmp_path / "plain", *of("Transformer"), BY_SAMPLE, "batch.micro_size=16")
+    other = step(tmp_path / "other", *of("Transformer"), BY_SAMPLE, recomputed, "batch.micro_size=7")
+    assert other[0] == pytest.approx(plain[0], rel=1e-6)
+    assert runs.relative_error(other[1], plain[1]) < 1e-5
+
+
+def test_steps_updates_and_seeds_draw_different_numbers(tmp_path):
+    """Of the same samples and weights, as with a learning rate of almost 0."""
+    settings = (*of("Diffusion"), BY_SAMPLE, "batch.global_size=1437", "batch.micro_size=600", "train.grad_clip=null")
+    runs.run(tmp_path / "run", *settings, "optimizer.lr=1e-12", "train.max_steps=2", "every.log=1", "schedule=constant")
+    first, second = (line["loss"] for line in helpers.metrics(tmp_path / "run") if "loss" in line)
+    assert first != pytest.approx(second, rel=1e-5)
+    other = step(tmp_path / "seed", *settings, "train.seed=1")[0]
+    assert other != pytest.approx(first, rel=1e-5)
+
+
+def test_an_out_of_memory_error_changes_nothing(tmp_path):
+    """A limit that the first size exceeds, in training and in evaluation."""
+    settings = (*of("Transformer"), BY_SAMPLE, "every.eval=2", "train.max_steps=2", "batch.global_size=256")
+    runs.run(tmp_path / "free", *settings, "batch.micro_size=256", "batch.eval_micro_size=360")
+    runs.run(tmp_path / "limited", *settings, "memory.limit=700KiB")
+    assert helpers.incidents(tmp_path / "limited")
+    (free,), (limited,) = (helpers.evaluations(tmp_path / name) for name in ("free", "limited"))
+    assert limited["loss"] == pytest.approx(free["loss"], rel=1e-5)
+    assert [line["loss"] for line in helpers.metrics(tmp_path / "limited") if "grad_norm" in line] == pytest.approx(
+        [line["loss"] for line in helpers.metrics(tmp_path / "free") if "grad_norm" in line], rel=1e-5
+    )
+
+
+def test_embeddings_are_drawn_by_sample(tmp_path):
+    """Pass 3 of cached gradients draws what pass 1 drew."""
+    settings = (*of("Transformer")[:-1], "task=own_draws.contrasted", "objective=min loss")
+    loss, gradient, _ = differences(tmp_path / "own", *settings, BY_SAMPLE)
+    assert max(loss, gradient) < 1e-5
+    assert differences(tmp_path / "torchs", *settings, OF_TORCH)[1] > 1e-2
+
+
+def test_a_resumed_run_draws_as_it_would_have(tmp_path):
+    """By the ledger of its checkpoint; another way of drawing is refused, and an older checkpoint has torch's own."""
+    settings = (*of("TimeFirst")[len(runs.STEPS_ONLY) :], BY_SAMPLE, "every.save=2", "train.max_steps=4")
+    whole, parts = runs.resumed(tmp_path, 2, *settings, "batch.micro_size=7")
+    assert not runs.differences(whole, parts)
+    session = runs.closed(tmp_path / "parts", *settings, "train.max_steps=6")
+    place = session.engine.ledger.places["train "][0]
+    assert place.axis.rows > 1 or place.axis.dimension == 1
+    with pytest.raises(UserError, match=r"train.draws=device: the run in .* has draws per_sample"):
+        runs.closed(tmp_path / "parts", *settings, OF_TORCH)
+
+
+def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
+    settings = (*of("Diffusion"), "batch.micro_size=7")
+    with caplog.at_level("WARNING"):
+        found = runs.run(tmp_path / "torchs", *settings, OF_TORCH)
+    assert found.draws == "device"
+    (text,) = found.depends_on_micro_batch
+    assert "train.draws=device are those of the micro-batch (7)" in text
+    assert text in caplog.text
+    assert helpers.result(tmp_path / "torchs")["depends_on_micro_batch"] == [text]
+    found = runs.run(tmp_path / "own", *settings, BY_SAMPLE)
+    assert (found.draws, found.depends_on_micro_batch) == ("per_sample", [])
+    found = runs.run(tmp_path / "none", *runs.STEPS_ONLY, *runs.MODELS["mlp"], "model.dropout=0", BY_SAMPLE)
+    assert (found.draws, found.depends_on_micro_batch) == (None, [])
+
+
+def test_shared_draws_are_named_once(tmp_path, caplog):
+    assert max(differences(tmp_path, *of("Shared"), BY_SAMPLE)[:2]) < 1e-5
+    with caplog.at_level("INFO"):
+        runs.run(tmp_path / "run", *of("Shared"), BY_SAMPLE, "batch.micro_size=4")
+    assert caplog.text.count("drawn once for all samples of a step, not for each: uniform_ (draw 1)") == 1
+
+
+def test_the_generator_is_restored_after_each_micro_batch(tmp_path):
+    session = runs.closed(tmp_path, *of("Diffusion"), BY_SAMPLE, "batch.micro_size=4")
+    session.engine.begin(session.begin_update())
+    before = torch.default_generator.get_state()
+    loop.accumulate(session.engine, iter(list(loop.micro_batches(session))), lambda micro: torch.enable_grad())
+    assert torch.equal(torch.default_generator.get_state(), before)
