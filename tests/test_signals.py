@@ -9,24 +9,32 @@ import sys
 import time
 
 import helpers
+import psutil
 import pytest
 import runs
 
-from trainapp.signals import StopRequest
+from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest
 
 # The module slows each step down, so that a signal arrives in the middle of the run, not after it.
 SLOW_MODEL = """
 import time
+from pathlib import Path
 from trainapp.models.mlp import MLP
 
 
 class SlowMLP(MLP):
-    def __init__(self, image_shape: tuple[int, int, int], num_classes: int, seconds: float = 0.05):
+    def __init__(
+        self, image_shape: tuple[int, int, int], num_classes: int, seconds: float = 0.05, slow_from: int = 0,
+        slow_to_build: float = 0.0,
+    ):
         super().__init__(image_shape, num_classes, width=16, dropout=0.1)
-        self.seconds = seconds
+        self.seconds, self.slow_from, self.forwards = seconds, slow_from, 0
+        Path("building").touch()
+        time.sleep(slow_to_build)
 
     def forward(self, images):
-        time.sleep(self.seconds)
+        self.forwards += self.training
+        time.sleep(30 if self.slow_from and self.forwards >= self.slow_from else self.seconds)
         return super().forward(images)
 """
 SETTINGS = (
@@ -72,13 +80,33 @@ def start(folder, run_dir, *overrides, **options):
     )
 
 
+def line_with(text, process):
+    """The next line of its errors with this text."""
+    read = []
+    while text not in (line := process.stderr.readline()):
+        read.append(line)
+        assert line, "".join(read)
+    return line
+
+
+def leaves(process, said="SIGTERM"):
+    """The exit status after SIGTERM, within seconds."""
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=30)[1]
+    assert time.monotonic() - sent < 5, errors
+    assert said in errors
+    assert "Traceback" not in errors
+    return process.returncode
+
+
 def wait_for_steps(run_dir, steps, process):
     helpers.wait_until(lambda: helpers.lines_in(run_dir / "metrics.jsonl") >= steps, process)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 2)])
-def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, code, workers):
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, workers):
     """The step is finished and saved; the printed command, run verbatim, ends with the same weights."""
     folder = tmp_path / "with a blank"
     folder.mkdir()
@@ -87,9 +115,10 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     wait_for_steps(run_dir, 4, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=30)
-    assert process.returncode == code, errors
+    assert process.returncode == TO_BE_CONTINUED, errors
     assert "Traceback" not in errors
     assert f"{signal.Signals(number).name}: finishing the step, then saving" in errors
+    assert re.search(f"{signal.Signals(number).name}: saved [0-9.]+ s after it", errors)
     saved = list((run_dir / "checkpoints").glob("step_*"))
     assert len(saved) == 1
     step = int(saved[0].name[-8:])
@@ -113,22 +142,95 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
 
 
 @pytest.mark.slow
-def test_a_second_signal_leaves_at_once(tmp_path):
-    """In the middle of a step that takes half a minute, with no checkpoint."""
-    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "train.check_loss=false", "+model.seconds=30")
-    deadline = time.monotonic() + 60
-    while "samples" not in process.stderr.readline():  # the plan: training is about to begin
-        assert time.monotonic() < deadline
+def test_a_second_signal_says_what_is_lost(tmp_path):
+    """In the middle of a step that takes half a minute, after one that is in no checkpoint."""
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "train.check_loss=false", "+model.slow_from=2")
+    wait_for_steps(tmp_path / "run", 1, process)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    assert "SIGINT: finishing the step" in process.stderr.readline()
+    assert "SIGINT: finishing the step" in line_with("SIGINT", process)
+    time.sleep(0.3)
     assert process.poll() is None
     sent = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
+    process.send_signal(signal.SIGTERM)
+    assert "leaving at once; 1 steps since the start are lost" in line_with("SIGTERM", process)
+    assert process.wait(10) == 128 + signal.SIGTERM
     assert time.monotonic() - sent < 2
     process.communicate()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_leaves_at_once_where_nothing_is_lost(tmp_path):
+    """While data are prepared; then in the first step after a checkpoint, which stays as it is."""
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=2", "+model.slow_to_build=60")
+    helpers.wait_until((tmp_path / "building").exists, process)
+    assert leaves(process, "leaving; nothing is lost") == 128 + signal.SIGTERM
+
+    words = ("train.check_loss=false", "+model.slow_from=3")
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "every.save=2", *words)
+    wait_for_steps(tmp_path / "run", 2, process)
+    saved = tmp_path / "run" / "checkpoints" / "step_00000002"
+    helpers.wait_until(saved.exists, process)
+    written = saved.stat().st_mtime_ns
+    time.sleep(0.5)
+    assert leaves(process, "leaving; nothing is lost") == TO_BE_CONTINUED
+    assert [path.stat().st_mtime_ns for path in saved.parent.glob("step_*")] == [written]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lr_find", "train", "plan"])
+def test_what_was_not_saved_ends_with_the_signals_own_status(tmp_path, mode):
+    """And leaves no process behind: a plan has one."""
+    slow = "+model.slow_to_build=60" if mode == "plan" else "+model.seconds=0.5"
+    process = start(tmp_path, tmp_path / "run", f"mode={mode}", "train.max_steps=99", "checkpointing.save=false", slow)
+    if mode == "plan":
+        helpers.wait_until((tmp_path / "building").exists, process)
+    else:
+        line_with("step 1", process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert bool(children) == (mode == "plan")
+    assert leaves(process) == 128 + signal.SIGTERM
+    assert not any(child.is_running() for child in children)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# The main thread waits in C, without the GIL, and runs no handler. STUB stands for a session.
+IN_C = """
+import ctypes, logging, signal
+from types import SimpleNamespace
+from trainapp.signals import StopRequest
+
+logging.basicConfig(format="%(message)s")
+with StopRequest() as stop:
+    stop.session = SimpleNamespace(has_nothing_to_lose={leaves}, is_saved=False, work="step", lost="all is lost",
+        stops_after=lambda work: f"finishing the {{work}}")
+    stop.PATIENCE = 1.0
+    c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    print("ready", flush=True)
+    c.pthread_mutex_lock(mutex), c.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_signals_are_heard_while_c_code_runs(leaves):
+    """The thread ends the process: after some patience, or at the second signal."""
+    command = [sys.executable, "-c", IN_C.format(leaves=leaves)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            said = "leaving; nothing is lost" if leaves else "finishing the step; again to leave at once"
+            assert line_with("SIGTERM", process) == f"SIGTERM: {said}\n"
+            if not leaves:
+                time.sleep(1.5)  # longer than the patience
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                assert "a second signal: leaving at once; all is lost" in line_with("SIGTERM", process)
+            assert process.wait(10) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
@@ -139,7 +241,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
     sent = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130, errors
+    assert process.returncode == TO_BE_CONTINUED, errors
     assert "Traceback" not in errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
     assert time.monotonic() - sent < 8
@@ -166,9 +268,16 @@ def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
 
 
 def test_handlers_are_put_back():
+    """A forked child's signals are its own."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with StopRequest() as stop:
-        assert stop.signal is None
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.signal == signal.SIGTERM
+        if (child := os.fork()) == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(stop.heard())
+        assert os.waitpid(child, 0)[1] == 0
+        assert not stop.heard()
+        with pytest.raises(Interrupted) as left:
+            signal.raise_signal(signal.SIGTERM)
+    assert (stop.heard(), left.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1

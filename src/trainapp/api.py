@@ -21,7 +21,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch import environment, launch
 from trainapp.run import run_dir as directory
-from trainapp.signals import StopRequest
+from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest
 from trainapp.tracking import terminal
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
 
     Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, if training
     cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
-    Python receives signals); likewise SystemExit after SIGTERM.
+    Python receives signals); likewise SystemExit after SIGTERM, with the exit status of the command line.
     """
     with _one_run("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _absolute(run_dir), config_dir)
@@ -173,8 +173,8 @@ def _run(config: Config) -> None:
             directory.require_same_experiment(config)
             with _logged(Path(config.run_dir)):
                 runner.run(config)
-    except SystemExit as stopped:
-        if stopped.code == 128 + signal.SIGINT:
+    except Interrupted as stopped:
+        if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
 
@@ -227,6 +227,12 @@ def _logged(run_dir: Path) -> Iterator[None]:
 def _run_as_command(config: Config) -> None:
     """Run in a command-line process. Signals are passed on to it; its error is raised here."""
     message: list[str] = []  # its last message for the user
+    sent: list[int] = []
+
+    def send(number: int, frame: object) -> None:
+        sent.append(number)
+        process.send_signal(number)
+
     with subprocess.Popen(
         [sys.executable, *shlex.split(config.command)[1:]],
         stderr=subprocess.PIPE,
@@ -237,7 +243,7 @@ def _run_as_command(config: Config) -> None:
     ) as process:
         is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
         signals = StopRequest.SIGNALS if is_main else ()
-        before = {own: signal.signal(own, lambda number, _: process.send_signal(number)) for own in signals}
+        before = {own: signal.signal(own, send) for own in signals}
         try:
             assert process.stderr is not None
             for line in process.stderr:
@@ -250,8 +256,10 @@ def _run_as_command(config: Config) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
     exit_code = process.returncode
-    if exit_code > 128:
-        raise SystemExit(exit_code)
-    if exit_code:
+    if exit_code < 0:  # killed by a signal, which a shell reports so
+        exit_code = 128 - exit_code
+    if exit_code > 128 or (exit_code == TO_BE_CONTINUED and sent):
+        raise Interrupted(sent[0] if sent else exit_code - 128, exit_code)
+    if exit_code not in (0, TO_BE_CONTINUED):
         message = message or [f"its process ended (exit code {exit_code}); see its output"]
         raise (UserError if exit_code == UserError.exit_code else TrainingStopped)("\n".join(message))

@@ -1,60 +1,193 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first signal asks the run to stop after its step,
-the second ends it at once.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first signal asks the run to stop, the second ends
+it at once.
+
+Python calls a handler in the main thread only, and not while C code holds it (a backward, a collective), so that two
+signals may become one call. A thread on the wakeup pipe therefore says what a signal will do, and obeys the second.
 """
 
 import contextlib
 import logging
+import math
 import os
+import select
 import signal
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
+TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
 log = logging.getLogger(__name__)
 
 
+class Interrupted(SystemExit):
+    """A signal has ended the run, with this exit status. Ends a sweep, too."""
+
+    def __init__(self, number: int, status: int):
+        super().__init__(status)
+        self.signal = number
+
+
 class StopRequest:
-    """`request.signal` is None until a signal asks for a stop. Use as a context manager around the run."""
+    """Use as a context manager around the run. `heard` is polled wherever the run can stop.
+
+    Attributes: `session`, the run at work; None: it is being built, and a signal ends it at once. `saved`: whether a
+    checkpoint (or written rows) holds all of a run that is not at work. `signal`: the first one's number, or None.
+    `agreed`: the number for which all ranks have agreed to stop, or 0. `during`: what the signal interrupted.
+    `saved_after`: seconds from the signal to the checkpoint.
+    """
 
     NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
     SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
     ECHO = 1.0  # seconds; a terminal and the launcher both send the same Ctrl-C to a worker
+    PATIENCE = (
+        10.0  # seconds for the main thread to leave: it may be in C code, or a library may have swallowed `Interrupted`
+    )
+    _listeners = 0  # threads in this process
 
     def __init__(self) -> None:
+        self.session: Any = None
+        self.saved = False
+        self.signal: int | None = None
+        self.agreed = 0
+        self.during: str | None = None
+        self.saved_after: float | None = None
         self._at = 0.0
         self._process = os.getpid()  # loader workers inherit the handler
-        self.signal: int | None = None
-        self.agreed = 0  # the signal for which all ranks have agreed to stop
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, Any] = {}
+        self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
+                self._restore.callback(signal.signal, number, self._previous[number])
+            self._restore.enter_context(self._heard_in_a_thread())
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._restore.close()
+        if self.signal and isinstance(error, Exception) and self._leaves_at_once():
+            self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
-    def pass_on(self, number: int) -> None:
-        """Call after the run has saved and ended for a signal: see `pass_on`."""
+    def heard(self) -> int:
+        """The number of the signal that asks for a stop, or 0."""
+        return self.signal or 0
+
+    @contextlib.contextmanager
+    def at_work(self, session: Any) -> Iterator[None]:
+        """Inside the block, the session honours signals where nothing is lost by it."""
+        self.session = session
+        try:
+            yield
+        finally:
+            self.saved, self.session = session.is_saved, None
+
+    def has_saved(self) -> None:
+        """Call after a checkpoint that a stop has asked for."""
+        if self.saved_after is None and self._at:
+            self.saved_after = time.monotonic() - self._at
+            log.info("%s: saved %.1f s after it", signal.Signals(self.agreed).name, self.saved_after)
+
+    def leave(self, number: int) -> NoReturn:
+        """Pass the signal to its previous handler, then end the run. Raises Interrupted."""
+        status = self._status(number)
         pass_on(number, self._previous.get(number))
+        raise Interrupted(number, status)
+
+    def _status(self, number: int) -> int:
+        session = self.session
+        saved = self.saved if session is None else session.is_saved
+        return TO_BE_CONTINUED if saved else 128 + number
+
+    def _leaves_at_once(self) -> bool:
+        session = self.session
+        return session is None or bool(session.has_nothing_to_lose)
+
+    def _note(self) -> None:
+        """Called by the handler or by the thread, which may be first."""
+        if not self._at:
+            session = self.session
+            self.during = "preparation" if session is None else session.work
+            self._at = time.monotonic()
 
     def _handle(self, number: int, frame: object) -> None:
-        if self.signal is not None:
-            if self._workers and time.monotonic() - self._at < self.ECHO:
-                return
-            os._exit(128 + number)
-        self.signal, self._at = number, time.monotonic()
-        if os.getpid() != self._process:
+        """In the main thread, between two lines of Python."""
+        if os.getpid() != self._process or self.signal is not None:
             return
-        with contextlib.suppress(RuntimeError):  # the signal may have arrived during a write to the same stream
-            log.warning("%s: finishing the step, then saving; again to leave at once", signal.Signals(number).name)
+        self._note()
+        self.signal = number
+        if self._leaves_at_once():
+            self.leave(number)
+
+    @contextlib.contextmanager
+    def _heard_in_a_thread(self) -> Iterator[None]:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+        thread.start()
+        StopRequest._listeners += 1
+        try:
+            yield
+        finally:
+            StopRequest._listeners -= 1
+            signal.set_wakeup_fd(before)
+            os.write(writer, b"\0")  # ends the thread
+            thread.join()
+            os.close(writer)
+            os.close(reader)
+
+    def _listen(self, reader: int) -> None:
+        """The thread: reads the number of each signal that this process gets."""
+        first, leaves_by = 0, math.inf
+        while True:
+            wait = None if leaves_by == math.inf else max(0.0, leaves_by - time.monotonic())
+            if not select.select([reader], [], [], wait)[0]:
+                leaves_by = math.inf
+                if self._leaves_at_once():
+                    self._exit(first, "the main thread does not return")
+                continue
+            number = os.read(reader, 1)[0]
+            if number == 0:
+                return
+            if number not in self.SIGNALS:
+                continue
+            if first and not (self._workers and time.monotonic() - self._at < self.ECHO):
+                self._exit(number, "a second signal")
+            elif not first:
+                first = number
+                self._note()
+                leaves_by = self._at + self.PATIENCE
+                self._say(number)
+
+    def _say(self, number: int) -> None:
+        session = self.session
+        if session is None or session.has_nothing_to_lose:
+            what = "leaving; nothing is lost"
+        else:
+            what = f"{session.stops_after(self.during)}; again to leave at once"
+        log.warning("%s: %s", signal.Signals(number).name, what)
+
+    def _exit(self, number: int, why: str) -> NoReturn:
+        """End the process from the thread."""
+        session = self.session
+        lost = "nothing is lost" if session is None else session.lost
+        log.warning("%s: %s: leaving at once; %s", signal.Signals(number).name, why, lost)
+        os._exit(self._status(number))
 
 
 def pass_on(number: int, handler: Any) -> None:
     """Pass a signal to the handler installed before the run's own: submitit's requeues the job."""
     if callable(handler) and handler is not signal.default_int_handler:
         handler(number, None)
+
+
+def _forget_pipe() -> None:
+    """A forked child's signals are not its parent's: a terminal's Ctrl-C in a loader's worker is no second signal."""
+    if StopRequest._listeners:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)

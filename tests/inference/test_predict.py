@@ -16,6 +16,7 @@ import trainapp
 from trainapp.errors import UserError
 from trainapp.hooks.predictions import dim_of_classes
 from trainapp.inference import rows as module
+from trainapp.signals import TO_BE_CONTINUED
 
 PAGE = ROOT / "docs/inference.md"
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
@@ -98,7 +99,7 @@ def test_an_interrupted_process_is_continued(tmp_path, trained):
     partial.write_text('{"kept": true, ' + partial.read_text()[1:] + '{"predic')
     env |= {"SIGNAL_AT": "250", "SIGNAL": str(int(signal.SIGTERM))}
     ended = run_cli(*command, *data, "predict.batch_size=7", cwd=tmp_path, env=env)
-    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert ended.returncode == TO_BE_CONTINUED, ended.stderr
     assert "after the 140 rows in" in ended.stderr
     assert 240 <= len(lines(partial)) <= 252
     printed = shlex.split(ended.stdout.split("Resume with:\n")[1])

@@ -26,7 +26,7 @@ class Net(MLP):
     def forward(self, images):
         if self.width == 5:
             raise TypeError("five is too many\\nand more")
-        if self.width == 6 and self.training:
+        if self.width == 6 and self.training and os.path.exists("sweep/1/evaluations.jsonl"):
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(images)
 """
@@ -88,10 +88,10 @@ def test_failed_jobs_are_rows_with_their_errors(tmp_path):
 @pytest.mark.slow
 def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
     (tmp_path / "mine.py").write_text(NET)
-    done = run_cli(*SWEEP, *MINE, "every.eval=1", "model.width=4,6,7", cwd=tmp_path)
+    done = run_cli(*SWEEP, *MINE, "every.eval=1", "train.max_steps=3", "model.width=4,6,7", cwd=tmp_path)
     assert done.returncode == 128 + 15
     (_, *rows), last = table(done)
-    assert [(row[0], row[2], row[-1]) for row in rows] == [("0", "2", "train.max_steps=2"), ("1", "1", "SIGTERM")]
+    assert [(row[0], row[2], row[-1]) for row in rows] == [("0", "3", "train.max_steps=3"), ("1", "2", "SIGTERM")]
     # It is not compared with those that have ended, however good it is.
     assert rows[0][1].endswith(" *")
     assert last == [f"best accuracy (max): {rows[0][1].removesuffix(' *')} in job 0: model.width=4"]

@@ -1,7 +1,6 @@
 """Saves the state of a run into checkpoints, synchronously or in the background, and restores it from one."""
 
 import contextlib
-import functools
 import logging
 import pickle
 import time
@@ -42,6 +41,7 @@ class Checkpointer:
         self.saved_at = 0  # the step of the last save or resume
         self.clock = time.monotonic()  # when the last save began, or this process; for `every.save` in minutes
         self.is_due = False  # by any rank's clock, as agreed in the last step
+        self.committed_at: int | None = None  # the step of the last complete checkpoint
         self.has_saved = False  # in this process
         self._not_saved: list[str] = []  # what the log has named
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
@@ -53,15 +53,19 @@ class Checkpointer:
         config: goes into the manifest. sizes: plain values that `restore` returns.
         """
         self.saved_at, self.clock, self.is_due = step, time.monotonic(), False
-        if self.directory is None:
+        if (directory := self.directory) is None:
             return
         self.finish()
         self.has_saved = True
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
         self._say_what_is_not_saved()
-        folder = self.directory.begin(step)
-        commit = functools.partial(self.directory.commit, step, config=config, is_best=is_best)
+        folder = directory.begin(step)
+
+        def commit(write: Callable[[], dict[str, Any]]) -> None:
+            directory.commit(step, write, config, is_best)
+            self.committed_at = step
+
         if self.asynchronous:
             copies = shards.copy_to_host(tensors, folder)
             self.pending = self._background.submit(self._write, copies, values, folder), commit

@@ -430,6 +430,11 @@ class Config:
         """Whether the command line names this section or setting, or one within it."""
         return any(f"{given}.".startswith(f"{name}.") for given in self.given)
 
+    @property
+    def continues(self) -> bool:
+        """Whether the same command continues a run that was stopped: from its checkpoint, or after its rows."""
+        return self.mode in INFERENCE or (self.mode == "train" and self.checkpointing.save)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""
         return dataclasses.asdict(self)

@@ -93,11 +93,11 @@ def write_rows(
 
     with contextlib.closing(Rows(path, what_decides(config), session.ranks, interleaved, f"{mode}.output")) as rows:
         session.sizes.autotuner.follow(session.sizes.evaluation)
-        until_a_signal = itertools.takewhile(lambda _: session.stop.signal is None, fetched(rows.done))
+        until_a_signal = itertools.takewhile(lambda _: not session.stop.heard(), fetched(rows.done))
         with as_evaluated(session.engine, mode, work=mode):
             each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
         session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
-        (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.signal or 0)
+        (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.heard())
         if session.stop.agreed:
             return None
         count = rows.publish()

@@ -30,7 +30,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import StopRequest, pass_on
+from trainapp.signals import Interrupted, StopRequest, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -86,8 +86,9 @@ def run_workers(config: Config) -> Outcome:
         with asked_before_restarts(failures.decide):
             outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
+        status = take_status(failures.run_dir)
         pass_on(error.sigval, handlers[error.sigval])
-        return 128 + error.sigval
+        return 128 + error.sigval if status is None else status
     except ChildFailedError as error:
         raise TrainingStopped(_why_it_ended(error, failures)) from None
     return next((own for own in outcomes.values() if isinstance(own, (UserError, int))), outcomes[0])
@@ -159,6 +160,8 @@ def workers_to_start(config: Config) -> int:
 
 def run_worker(config: Config) -> Outcome:
     """Run one rank in this process, as set by RANK, WORLD_SIZE and so on in the environment."""
+    if environment.is_rank_zero():
+        take_status(Path(config.run_dir))  # discard that of an earlier process
     host.prepare_allocator()
     environment.export_torch_variables()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
@@ -170,8 +173,9 @@ def run_worker(config: Config) -> Outcome:
             return runner.run(config, ranks)
     except UserError as error:
         return error.with_traceback(None)
-    except runner.Interrupted as error:
+    except Interrupted as error:
         code = int(error.code or 0)
+        leave_status(config, code)
         # A launcher that also got the signal collects no outcomes, and this worker would wait for it.
         timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
         timer.daemon = True
@@ -181,6 +185,28 @@ def run_worker(config: Config) -> Outcome:
         log.exception("this rank failed")
         leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
         raise
+
+
+def leave_status(config: Config, status: int) -> None:
+    """Rank 0 leaves its exit status for a launcher that got the signal, too, and collects no outcomes."""
+    path = _status_file(Path(config.run_dir))
+    if environment.is_rank_zero():
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(str(status))
+
+
+def take_status(run_dir: Path) -> int | None:
+    """The status left by `leave_status`, if any."""
+    with contextlib.suppress(OSError, ValueError):
+        status = int(_status_file(run_dir).read_text())
+        _status_file(run_dir).unlink()
+        return status
+    return None
+
+
+def _status_file(run_dir: Path) -> Path:
+    return run_dir / "ranks" / "status"
 
 
 # Errors that may have an external, transient cause, such as a full disk or a lost device.

@@ -16,6 +16,7 @@ from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.run import run_dir as directory
+from trainapp.signals import StopRequest
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
@@ -85,7 +86,8 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     if config.mode == "plan":
         from trainapp.planning import screen
 
-        return screen.run(config)
+        with StopRequest():
+            return screen.run(config)
     if config.mode in ("lr_find", "export"):
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":
@@ -97,11 +99,13 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     if config.mode == "lr_find":
         from trainapp.run import lr_find
 
-        return lr_find.run(config)
+        with StopRequest():
+            return lr_find.run(config)
     if config.mode == "export":
         from trainapp.run import trained
 
-        trained.export(config)
+        with StopRequest():
+            trained.export(config)
         return None
     if config.parallel.strategy == "single":
         from trainapp.run import runner

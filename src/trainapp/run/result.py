@@ -160,7 +160,13 @@ def report(session: Session, result: Result) -> None:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if session.config.mode != "lr_find":  # which ends with its suggestion
         print_summary(session, result)
-    if session.stop.agreed and session.config.checkpointing.save:
+    if session.stop.agreed:
+        print_command(session)
+
+
+def print_command(session: Session) -> None:
+    """Print the command that continues a run stopped by a signal."""
+    if session.is_saved:
         print(f"Resume with:\n  {session.config.command}", flush=True)
 
 

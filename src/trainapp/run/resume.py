@@ -145,7 +145,7 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
     """
     saved = checkpointer.restore(session.state, path, session.ranks)
     progress = session.state.progress
-    session.checkpointer.saved_at = progress.step
+    session.checkpointer.saved_at = session.checkpointer.committed_at = progress.step
     verb = "loaded"
     if session.config.mode == "train":
         verb = "resumed from"

@@ -23,8 +23,8 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
-from trainapp.run.result import Result, opening_lines, report, result_of
-from trainapp.signals import StopRequest
+from trainapp.run.result import Result, opening_lines, print_command, report, result_of
+from trainapp.signals import Interrupted, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
@@ -33,10 +33,6 @@ from trainapp.training.session import Session
 from trainapp.training.transaction import refused_in_attempt
 
 log = logging.getLogger(__name__)
-
-
-class Interrupted(SystemExit):
-    """A signal ended the run after its step was finished and saved. Ends a sweep, too."""
 
 
 @dataclass
@@ -50,7 +46,7 @@ class CarriedOver:
 
 
 def run(config: Config, ranks: Ranks | None = None) -> Result:
-    """Perform one run. Raises UserError, and Interrupted after a signal."""
+    """Perform one run. Raises UserError, and `signals.Interrupted` after a signal."""
     started = time.monotonic()
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
         gc.freeze()
@@ -61,8 +57,7 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
             ended.memory.release()  # before the new model is built
             ended = _run_session(ended.config, stop, ranks, started, ended)
     if stop.agreed:
-        stop.pass_on(stop.agreed)
-        raise Interrupted(128 + stop.agreed)
+        stop.leave(stop.agreed)
     return ended
 
 
@@ -77,21 +72,25 @@ def _run_session(
         current = prepare(config, stop, ranks, carried)
     on_cpu = current.state.device.type == "cpu"
     guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
-    with contextlib.closing(current), guarded:
-        if carried is None:
-            for line in opening_lines(current):
-                log.info("%s", line)
-        try:
-            while (failure := attempt(current)) is not None:
-                if (carried_over := recover(current, failure)) is not None:
-                    return carried_over
-        except Exception as error:
-            add_note(error, f"at step {current.state.progress.step + 1}")
-            raise
-    result = result_of(current, time.monotonic() - started)
-    if ranks.is_rank_zero:
-        report(current, result)
-    return result
+    with stop.at_work(current):
+        with contextlib.closing(current), guarded:
+            if carried is None:
+                for line in opening_lines(current):
+                    log.info("%s", line)
+            try:
+                while (failure := attempt(current)) is not None:
+                    if (carried_over := recover(current, failure)) is not None:
+                        return carried_over
+            except Interrupted:  # at once, since nothing is lost
+                print_command(current)
+                raise
+            except Exception as error:
+                add_note(error, f"at step {current.state.progress.step + 1}")
+                raise
+        result = result_of(current, time.monotonic() - started)
+        if ranks.is_rank_zero:
+            report(current, result)
+        return result
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
@@ -100,6 +99,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     path = resume.agreed_origin(config, ranks, has_restarted)
     if path is not None:
         config = resume.as_saved(config, path)
+    stop.saved = path is not None and config.continues
     config = config.with_own_batches()
     if config.mode == "train":
         config = with_modes(config, ranks)
@@ -143,6 +143,8 @@ def work(session: Session) -> None:
         generate.generate(session)
     else:
         loop.train(session)
+        if session.stop.agreed and session.is_saved:
+            session.stop.has_saved()
         events.end(session)
 
 

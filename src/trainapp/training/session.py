@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer
@@ -173,13 +174,56 @@ class Session:
         saver, every = self.checkpointer, self.limits.save.seconds
         is_saving = saver.pending is not None and saver.busy
         is_due = 0 < every <= time.monotonic() - saver.clock
-        return Flags(self.stop.signal or 0, is_saving, self.sizes.train.has_news, is_due)
+        return Flags(self.stop.heard(), is_saving, self.sizes.train.has_news, is_due)
 
     def agreed_flags(self) -> Flags:
         """The flags of all ranks, of which a stop and a save by the clock are noted. Waits for the slowest rank."""
         flags = self.ranks.finish_flag_exchange()
         self.stop.agreed, self.checkpointer.is_due = flags.stop_signal, flags.save_is_due
         return flags
+
+    # What `stop` asks, from a signal's handler and from its thread.
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps since the last complete checkpoint."""
+        return self.state.progress.step - (self.checkpointer.committed_at or 0)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the same command continues without a loss: from a checkpoint of this step, or from written rows."""
+        trains = self.config.mode == "train"
+        return self.config.continues and not (trains and self.checkpointer.committed_at != self.state.progress.step)
+
+    @property
+    def has_nothing_to_lose(self) -> bool:
+        """Whether a signal may end the process anywhere: no step is finished that a checkpoint does not hold. Of
+        several ranks, one may have finished a step before another.
+        """
+        if self.config.mode == "lr_find":
+            return True
+        trains = self.config.mode == "train" and self.ranks.world == 1 and not self.is_finished
+        return trains and self.checkpointer.pending is None and self.unsaved_steps == 0
+
+    @property
+    def work(self) -> str:
+        """The work in progress."""
+        of_batches = "evaluation" if self.config.mode in ("train", "eval") else self.config.mode
+        return {Phase.EVALUATE: of_batches, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
+
+    def stops_after(self, work: str) -> str:
+        """How a stop during this work is honoured, for messages."""
+        unit = work if work in ("step", "checkpoint") else f"micro-batch of {work}"
+        then = ", then saving" if unit != "checkpoint" and self.config.mode == "train" and self.config.continues else ""
+        return f"finishing the {unit}{then}"
+
+    @property
+    def lost(self) -> str:
+        """What would be lost if the process ended now, for messages."""
+        if self.config.mode != "train" or self.unsaved_steps == 0:
+            return "nothing is lost" if self.config.mode != "eval" else "the evaluation is lost"
+        newest = self.checkpointer.newest_name()
+        return f"{self.unsaved_steps} steps since {Path(newest).name if newest else 'the start'} are lost"
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
