@@ -6,8 +6,7 @@ import torch
 
 from trainapp.data.batch import MicroBatch
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.sizes.record import Autotuner
+from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes
 from trainapp.training import loop
 
 

@@ -8,8 +8,8 @@ from trainapp.config.schema import INFERENCE, Config
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import smallest_micro_batch
-from trainapp.sizes.micro_batches import MicroBatchSizes, Plan
-from trainapp.sizes.record import EVALUATION, Autotuner, Sizes, key_of
+from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
+from trainapp.sizes.record import EVALUATION, Sizes, key_of
 from trainapp.training.session import Session
 
 Record = dict[str, Any]  # see `Sizes.state_dict`

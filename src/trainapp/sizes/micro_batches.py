@@ -1,9 +1,13 @@
-"""The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it."""
+"""The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it. cuDNN's
+autotuner follows the sizes.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import torch
 
 from trainapp.data.batch import MicroBatch, bucket_of, cut, cut_evenly, elements_in, pieces_of
 from trainapp.parallel.ranks import Ranks
@@ -268,3 +272,39 @@ def merged(by_rank: Sequence[dict[int, Ran]]) -> dict[int, Ran]:
         for bucket, ran in own.items():
             found[bucket] = found[bucket].merged(ran)
     return {bucket: ran for bucket, ran in sorted(found.items()) if ran.samples}
+
+
+class Autotuner:
+    """cuDNN's autotuner, switched on only while the current sizes are settled.
+
+    With `cudnn.benchmark`, the first convolution of each shape times the algorithms, with workspaces that may not fit,
+    and then empties the allocator's cache. A search for the micro-batch size would pay that for every convolution at
+    every size it tries, and mistake failed workspaces for a size that does not fit.
+
+    Switching it on later is not enough: torch keeps one plan per shape, chosen by heuristics or timed, and does not
+    time a shape that has a plan (`run_single_conv` in aten/src/ATen/native/cudnn/Conv_v8.cpp, read in torch 2.4;
+    verified in tests/gpu). But the key of that cache includes `cudnn.deterministic`. Unsettled sizes therefore run with
+    deterministic algorithms, and the first step with a settled size finds no plan.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._is_on: bool | None = None  # None: not set yet
+        self._settled: set[int] = set()  # ids of sizes
+
+    def follow(self, sizes: MicroBatchSizes) -> bool:
+        """Call before work that uses these sizes. True for the first work after the sizes have settled, in which
+        algorithms are timed: this may need more memory than was validated. Equal on all ranks that share the sizes.
+        """
+        if not self.enabled:
+            return False
+        is_settled = sizes.search_has_ended and not sizes.is_unvalidated
+        if is_settled is not self._is_on:
+            torch.backends.cudnn.benchmark = self._is_on = is_settled
+            torch.backends.cudnn.deterministic = not is_settled
+        is_first = is_settled and id(sizes) not in self._settled
+        if is_settled:
+            self._settled.add(id(sizes))
+        else:
+            self._settled.discard(id(sizes))
+        return is_first

@@ -26,7 +26,7 @@ from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
 from trainapp.rng import Drawing, Ledger
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import PARTIAL, Phase, Step
 
 Number = Tensor | float
 Compute = Callable[[Task, Any], tuple[Any, ...]]
@@ -214,7 +214,7 @@ class Engine:
 
     def reduce(self, totals: Totals) -> Totals:
         """Sum gradients and totals over all ranks. Collective."""
-        if not self.phase.is_partial:
+        if self.phase not in PARTIAL:
             self.phase = Phase.GRADIENTS
         self.strategy.finish_accumulation()
         return totals.over(self.ranks)

@@ -17,7 +17,7 @@ from trainapp.sizes.record import shape_of, shown
 from trainapp.training import events, exactness
 from trainapp.training.engine import Around, Engine, Totals
 from trainapp.training.evaluate import evaluate
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import PARTIAL, Phase, Step
 from trainapp.training.session import Session
 from trainapp.training.transaction import around, micro_batches, transaction
 
@@ -65,7 +65,7 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], within: Around) ->
         with within(micro), engine.drawing(micro):  # gradient sync, memory tracking; random numbers by sample
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)  # gradients accumulate
-        if not engine.phase.is_partial:  # a backward that updates stays so until the commit
+        if engine.phase not in PARTIAL:  # a backward that updates stays so until the commit
             engine.phase = Phase.DATA
     return engine.reduce(totals)  # over all ranks
 

@@ -48,14 +48,15 @@ class Phase(str, Enum):
     @property
     def is_partial(self) -> bool:
         """Whether parameters and optimizer may be partially updated, so that only a checkpoint is safe."""
-        return self is Phase.COMMIT or self.updates_in_backward
+        return self in PARTIAL
 
     @property
     def updates_in_backward(self) -> bool:
         """Whether a backward that updates parameters has started to do so."""
-        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
+        return self in PARTIAL and self is not Phase.COMMIT
 
 
+PARTIAL = (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.COMMIT)
 _BEFORE_COMMIT = (
     Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.METRIC, Phase.BACKWARD, Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP,
 )  # fmt: skip
