@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.rng import FACTORS, GAMMA, Axis, Drawing, Drawn, hashed, signed
+from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed
 
 # Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few. Box and
 # Muller's pairs are within such a block of a sample, so the numbers depend on it.
@@ -37,7 +37,7 @@ def scratch(elements: int, device: str) -> int:
     return SCRATCH * min(elements, BLOCK.get(device, 0))
 
 
-# --- random numbers from keys
+# --- random numbers from keys: [k, 1] of them and `count` elements, from the `first` on, give [k, count]
 
 
 @functools.cache
@@ -175,22 +175,21 @@ def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
         return main.add_(mean)
     drawn = Drawn(name, tuple(main.shape) if is_tensor else (), sizes)
     seed = drawing.next_seed()
-    place = drawing.place(seed, drawn)
-    axis, samples = place.axis, len(drawing.positions)
-    if axis is None:
+    place, samples = drawing.place(seed, drawn), len(drawing.positions)
+    if place.axis is None:
         if place.varies:
             seed = hashed(seed, drawing.positions[0])
             shown = f"{name} of {list(drawn.shape or sizes)}"
             drawing.note(f"draws of {name}", f"{shown}: no dimension is that of the samples")
         return _seeded(torchs, main.device if is_tensor else kwargs["out"].device, seed, args, kwargs)
     if drawing.alike:  # whichever rows are whose
-        axis, samples = Axis(axis.dimension), main.shape[axis.dimension]
+        place, samples = place._replace(rows=1, apart=False), main.shape[place.axis]
     if not main.numel():
         return torchs(*args, **kwargs)
     keys = drawing.keys(main.device, samples) + signed(hashed(seed))
     if name in _FILLS and None not in args:
-        return _filled(_FILLS[name], main, axis, keys, args[1:])
-    return _one_by_one(name, torchs, axis, keys, args, kwargs)
+        return _filled(_FILLS[name], main, place, keys, args[1:])
+    return _one_by_one(torchs, place, keys, args, kwargs)
 
 
 def _seeded(torchs: _Torchs, device: torch.device, seed: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -199,27 +198,28 @@ def _seeded(torchs: _Torchs, device: torch.device, seed: int, args: Sequence[Any
         return torchs(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(hashed(seed))})
 
 
-def _one_by_one(
-    name: str, torchs: _Torchs, axis: Axis, keys: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """torch's own kernel for each sample. Waits for the device, and holds the result twice."""
-    main, written = args[0], 1 if name.startswith("rrelu") else 0
-    size, results = main.shape[axis.dimension], []
+    main, name, results = args[0], place.kernel, []
+    written = 1 if name.startswith("rrelu") else 0 if name.endswith("_") else None
 
     def by_sample(value: Any) -> Any:
-        is_split = isinstance(value, Tensor) and value.dim() == main.dim() and value.shape[axis.dimension] == size
-        return _by_sample(value, axis, len(keys)) if is_split else [value] * len(keys)
+        is_split = (
+            isinstance(value, Tensor) and value.dim() == main.dim() and place.fits(Drawn(name, value.shape), len(keys))
+        )
+        return _by_sample(value, place, len(keys)) if is_split else [value] * len(keys)
 
-    parts = zip(*map(by_sample, args), strict=True)
-    for key, rows in zip(keys[:, 0].tolist(), parts, strict=True):
+    for key, rows in zip(keys[:, 0].tolist(), zip(*map(by_sample, args), strict=True), strict=True):
         # Copies: the order in which a kernel draws may follow strides.
         own = [row.clone(memory_format=torch.contiguous_format) if isinstance(row, Tensor) else row for row in rows]
         results.append(_seeded(torchs, main.device, key, own, kwargs))
-        if written or name.endswith("_"):
+        if written is not None:
             rows[written].copy_(own[written])
-    if name.endswith("_"):
-        return main.copy_(_joined(results, axis)) if written else main
-    return _joined(results, axis)
+    if written == 0:
+        return main
+    found = torch.stack(results)
+    found = (found.transpose(0, 1) if place.apart else found).flatten(0, 1).movedim(0, place.axis or 0).contiguous()
+    return main.copy_(found) if name.endswith("_") else found
 
 
 def _into(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -256,25 +256,17 @@ def _fused(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], 
 # --- blocks of samples
 
 
-def _by_sample(tensor: Tensor, axis: Axis, samples: int) -> Tensor:
+def _by_sample(tensor: Tensor, place: Place, samples: int) -> Tensor:
     """A view, [samples, rows, ...]: a dimension can be split without a copy."""
-    moved = tensor.movedim(axis.dimension, 0)
-    if axis.apart:
-        return moved.unflatten(0, (-1, samples)).transpose(0, 1)
-    return moved.unflatten(0, (samples, -1))
+    moved = tensor.movedim(place.axis or 0, 0)
+    return moved.unflatten(0, (-1, samples)).transpose(0, 1) if place.apart else moved.unflatten(0, (samples, -1))
 
 
-def _joined(parts: list[Tensor], axis: Axis) -> Tensor:
-    """The inverse, of parts [rows, ...]."""
-    found = torch.stack(parts)
-    return (found.transpose(0, 1) if axis.apart else found).flatten(0, 1).movedim(0, axis.dimension).contiguous()
-
-
-def _filled(fill: Fill, main: Tensor, axis: Axis, keys: Tensor, args: tuple[Any, ...]) -> Tensor:
+def _filled(fill: Fill, main: Tensor, place: Place, keys: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Fill a tensor block by block."""
-    samples, views = len(keys), _by_sample(main, axis, len(keys))
+    samples, views = len(keys), _by_sample(main, place, len(keys))
     per, block = main.numel() // samples, BLOCK[main.device.type]
-    others = [_by_sample(one.expand_as(main), axis, samples) if isinstance(one, Tensor) else one for one in args]
+    others = [_by_sample(one.expand_as(main), place, samples) if isinstance(one, Tensor) else one for one in args]
     for start, end in _ranges(samples, max(1, block // per)):
         rows = views[start:end]
         own = [one[start:end].reshape(end - start, per) if isinstance(one, Tensor) else one for one in others]

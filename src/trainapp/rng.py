@@ -123,17 +123,6 @@ def hashed(*numbers: int) -> int:
     return bits ^ bits >> 31
 
 
-class Axis(NamedTuple):
-    """Which dimension of a draw holds the samples, and its rows per sample.
-
-    apart: a sample's rows are one batch apart instead of neighbours: `cat([view, view])`, or flattened time first.
-    """
-
-    dimension: int = 0
-    rows: int = 1
-    apart: bool = False
-
-
 class Drawn(NamedTuple):
     """A draw: its kernel, the shape of its first argument, and the integers among the others."""
 
@@ -143,50 +132,45 @@ class Drawn(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a draw of a forward holds the samples. axis: None where no dimension does: the same numbers in every
-    micro-batch. varies: its shape follows the batch in another way, so it is drawn per micro-batch.
+    """Where a draw holds the samples. axis: their dimension, None where there is none: all micro-batches draw the same.
+    rows: in it, per sample. apart: these are one batch apart instead of neighbours, as in `cat([view, view])`. varies:
+    its shape follows the batch in another way, so it is drawn per micro-batch.
     """
 
     kernel: str
     dimensions: int
-    axis: Axis | None = None
+    axis: int | None = None
+    rows: int = 1
+    apart: bool = False
     varies: bool = False
 
     def fits(self, drawn: Drawn, samples: int) -> bool:
-        """Whether a draw of a batch of so many samples can be this one."""
-        if (drawn.kernel, len(drawn.shape)) != (self.kernel, self.dimensions):
-            return False
-        return self.axis is None or drawn.shape[self.axis.dimension] == self.axis.rows * samples
+        """Whether it can be this draw, of a batch of so many samples."""
+        is_same = (drawn.kernel, len(drawn.shape)) == (self.kernel, self.dimensions)
+        return is_same and (self.axis is None or drawn.shape[self.axis] == self.rows * samples)
 
 
 @dataclass
 class Ledger:
     """What is known of the draws in a run's forwards.
 
-    places: by work (an update, or evaluation), then by the draw's number. Work that is not listed has not been learnt:
-    the first dimension holds the samples if its size fits. shared: draws that are the same for all samples, in words.
-    depends: what depends on the micro-batch, by topic, in words. draws: whether anything was drawn.
+    places: by work (an update, or evaluation), then by the draw's number. Of work that is not listed, the first
+    dimension holds the samples if its size fits. depends: what depends on the micro-batch, by topic, in words. draws:
+    whether anything was drawn.
     """
 
     places: dict[str, dict[int, Place]] = field(default_factory=dict)
-    shared: list[str] = field(default_factory=list)
     depends: dict[str, str] = field(default_factory=dict)
     draws: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
-        return {
-            "places": {work: {number: _plain(own) for number, own in of.items()} for work, of in self.places.items()},
-            "depends": self.depends,
-            "draws": self.draws,
-        }
+        """Plain values, for a checkpoint: a resumed run draws as it would have."""
+        return vars(self) | {"places": {work: {n: [*own] for n, own in of.items()} for work, of in self.places.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the ledger of a checkpoint: a resumed run draws as it would have."""
-        for work, of in state["places"].items():
-            read = {n: Place(own[0], own[1], own[2] and Axis(*own[2]), own[3]) for n, own in of.items()}
-            self.places[work] = read
-        self.depends, self.draws = state["depends"], state["draws"]
+        """The inverse of `state_dict`."""
+        vars(self).update(state)
+        self.places = {work: {n: Place(*own) for n, own in of.items()} for work, of in state["places"].items()}
 
     def place(self, work: str, number: int, drawn: Drawn, samples: int) -> Place:
         """Where a draw of this work holds the samples. One that differs from what was learnt takes the axis of another
@@ -194,37 +178,14 @@ class Ledger:
         """
         known, (kernel, shape, _) = self.places.get(work), drawn
         if known is None:
-            return Place(kernel, len(shape), Axis() if shape and shape[0] == samples else None)
+            return Place(kernel, len(shape), 0 if shape and shape[0] == samples else None)
         if number in known and known[number].fits(drawn, samples):
             return known[number]
         if number >= 0:
-            self.depends.setdefault(
-                "number of draws",
-                f"{kernel} of {list(shape)}: the forward draws in another order, or another number of times, than at "
-                "first, so that later draws depend on it",
-            )
-        axes = [one.axis for one in known.values() if one.axis and one._replace(kernel=kernel).fits(drawn, samples)]
-        return Place(kernel, len(shape), axes[0] if axes else None, varies=not axes)
-
-
-@contextlib.contextmanager
-def noted_draws(
-    ledger: Ledger, device: torch.device, around: contextlib.AbstractContextManager[None]
-) -> Iterator[None]:
-    """Note whether the block, inside of `around`, draws from torch's generators. Takes 20 microseconds."""
-
-    def states() -> list[torch.Tensor]:
-        own = [torch.default_generator.get_state()]
-        return [*own, torch.cuda.get_rng_state(device)] if device.type == "cuda" else own
-
-    before = states()
-    with around:
-        yield
-    ledger.draws |= not all(map(torch.equal, before, states()))
-
-
-def _plain(place: Place) -> list[Any]:
-    return [place.kernel, place.dimensions, place.axis and list(place.axis), place.varies]
+            order = "the forward draws in another order, or another number of times, than at first"
+            self.depends.setdefault("number of draws", f"{kernel} of {list(shape)}: {order}, and later draws follow it")
+        others = [own._replace(kernel=kernel) for own in known.values() if own.axis is not None]
+        return next((own for own in others if own.fits(drawn, samples)), Place(kernel, len(shape), varies=True))
 
 
 def places_of(whole: dict[int, Drawn], part: dict[int, Drawn], samples: int, of_part: int) -> dict[int, Place]:
@@ -237,9 +198,23 @@ def places_of(whole: dict[int, Drawn], part: dict[int, Drawn], samples: int, of_
             if not changed:
                 place = Place(kernel, len(shape))
             elif len(changed) == 1 and shape[changed[0]] * of_part == other.shape[changed[0]] * samples:
-                place = Place(kernel, len(shape), Axis(changed[0], shape[changed[0]] // samples))
+                place = Place(kernel, len(shape), changed[0], shape[changed[0]] // samples)
         places[number] = place
     return places
+
+
+@contextlib.contextmanager
+def noted_draws(ledger: Ledger, device: torch.device, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Note whether the block, inside of `around`, draws from torch's generators. Takes 20 microseconds."""
+
+    def states() -> list[torch.Tensor]:
+        own = [torch.default_generator.get_state()]
+        return [*own, torch.cuda.get_rng_state(device)] if device.type == "cuda" else own
+
+    before = states()
+    with around:
+        yield
+    ledger.draws |= not all(map(torch.equal, before, states()))
 
 
 class Drawing:

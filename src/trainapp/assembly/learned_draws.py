@@ -9,28 +9,27 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainapp.assembly.parts import Parts
-from trainapp.assembly.trials import SAMPLES, Samples, Sums, Trials, first_samples
+from trainapp.assembly.trials import SAMPLES, Samples, Trials, first_samples
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.losses import contrastive
 from trainapp.losses.losses import CheckedTask, Metrics, compares_samples, has_embeddings, is_built_in
 from trainapp.memory.device import uncompiled
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import Drawing, Drawn, Ledger, Place, places_of
+from trainapp.rng import Drawing, Drawn, Ledger, places_of
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
 from trainapp.training.evaluate import EVALUATION
 
-CLOSE = 1e-3  # of the loss: other random numbers change it more, rounding less
+CLEAR, CLOSE = 1e-6, 1e-3  # of the loss: other random numbers change it more, rounding less
 log = logging.getLogger(__name__)
 
 
@@ -82,52 +81,31 @@ def _learn(trial: Trials, samples: Samples, ledger: Ledger, work: str, training:
     half = samples.number // 2
     positions = {"ab": range(samples.number), "a": range(half), "b": range(half, samples.number)}
 
-    def result(batch: str, known: Ledger, drawn: dict[int, Drawn] | None = None) -> Sums:
-        return trial(batch, training, Drawing((0,), positions[batch], known, work, drawn))
+    def loss(batch: str, known: Ledger, drawn: dict[int, Drawn] | None = None) -> float:
+        return trial(batch, training, Drawing((0,), positions[batch], known, work, drawn)).loss
 
-    logs: dict[str, dict[int, Drawn]] = {"ab": {}, "a": {}}
-    for batch, drawn in logs.items():
-        result(batch, Ledger(), drawn)
-    places = places_of(logs["ab"], logs["a"], samples.number, half)
-    if logs["ab"].keys() != logs["a"].keys():
+    whole, part = dict[int, Drawn](), dict[int, Drawn]()
+    loss("ab", Ledger(), whole)
+    loss("a", Ledger(), part)
+    ledger.places[work] = places = places_of(whole, part, samples.number, half)
+    if len(whole) != len(part):
         ledger.depends["number of draws"] = (
-            f"{max(map(len, logs.values()))} or {min(map(len, logs.values()))} draws, depending on the batch: those "
-            f"after {_of(places, varies=True) or 'the first'} are others in each micro-batch"
+            f"the forward draws {len(whole)} times for {samples.number} samples and {len(part)} times for {half}: what "
+            "it draws after that depends on the batch"
         )
-    ledger.shared += [text for text in _of(places, varies=False) if text not in ledger.shared]
-    if not any(place.axis for place in places.values()):
-        ledger.places[work] = places
-        return
-    deviations = []
-    for candidate in _layouts(places):
-        known = Ledger({work: candidate})
-        whole, first, second = (result(batch, known).loss for batch in positions)
-        size = (abs(whole) + abs(first) + abs(second)) / 2
-        deviations.append((abs(whole - first - second) / size if size else 0.0, candidate))
-        if deviations[-1][0] <= CLOSE * 1e-3:
+    candidates = [places] if any(own.axis is not None for own in places.values()) else []
+    if any(own.rows > 1 for own in places.values()):
+        candidates.append({number: own._replace(apart=own.rows > 1) for number, own in places.items()})
+    smallest = math.inf
+    for candidate in candidates:
+        together, first, second = (loss(batch, Ledger({work: candidate})) for batch in positions)
+        deviation = abs(together - first - second) / ((abs(together) + abs(first) + abs(second)) / 2 or 1.0)
+        if deviation < smallest:
+            smallest, ledger.places[work] = deviation, candidate
+        if deviation < CLEAR:
             break
-    smallest, ledger.places[work] = min(deviations, key=lambda pair: (not math.isfinite(pair[0]), pair[0]))
-    if smallest > CLOSE:
+    if candidates and smallest > CLOSE:
         ledger.depends[f"draws of {work}"] = (
             f"the loss of {samples.number} samples is not that of their halves, by {smallest:.1%}, though each sample "
             "draws the same: draws cannot be told apart by sample, or the loss compares samples"
         )
-
-
-def _layouts(places: dict[int, Place]) -> Iterator[dict[int, Place]]:
-    """A sample's rows as neighbours; if there are several, also one batch apart."""
-    yield places
-    if any(place.axis and place.axis.rows > 1 for place in places.values()):
-        yield {
-            number: place._replace(axis=place.axis._replace(apart=place.axis.rows > 1)) if place.axis else place
-            for number, place in places.items()
-        }
-
-
-def _of(places: dict[int, Place], varies: bool) -> list[str]:
-    """The draws of no sample, in words."""
-    return [
-        f"{place.kernel} (draw {number + 1})"
-        for number, place in places.items()
-        if place.axis is None and place.varies == varies and number >= 0
-    ]

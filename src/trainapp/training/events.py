@@ -22,7 +22,6 @@ from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
 from trainapp.training.phase import Step
 from trainapp.training.session import Session
-from trainapp.units import listed
 
 
 @dataclass
@@ -158,10 +157,10 @@ def note_dependence(session: Session, step: Step) -> None:
         )
     for topic, text in ledger.depends.items() if is_cut else ():
         session.tracker.warn_once(f"step {step.number}: {text}", topic=topic)
-    if ledger.shared and session.engine.draws_by_sample:
-        names = listed(ledger.shared)
-        session.tracker.note(f"drawn once for all samples of a step, not for each: {names}")
-        ledger.shared.clear()
+    places = [own for of in ledger.places.values() for own in of.values()]
+    if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
+        text = f"drawn once for all samples of a step, not for each, by their shapes: {', '.join(shared)}"
+        session.tracker.warn_once(text, topic="shared draws")
 
 
 def draw_timeline(session: Session) -> None:
