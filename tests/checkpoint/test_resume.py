@@ -1,7 +1,6 @@
 """A run that was stopped and resumed ends bit-identical to an uninterrupted one."""
 
 import functools
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -108,20 +107,22 @@ def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
 @pytest.mark.slow
 def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     """Lines and events after the last checkpoint belong to steps that the resumed run repeats."""
-    overrides = (*runs.MODELS["mlp"], "train.max_steps=8")
+    overrides = (*runs.MODELS["mlp"], "train.max_steps=8", "every.eval=2")
     runs.run(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
     time.sleep(1.1)
     run = runs.prepare(tmp_path / "b", *overrides)
     for _ in range(3):
         loop.train_step(run)
+        loop.evaluate(run)
     run.tracker.close()  # the process dies without saving
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "sam')  # in the middle of a line
+        file.write('\0\0\0\n{"step": 7, "sam')  # zeros after a power failure; the middle of a line
     time.sleep(1.1)  # event files are read in the order of their names, which have a resolution of one second
     runs.run(tmp_path / "b", *overrides)
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert [line["step"] for line in helpers.metrics(tmp_path / "b")] == list(range(1, 9))
+    assert helpers.evaluations(tmp_path / "b") == helpers.evaluations(tmp_path / "a")
     assert event_steps(tmp_path / "b") == list(range(1, 9))
 
 
@@ -140,19 +141,6 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
 def event_steps(run_dir):
     """The steps of the loss in the event files, repeated ones twice."""
     return [event.step for event in helpers._events(run_dir).Scalars("train/loss")]
-
-
-def test_a_finished_run_stays_as_it_is(tmp_path):
-    overrides = (*runs.MODELS["mlp"], "every.eval=2")
-    runs.run(tmp_path, *overrides)
-    before = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl", "result.json")]
-    again = runs.run(tmp_path, *overrides)
-    after = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl", "result.json")]
-    assert again.steps == 4
-    assert after[:2] == before[:2]
-    measured = json.loads(after[2])
-    assert measured["samples_per_second"] > 0
-    assert measured["peak_memory_bytes"] > 0
 
 
 @pytest.mark.slow
@@ -190,16 +178,6 @@ def test_resume_none_starts_anew(tmp_path):
     runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
     run = runs.closed(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
     assert run.state.progress.step == 0
-
-
-def test_the_samplers_seed_is_part_of_its_state(tmp_path):
-    """A different train.seed must not make the rest of an epoch repeat or omit samples."""
-    run = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
-    expected = run.batches.share(run.state.progress).numbers
-    with pytest.raises(UserError, match=r"train\.seed=5: the run in .*step_00000002 has seed 0"):
-        runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
-    run = runs.closed(tmp_path, *runs.MODELS["mlp"])
-    assert run.batches.share(run.state.progress).numbers == expected
 
 
 @pytest.mark.slow

@@ -189,12 +189,3 @@ def test_a_value_that_is_no_number_is_not_the_best(sweep, capsys):
     out = capsys.readouterr().out
     assert "0    nan         3" in out
     assert "best" not in out
-
-
-def test_directories_that_are_not_visible_here(sweep, capsys):
-    sweep.start()
-    sweep.end()
-    sweep.folder.rmdir()
-    sweep.finish()
-    assert capsys.readouterr().out == ""
-    assert not (sweep.folder.parent / "sweep.csv").exists()

@@ -35,17 +35,6 @@ def test_a_part_is_trained(tmp_path, caplog, overrides, said):
     assert trained_parts(caplog, tmp_path / "eval", *evaluated) == []
 
 
-def test_adapters_are_trained(tmp_path, caplog):
-    pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-    own = (*runs.MODELS["gpt"], "adapter=lora", "train.max_steps=1", "checkpointing=off")
-    run = runs.prepare(tmp_path / "counted", *own)
-    sizes = {name: p.numel() for name, p in run.state.model.named_parameters()}
-    run.close()
-    trained, total = sum(size for name, size in sizes.items() if "lora_" in name), sum(sizes.values())
-    (line,) = trained_parts(caplog, tmp_path / "run", *own)
-    assert line == f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)"
-
-
 WITHOUT_STEPS = ("throughput", "peak memory", "micro-batch")
 
 

@@ -4,56 +4,18 @@ import errno
 import fcntl
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 
 import helpers
+import psutil
 import pytest
 import runs
 from helpers import environment, files, run_cli
 
 from trainapp.errors import UserError
 from trainapp.run import run_dir
-
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from trainapp.run import run_dir
-run_dir.acquire(Path(sys.argv[1]))
-if not os.fork():  # a loader's worker may outlive a killed run for a while
-    os.close(1)
-    time.sleep(60)
-    os._exit(0)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-class Holder:
-    """Another process that holds the lock of a directory until it is told to end."""
-
-    def __init__(self, folder):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder)],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "held\n"
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 @pytest.fixture(autouse=True)
@@ -63,29 +25,6 @@ def nothing_held(monkeypatch):
     yield
     for path in list(run_dir._held):
         run_dir.release(path.parent)
-
-
-@pytest.mark.slow
-def test_the_second_is_refused_until_the_first_is_dead(tmp_path):
-    folder = tmp_path / "run"
-    with Holder(folder) as first:
-        before = (folder / run_dir.LOCK).read_text()
-        with pytest.raises(UserError) as refused:
-            run_dir.acquire(folder)
-        assert f"hydra.run.dir={folder}: another run is using this directory" in str(refused.value)
-        assert f"process {first.process.pid} on host {socket.gethostname()}, since 20" in str(refused.value)
-        assert (folder / run_dir.LOCK).read_text() == before
-        first.kill()  # its forked child lives
-        run_dir.acquire(folder)
-        assert f"process {os.getpid()} on" in (folder / run_dir.LOCK).read_text()
-
-
-@pytest.mark.slow
-def test_without_the_lock_both_would_run(tmp_path, monkeypatch):
-    """Negative control."""
-    monkeypatch.setattr(fcntl, "lockf", lambda *_: None)
-    with Holder(tmp_path / "run"):
-        run_dir.acquire(tmp_path / "run")
 
 
 def test_released_it_leaves_nothing(tmp_path):
@@ -145,7 +84,10 @@ def test_the_same_experiment_continues(tmp_path, caplog):
     """Its end, cadences and limits may change, and are named; a finished run returns its own result."""
     caplog.set_level("INFO", "trainapp")
     first = runs.run(tmp_path, *MLP)
+    before = helpers.metrics(tmp_path), helpers.evaluations(tmp_path)
     assert runs.run(tmp_path, *MLP).objective == first.objective
+    assert (helpers.metrics(tmp_path), helpers.evaluations(tmp_path)) == before
+    assert helpers.result(tmp_path)["samples_per_second"] > 0  # the measurements of then
     assert "other settings than in the checkpoint" not in caplog.text
     onward = (*MLP, "train.max_steps=3", "every.save=2")
     assert refusal(tmp_path, *onward) is None
@@ -175,16 +117,6 @@ def test_the_command_line_refuses_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_of_a_sweep_is_refused_alone(tmp_path):
-    """Hydra's sweeper continues with the others, and an optimizing one counts it as failed."""
-    first = runs.run(tmp_path / "sweep" / "0", *MLP)
-    done = run_cli("-m", *runs.TINY, *MLP, "optimizer.lr=0.5,0.01", "hydra.sweep.dir=sweep", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "optimizer.lr: 0.01 before, 0.5 now" in done.stderr
-    assert helpers.result(tmp_path / "sweep" / "1")["objective"] == first.objective
-
-
-@pytest.mark.slow
 def test_several_ranks_are_refused_together(tmp_path):
     """Those that torchrun has started ask rank 0; none waits for another."""
     runs.run(tmp_path / "run", *MLP)
@@ -200,34 +132,42 @@ def test_several_ranks_are_refused_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_path):
-    """Refused with one message, before anything is written; from another directory it is read."""
+def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_path, monkeypatch):
+    """Refused with one message, before anything is written; from another directory it is read. Its death frees the
+    directory, although its loader's worker lives on for a while.
+    """
     folder, tiny = tmp_path / "run", (*runs.TINY, "model=mlp", "model.width=4")
     endless = (*tiny, "train.max_steps=100000", "every.save=20", "checkpointing.keep_last=100000")
-    command = [sys.executable, "-m", "trainapp", *endless, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "trainapp", *endless, "data.num_workers=1", f"hydra.run.dir={folder}"]
     with open(tmp_path / "output.txt", "w") as output:
         run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
     try:
-        until = time.monotonic() + 120
-        while not list((folder / "checkpoints").glob("step_*")):
-            assert time.monotonic() < until
-            assert run.poll() is None, (tmp_path / "output.txt").read_text()
-            time.sleep(0.02)
-        before = contents(folder / ".hydra")
+        helpers.wait_until(lambda: list((folder / "checkpoints").glob("step_*")), run)
+        before, lock = contents(folder / ".hydra"), (folder / run_dir.LOCK).read_text()
+        assert lock.startswith(f" (process {run.pid} on host {socket.gethostname()}, since 20")
         named = f"checkpointing.resume={folder}"
         for overrides in (("train.seed=7",), (named, "mode=eval")):
             second = run_cli(*endless, *overrides, f"hydra.run.dir={folder}", cwd=tmp_path)
             assert second.returncode == 2, second.stderr
-            assert f"another run is using this directory (process {run.pid} on host" in second.stderr
+            assert f"hydra.run.dir={folder}: another run is using this directory{lock}" in second.stderr
             assert "Traceback" not in second.stderr
-            assert contents(folder / ".hydra") == before
+            assert (contents(folder / ".hydra"), (folder / run_dir.LOCK).read_text()) == (before, lock)
         reading = run_cli(*tiny, named, "mode=eval", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
         assert reading.returncode == 0, reading.stderr
-        assert run.poll() is None
+        with monkeypatch.context() as without_locks:  # negative control
+            without_locks.setattr(fcntl, "lockf", lambda *_: None)
+            run_dir.acquire(folder)
+            os.close(run_dir._held.popitem()[1])  # `release` would also remove the run's file
+        workers = psutil.Process(run.pid).children()
+        assert workers
+        for worker in workers:
+            worker.suspend()
     finally:
         run.kill()
         run.wait()
     last = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
     again = run_cli(*endless, f"train.max_steps={last + 1}", f"hydra.run.dir={folder}", cwd=tmp_path)
+    for worker in workers:
+        worker.kill()
     assert again.returncode == 0, again.stderr
     assert re.search(rf"resumed from \S+step_{last:08d}", (folder / "trainapp.log").read_text())

@@ -1,16 +1,10 @@
 """What the tracker writes: lines, events, the configuration, a line on the terminal."""
 
 import logging
-import time
 
 import helpers
 import pytest
 import runs
-
-from trainapp.tracking.loggers import TensorBoard
-from trainapp.tracking.tracker import Tracker
-
-LOG = {"loss": 1.5, "samples_per_second": 10.0, "memory/peak": 100, "memory/limit": 200}
 
 
 def test_what_a_run_records(tmp_path, caplog):
@@ -53,21 +47,3 @@ def test_the_loss_is_recorded_at_full_precision(tmp_path):
     run.tracker.close()
     runs.run(tmp_path / "again", *runs.MODELS["mlp"], "batch.micro_size=4")
     assert helpers.metrics(tmp_path / "again")[0]["loss"] == totals.means()["loss"]
-
-
-def test_a_resumed_run_drops_the_lines_that_come_again(tmp_path):
-    """Also what a killed process has half written, and zeros, which a power failure may leave."""
-    tracker = Tracker(tmp_path, 0, 10, {}, loggers={"tensorboard": TensorBoard()})
-    for step in (1, 2, 3):
-        tracker.log(step, step, LOG, None)
-        tracker.evaluated(step, step, {"loss": 1.0})
-    tracker.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('\0\0\0\n{"step": 4, "lo')
-    time.sleep(1.1)  # event files are read in the order of their names, which have a resolution of one second
-    tracker = Tracker(tmp_path, 2, 10, {}, loggers={"tensorboard": TensorBoard()})
-    tracker.log(3, 3, {**LOG, "loss": 2.5}, None)
-    tracker.close()
-    assert [(line["step"], line["loss"]) for line in helpers.metrics(tmp_path)] == [(1, 1.5), (2, 1.5), (3, 2.5)]
-    assert [line["step"] for line in helpers.evaluations(tmp_path)] == [1, 2]
-    assert helpers.scalars(tmp_path)["train/loss"] == {1: 1.5, 2: 1.5, 3: 2.5}
