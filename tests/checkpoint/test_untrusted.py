@@ -86,18 +86,6 @@ def test_members_of_an_enum_are_named_by_getattr(tmp_path):
         load(pickled("_MEM_FORMAT_ENCODING", "__class__"))
 
 
-@pytest.mark.parametrize("file", [VALUES, METADATA])
-def test_a_file_of_torchs_old_format_in_its_place(tmp_path, file):
-    """It matches the manifest but is not a checkpoint's."""
-    runs.run_until(tmp_path, 1, *MLP)
-    path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
-    torch.save({"extra": Payload(marker)}, path / file, _use_new_zipfile_serialization=False)
-    vouch_for(path, file)
-    with pytest.raises(UserError, match="step_00000001"):
-        runs.prepare(tmp_path, *MLP)
-    assert not marker.exists()
-
-
 @pytest.mark.parametrize("part", ["model", "task"])
 def test_an_export_builds_nothing_that_only_the_checkpoint_allows(tmp_path, part):
     """Without settings of its own, `mode=export` builds what the checkpoint names: from the allowed packages alone."""
