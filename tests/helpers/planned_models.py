@@ -42,15 +42,6 @@ class Bank(Net):
         return super().forward(inputs)
 
 
-class Ring(Bank):
-    """Keeps those of the last three."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        result = super().forward(inputs)
-        del self.bank[:-3]
-        return result
-
-
 class Remembering(Net):
     """Keeps what it has computed, with its graph, until it computes it again."""
 
@@ -90,27 +81,6 @@ class Stacked:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.ones(1, 8, 8), index % 10
-
-
-class Views(Stacked):
-    """The same as rows of one tensor of 128 KiB."""
-
-    def __init__(self, split: str):
-        super().__init__(split)
-        self.images = torch.ones(len(self), 1, 8, 8)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], index % 10
-
-
-class Sliced(Views):
-    """Whole batches as slices of it."""
-
-    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-        first = samples[0][0].storage_offset() // 64
-        first = min(first, len(self) - len(samples))
-        targets = torch.tensor([target for _, target in samples])
-        return {"inputs": self.images[first : first + len(samples)], "targets": targets}
 
 
 class Meaned(nn.Module):

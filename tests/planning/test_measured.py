@@ -69,10 +69,8 @@ class Huge(Branches):
         return super().forward(inputs) + torch.zeros(2**40 * len(inputs), dtype=torch.uint8)[0]
 
 
-@pytest.fixture
-def own(monkeypatch, tmp_path):
-    """Overrides for a model of this file."""
-    return lambda kind: (*OVER, *measured.own_model(monkeypatch, tmp_path, kind))
+def own(kind):
+    return (*OVER, *runs.own_model(f"test_measured.{kind.__name__}"), "user_packages=[test_measured]")
 
 
 def plan(method, *overrides):
@@ -80,7 +78,7 @@ def plan(method, *overrides):
 
 
 @pytest.mark.parametrize("kind", [Branches, Selects, Converges, Recurrent])
-def test_what_depends_on_values_is_measured(tmp_path, own, kind):
+def test_what_depends_on_values_is_measured(tmp_path, kind):
     with pytest.raises((NeedsValues, RuntimeError)):
         plan("traced", *own(kind))
     facts = plan("measured", *own(kind))
@@ -123,7 +121,7 @@ def test_each_phase_has_a_line_of_its_own():
     assert _at(4, known).phases == {"forward": 50, "clip": 100}
 
 
-def test_no_more_than_a_share_of_the_memory_is_used(own):
+def test_no_more_than_a_share_of_the_memory_is_used():
     config = compose.from_command_line(own(Huge))
     estimator = Measured(load_components(config), 1, torch.device("cpu"))
     with pytest.raises((MemoryLimitExceeded, MemoryError, RuntimeError)):
@@ -131,7 +129,7 @@ def test_no_more_than_a_share_of_the_memory_is_used(own):
 
 
 @pytest.mark.slow
-def test_one_rank_of_several_is_measured(monkeypatch, tmp_path):
+def test_one_rank_of_several_is_measured():
     chosen = (*OVER, *runs.MODELS["gpt"], "parallel=fsdp", "plan.world=2")
     facts, traced = plan("measured", *chosen), plan("traced", *chosen)
     assert facts["ranks"]["world"] == 2
@@ -159,7 +157,7 @@ def test_the_command_line_measures_what_it_cannot_trace(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(own, monkeypatch, tmp_path):
+def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(monkeypatch):
     """As a model that is too large for this machine: not refused, with a wide margin and a note."""
 
     def answer_of(function, config, picture, only_modes, method, **_):

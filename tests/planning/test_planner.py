@@ -188,8 +188,8 @@ class Half(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Draws, Lazy, Half])
-def test_models_that_fake_tensors_alone_cannot_build(tmp_path, monkeypatch, kind):
-    own = (*measured.own_model(monkeypatch, tmp_path, kind), "data=digits", *SIZES)
+def test_models_that_fake_tensors_alone_cannot_build(tmp_path, kind):
+    own = (*OWN, "user_packages=[test_planner]", f"model._target_=test_planner.{kind.__name__}", *SIZES)
     facts = plan(*own)
     assert facts["method"] == "traced"
     assert facts["peak_bytes"] == peak(tmp_path / "run", *own)
