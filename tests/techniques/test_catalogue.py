@@ -18,14 +18,6 @@ from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique
 
 # What lets any technique be chosen on the command line.
 SETTABLE = [technique for technique in TECHNIQUES if technique.offered]
-DEFAULT = compose.from_command_line([])
-# Those that are an option of a group: test_options.py.
-ONE_PROCESS = [
-    technique
-    for technique in SETTABLE
-    if not technique.is_set(DEFAULT)
-    and technique.setting.startswith(("memory.", "train.", "optimizer.", "accumulation."))
-]
 
 
 class OnGpu(nn.Module):
@@ -70,13 +62,6 @@ def means_what_it_says(technique: Technique) -> bool:
 def test_the_setting_on_the_command_line_makes_the_changes(technique):
     assert means_what_it_says(technique)
     assert technique.is_set(compose.from_command_line([*surroundings(technique), *technique.setting.split()]))
-
-
-@by_name(ONE_PROCESS)
-def test_every_technique_trains(tmp_path, technique):
-    settings = (*runs.MODELS["gpt"], *surroundings(technique), *technique.setting.split())
-    ended = runs.run(tmp_path, *settings, "train.max_steps=2", "every.eval=2")
-    assert ended.steps == 2
 
 
 def test_the_document_has_the_list():

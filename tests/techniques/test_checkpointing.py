@@ -257,24 +257,6 @@ def test_a_recomputation_moves_no_version_and_keeps_every_object():
     assert [version_of(t) for t in after] == before
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_graph_that_is_kept_can_be_gone_through_twice(mode):
-    def gradients(mode):
-        torch.manual_seed(0)
-        model, x = Net(CountedInPlace), torch.randn(6, 4)
-        checkpointing.apply(model, ActivationCheckpointing(mode=mode))
-        loss = model(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return runs.gradients(model)
-
-    if mode == "selective":  # torch drops what it has kept after the first backward, and says so
-        with pytest.raises(RuntimeError, match="extra time"):
-            gradients(mode)
-    else:
-        assert torch.equal(gradients(mode), gradients("none"))
-
-
 def test_what_is_lost_is_refused():
     class Sometimes(Block):
         def setup(self):

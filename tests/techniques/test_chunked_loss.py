@@ -13,8 +13,6 @@ from trainapp.losses.losses import InChunks, classification
 from trainapp.memory.live_tensors import Category, LiveTensors
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.techniques.chunked_loss import (
-    LEAST_ROWS,
-    auto_rows,
     features_only,
     linear_cross_entropy,
     require_head,
@@ -125,12 +123,6 @@ def test_memory():
     assert peak(None) > 2 * logits
     assert peak("auto") < 0.75 * logits
     assert peak(8 * 128) < peak(None)
-
-
-def test_chunks_are_about_as_large_as_the_features():
-    assert auto_rows(4096, nn.Linear(256, 16000, device="meta")) == LEAST_ROWS
-    assert auto_rows(65536, nn.Linear(4096, 128256, device="meta")) == 2048
-    assert auto_rows(100, nn.Linear(64, 10)) == LEAST_ROWS
 
 
 # In a run

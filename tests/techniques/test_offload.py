@@ -159,29 +159,6 @@ def test_of_checkpointed_blocks_the_inputs_alone_are_moved():
     assert moving.moved == [4 * 8 * 4] * 3
 
 
-def test_without_gradients_nothing_happens():
-    moving = Counted(nn.Linear(2, 2))
-    with torch.no_grad():
-        moving.around(nn.Linear(2, 2))(torch.ones(3, 2))
-    assert moving.moved == []
-
-
-@pytest.mark.parametrize(
-    "more", [("all",), ("all", "activation_checkpointing=selective"), ("inputs", "activation_checkpointing=full")]
-)
-def test_on_the_cpu_a_run_is_the_same_with_the_same_peak(tmp_path, more):
-    mode, *others = more
-    found = []
-    for setting in ("none", mode):
-        run = runs.prepare(tmp_path, *GPT, *others, f"memory.offload_activations={setting}")
-        for _ in range(2):
-            runs.loop.train_step(run)
-        found.append((run.memory.peak, torch.cat([p.detach().flatten() for p in run.state.model.parameters()])))
-        run.close()
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-
-
 @pytest.mark.parametrize("mode", ["all", "inputs"])
 def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
     """The real step, accumulating, with the copies of the CPU's tensors."""
