@@ -6,7 +6,6 @@ import pytest
 import runs
 import torch
 from helpers import metrics
-from safetensors.torch import load_file
 from torch import nn
 
 from trainapp.errors import UserError
@@ -160,31 +159,6 @@ def test_the_head_and_the_names_stay(tmp_path, kind):
     plain.close()
 
 
-@by_kind
-def test_a_checkpoint_is_resumed_and_exported_in_another_precision(tmp_path, kind):
-    saving = (*GPT, "every.save=2", "train.max_steps=2")
-    runs.run(tmp_path / "run", *saving, f"precision={kind}")
-    continued = runs.run(tmp_path / "run", *saving, "train.max_steps=3")
-    assert continued.steps == 3
-    folder = tmp_path / "exported"
-    resume = f"checkpointing.resume={tmp_path / 'run'}"
-    runs.run(tmp_path / "run2", *GPT, "mode=export", resume, f"export.folder={folder}")
-    exported = load_file(folder / "model.safetensors")
-    assert {t.dtype for t in exported.values()} == {torch.float32}
-
-
-@by_kind
-def test_micro_batches_add_up(tmp_path, kind):
-    def gradient(name, size):
-        run = runs.prepare(tmp_path / name, *GPT, f"precision={kind}", f"batch.micro_size={size}")
-        runs.accumulate(run)
-        run.close()
-        return torch.cat([p.grad.flatten() for p in run.state.model.parameters()])
-
-    # All but the order of additions in bf16, and values at the edge between two codes.
-    assert error(gradient("parts", 2), gradient("whole", 16)) < 0.01
-
-
 @pytest.mark.slow
 @by_kind
 def test_it_learns_as_bf16_does(tmp_path, kind):
@@ -204,9 +178,3 @@ def test_a_device_that_cannot(kind):
     """None is here whose kernels are missing: the message is that of a device that does not exist."""
     with pytest.raises(UserError, match=rf"^precision={kind}: xpu:9 cannot multiply.*use precision=bf16$"):
         require_kernels(kind, torch.device("xpu:9"))
-
-
-@by_kind
-def test_nothing_to_quantize(tmp_path, kind):
-    message = runs.refusal(tmp_path, "model=mlp", "model.width=20", "data=digits", f"precision={kind}")
-    assert message.startswith(f"precision={kind}: no nn.Linear in the blocks of MLP has two dimensions that")

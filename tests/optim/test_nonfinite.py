@@ -119,11 +119,3 @@ def test_on_a_gpu_a_count_that_cannot_divide_is_remembered_until_checked(count):
     with pytest.raises(TrainingStopped, match=r"step 7: .* the count is 0, negative or not finite"):
         watch.check()
     assert not guard(reads=False).allows_update(6, good, good, 0)  # a number costs no waiting
-
-
-@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1])
-def test_on_a_gpu_a_number_that_cannot_divide_stops_at_once(count):
-    """It is known without waiting for the device."""
-    good = torch.tensor(1.0)
-    with pytest.raises(TrainingStopped, match=rf"step 7: the count is .* \({count}\)"):
-        guard(reads=False).allows_update(6, good, good, count)
