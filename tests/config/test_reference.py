@@ -20,8 +20,6 @@ def test_the_page_is_up_to_date():
     ("row", "is_there"),
     [
         ("| `batch.global_size` | `64` | integer | samples per optimizer step, over all ranks: never changed by", True),
-        ("| `parallel.fsdp.prefetch` | `1` | integer | number of blocks gathered ahead |", True),
-        ("| `train.deterministic` | `false` | `true`, `false` | deterministic kernels only", True),
         ("| `data.num_workers` | `auto` | `auto`, integer | loader processes", True),
         ("| `model.tie_embeddings` | `true` |  | share weights between embedding and output layer |", True),
         ("| `hydra", False),

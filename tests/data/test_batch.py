@@ -1,6 +1,6 @@
 """Batches in every kind of container: read, mapped, cut, fetched by workers."""
 
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,16 +142,6 @@ def test_every_kind_is_read_mapped_and_cut(kind):
         assert getattr(doubled, name) == getattr(piece, name) == value
     if kind == "attribute dict":
         assert piece.inputs is piece["inputs"]
-
-
-def test_nested_anyhow():
-    t = torch.zeros(4)
-    batch = [{"a": (t, UserDict(b=Pair(t, FrozenSlots(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, {"f": t}]
-    assert len(tensors_in(batch)) == 6
-    ones = map_tensors(lambda t: t + 1, batch)
-    assert [float(t[0]) for t in tensors_in(ones)] == [1.0] * 6
-    assert [float(t[0]) for t in tensors_in(batch)] == [0.0] * 6
-    assert type(ones[0]["a"][1]["b"].inputs) is FrozenSlots
 
 
 def test_every_tensor_has_its_elements():

@@ -103,7 +103,6 @@ def test_long_texts_are_cut(tmp_path):
     ("arguments", "message"),
     [
         ({"text": "body"}, r"data\.text=body: there is no such column; columns: text, label, tags"),
-        ({"label": "class"}, r"data\.label=class: there is no such column"),
         ({"train_split": "all"}, r"data\.train_split=all: there is no such split; splits: train"),
         ({"vocab_size": 100}, r"data\.vocab_size=100: must be at least 257"),
         (

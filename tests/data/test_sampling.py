@@ -120,15 +120,14 @@ def test_neither_ranks_nor_batches_change_the_draws(world):
         ("missing.npy", "cannot be read as weights, .*No such file"),
         ("short", "each of the 600 samples; their shape is \\[599\\]"),
         ("negative", "weights must be finite, not negative and not all 0"),
-        ("undefined", "weights must be finite, not negative and not all 0"),
         ("nothing", "weights must be finite, not negative and not all 0"),
         ("words", "cannot be read as weights, an array of numbers: could not convert"),
     ],
 )
 def test_weights_that_are_none(weights, message):
     data = Rare()
-    data.negative, data.undefined = [-1] + [1] * 599, [float("nan")] + [1] * 599
-    data.short, data.words, data.nothing = [1] * 599, ["x"] * 600, [0] * 600
+    data.negative, data.nothing = [-1] + [1] * 599, [0] * 600
+    data.short, data.words = [1] * 599, ["x"] * 600
     with pytest.raises(UserError, match=rf"^data\.sampling\.weights={weights}: .*{message}"):
         weighted_order(0, data, weights)
 

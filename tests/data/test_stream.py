@@ -155,14 +155,6 @@ def test_an_order_that_depends_on_the_epochs_before_is_continued(workers, size):
         again.close()
 
 
-def test_a_smaller_global_batch_keeps_the_rest():
-    batches, progress = batches_of(own_streams.Stateful("train")), Progress()
-    assert batches.share(progress).total == 16
-    batches.global_size = 6
-    numbers, _ = trained(batches, progress, 2)
-    assert numbers == [list(range(6)), list(range(6, 12))]
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_share_the_steps_of_a_stream_that_has_no_parts(world):
     """The same samples in every step as on one rank, and the same position, whose number of ranks may change."""
@@ -240,11 +232,6 @@ def test_other_workers_continue_the_parts_that_there_were():
     assert torch.equal(found[1], inputs)
 
 
-def test_a_stream_without_parts_has_one():
-    assert batches_of(own_streams.Sharded("train"), shards=3).source.is_sharded
-    assert not batches_of(own_streams.Plain("train"), shards=3).source.is_sharded
-
-
 def test_a_stream_that_does_not_begin_again_is_refused():
     batches, progress = batches_of(own_streams.Once("train")), Progress()
     trained(batches, progress, 4)
@@ -259,12 +246,6 @@ def test_a_stream_that_has_become_shorter():
     again.source.load_state_dict(batches.source.state_dict())
     with pytest.raises(UserError, match="it ended after 20 samples of epoch 0, of which 32 were trained before"):
         again.share(progress)
-
-
-def test_an_example_is_trained_later():
-    batches, progress = batches_of(own_streams.Stateful("train")), Progress()
-    assert batches.example(2)["number"].tolist() == [0, 1]
-    assert trained(batches, progress, 1)[0] == [list(range(16))]
 
 
 @pytest.mark.parametrize(("world", "equal", "workers"), [(1, False, 0), (1, False, 1), (2, True, 0), (3, False, 0)])

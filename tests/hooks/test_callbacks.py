@@ -101,8 +101,6 @@ def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
             (own("Records", name="early_stopping"), "stopping.patience=2", "every.eval=2"),
             r"callbacks\.early_stopping: stopping\.patience adds a callback of this name",
         ),
-        (("callbacks=[nonsense]",), r"callbacks"),
-        (("stopping.patience=3",), r"stopping\.patience=3 with every\.eval=null: it counts evaluations"),
     ],
 )
 def test_what_is_refused(tmp_path, overrides, message):

@@ -122,8 +122,6 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
         ),
         (("generate.prompts=[]",), "there is nothing to continue"),
         (("generate.prompts=[[1, 300]]",), "token 300 is not one of the vocabulary's 256"),
-        (("parallel=fsdp",), "mode=generate with parallel=fsdp"),
-        (("generate.top_p=0",), "generate.top_p=0"),
     ],
 )
 def test_one_message(tmp_path, trained, overrides, message):

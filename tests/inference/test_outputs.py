@@ -72,11 +72,9 @@ def own_rows(returned, samples=4):
     [
         (lambda ids, values: {"id": ids, "score": values}, {"id": "photo_1", "score": 1.0}),
         (lambda ids, values: ids, "photo_1"),
-        (lambda ids, values: tuple(ids), "photo_1"),
         (lambda ids, values: [None] * len(ids), None),
         (lambda ids, values: (values, ids), [1.0, "photo_1"]),  # several outputs, as tensors in a tuple always were
         (lambda ids, values: [{"id": i, 7: (1, [None])} for i in ids], {"id": "photo_1", "7": [1, [None]]}),
-        (lambda ids, values: {"a": {"b": [[i, 2.5] for i in ids]}}, {"a": {"b": ["photo_1", 2.5]}}),
         (lambda ids, values: {"n": values.numpy(), "m": list(values.numpy())}, {"n": 1.0, "m": 1.0}),
     ],
 )

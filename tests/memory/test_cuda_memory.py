@@ -22,7 +22,7 @@ class Device:
     total = 80 * GIB
 
     def __init__(self):
-        self.others = self.reserved = self.cached = self.allocated = self.peak = self.peak_reserved = self.refused = 0
+        self.others = self.reserved = self.cached = self.allocated = self.peak = self.peak_reserved = 0
         self.cap, self.backend, self.calls = None, "native", []
         self.most = None
 
@@ -60,9 +60,6 @@ class Device:
             "num_alloc_retries": 2,
         }
 
-    def memory_stats_as_nested_dict(self, device):
-        return {"num_ooms": self.refused} if self.refused is not None else {}
-
     def empty_cache(self):
         self.calls.append("empty")
         self.reserved, self.cached = self.reserved - self.cached, 0
@@ -72,9 +69,6 @@ class Device:
         assert 0 <= fraction <= 1
         self.calls.append("cap")
         self.cap = fraction * self.total
-
-    def synchronize(self, device):
-        self.calls.append(f"synchronize {device}")
 
     def record(self, enabled="all", max_entries=None, **options):
         assert self.backend == "native", "cudaMallocAsync does not yet support recordHistory"
@@ -145,17 +139,6 @@ def test_both_peaks_are_reported_with_those_of_laps(device):
     device.peak, device.peak_reserved = 2 * GIB, 6 * GIB
     memory.release()
     assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
-
-
-@pytest.mark.parametrize(("counted", "expected"), [(0, 0), (5, 5), (None, 0)])  # None: before CUDA has started
-def test_refused_allocations(device, counted, expected):
-    device.refused = counted
-    assert CudaMemory(CUDA, Memory()).refused_allocations() == expected
-
-
-def test_synchronize_waits_for_this_device(device):
-    CudaMemory(CUDA, Memory()).synchronize()
-    assert device.calls[-1] == "synchronize cuda:0"
 
 
 # The record

@@ -28,12 +28,10 @@ MESSAGES = {
     "of which 1.27 GiB is free. Including non-PyTorch memory, this process has 22.41 GiB memory in use.",
     # EvilBT/ComfyUI_SLK_joy_caption_two#28, with CUDAMallocAsyncAllocator.cpp's ending
     "CUDA driver": "CUDA error: out of memory" + HINT,  # kijai/ComfyUI-HunyuanVideoWrapper#475
-    "CUDA driver before 2.1": "CUDA error: out of memory",  # taohan10200/IIM#28
     # pytorch/pytorch, c10/cuda/driver_api.h: expandable segments; unslothai/unsloth#2401
     "CUDA driver API": "CUDA driver error: out of memory",
     "CUDA driver API, other libraries": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",  # CuPy
     "Triton": "Triton Error [CUDA]: out of memory",  # triton-lang/triton, third_party/nvidia/backend/driver.c
-    "Triton on HIP": "Triton Error [HIP]:  Code: 2, Messsage: out of memory",  # .../amd/backend/driver.c, so spelt
     "pinned host memory": "cudaHostAlloc failed: out of memory",
     "cuBLAS": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",  # QwenLM/Qwen3#873
     "cuDNN": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
@@ -125,19 +123,11 @@ def huge_array():
     return np.empty(2**50, dtype=np.uint8)
 
 
-def huge_bytes():
-    return bytearray(sys.maxsize - 1024)
-
-
 def huge_mapping():
     return mmap.mmap(-1, 2**46)
 
 
-def huge_list():
-    return [0] * (sys.maxsize // 8)
-
-
-PROVOKED = {f.__name__: f for f in (huge_tensor, huge_array, huge_bytes, huge_mapping, huge_list)}
+PROVOKED = {f.__name__: f for f in (huge_tensor, huge_array, huge_mapping)}
 
 
 def raised_by(function) -> BaseException:
@@ -217,11 +207,7 @@ def decoy_disk():
         file.write(b"x")
 
 
-def decoy_index():
-    return torch.zeros(3)[5]
-
-
-DECOYS = [decoy_value, decoy_source_line, decoy_recursion, decoy_disk, decoy_index]
+DECOYS = [decoy_value, decoy_source_line, decoy_recursion, decoy_disk]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
@@ -235,24 +221,16 @@ def test_decoys_provoked_here(function):
     "error",
     [
         ValueError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        KeyError("DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("this model would run out of memory on images of 512 x 512: use 256"),
-        RuntimeError("memory bank is full"),
         RuntimeError("memory bank is full", "CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("my kernel: Failed to CUDA calloc async 608 bytes of shared memory: use a smaller tile"),
-        RuntimeError("calloc of the ring buffer failed: it takes 608 bytes"),
         RuntimeError("Triton Error [CUDA]: invalid argument"),
         RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),  # Triton's tile
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED"),
-        RuntimeError("GET was unable to find an engine to execute this computation"),  # also for what has no engine
         RuntimeError("NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.3\nLast error:\nDuplicate GPU"),
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x5)"),
         RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive"),
         RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),
-        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
         RuntimeError("CUDA error: device-side assert triggered" + HINT),
-        RuntimeError("CUDA error: no kernel image is available for execution on the device" + HINT),
-        RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"),
         RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error, NCCL version 2.20.5"),
         OSError(errno.ENOSPC, "No space left on device"),
         RecursionError("maximum recursion depth exceeded"),

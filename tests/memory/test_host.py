@@ -72,9 +72,3 @@ def test_the_reserve_is_left():
         less = soft()
     if host.available_bytes() > 3 * 2**30:
         assert some - less == pytest.approx(2**30, rel=0.25)  # other processes use the machine meanwhile
-
-
-def test_off_means_off():
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    with host.guarded(Memory(guard=False), 2**30):
-        assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -54,15 +54,6 @@ def test_the_adapters_alone_are_trained_and_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(tmp_path):
-    dropout = ("train.max_steps=4", "+model.config.attention_dropout=0.1")
-    whole, parts = runs.resumed(tmp_path, 2, *LORA, *dropout)
-    assert runs.differences(whole, parts) == []
-    runs.run(tmp_path / "other", *LORA, "train.max_steps=4", "train.seed=1")
-    assert runs.differences(whole["model"], runs.saved(tmp_path / "other", 4)["model"]) != []
-
-
-@pytest.mark.slow
 def test_another_base_is_refused(tmp_path, base):
     copy = tmp_path / "copy"
     copy.mkdir()

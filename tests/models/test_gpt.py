@@ -112,14 +112,6 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values(kv_heads, nat
     assert torch.allclose(grouped(x), full(x), atol=1e-5) == (kv_heads == 1)
 
 
-def test_tied_embeddings_share_storage_and_untied_do_not():
-    tied, untied = small(), small(tie_embeddings=False)
-    assert tied.head.weight.data_ptr() == tied.embedding.weight.data_ptr()
-    assert untied.head.weight.data_ptr() != untied.embedding.weight.data_ptr()
-    extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
-    assert extra == 50 * 32
-
-
 def test_initial_standard_deviations():
     model = small(width=256, depth=8)
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)

@@ -60,12 +60,9 @@ def test_its_own_tests_and_the_command_of_its_readme_that_meets_an_error(tmp_pat
     ("name", "message"),
     [
         ("my-project", "must be that of a Python module: letters, digits and _"),
-        ("class", "must be that of a Python module"),
-        ("json", "a module json already exists"),
         ("trainapp", "a module trainapp already exists"),
         ("file", "exists and is not empty"),
         ("file/below", "Not a directory"),
-        ("", "must be that of a Python module"),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, name, message):
