@@ -74,10 +74,11 @@ def exported(tmp_path, name, *overrides):
 
 
 BF16 = ("adapter.base_dtype=bf16", "precision=bf16")  # shards of two dtypes
+ON_TWO = [("fsdp", (), 1e-5), ("fsdp", BF16, 2e-2), pytest.param("ddp", (), 1e-5, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "more", "within"), [("fsdp", (), 1e-5), ("ddp", (), 1e-5), ("fsdp", BF16, 2e-2)])
+@pytest.mark.parametrize(("strategy", "more", "within"), ON_TWO)
 def test_adapters_on_two_ranks_are_those_of_one(tmp_path, strategy, more, within):
     pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
     alone, one = exported(tmp_path, "one", *more)

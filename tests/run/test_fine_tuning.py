@@ -135,7 +135,7 @@ def test_another_objective_begins_without_a_best_value(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_several_ranks_begin_with_the_same_weights(first, tmp_path, strategy):
     overrides = (*runs.TINY, *from_weights(first), "train.max_steps=1")
     helpers.train(tmp_path / "one", *overrides)
