@@ -90,7 +90,7 @@ def test_options_of_ones_own_from_python(tmp_path):
 
 @pytest.mark.parametrize(
     "mistake",
-    ["model=nope", "train.max_steps=${nope}", "model=[", "model.depth=0"],
+    ["model=nope", "train.max_steps=${nope}", "model=[", pytest.param("model.depth=0", marks=pytest.mark.slow)],
 )
 def test_a_mistake_has_the_same_message_from_python_as_on_the_command_line(tmp_path, mistake):
     with pytest.raises(UserError) as caught:
