@@ -5,7 +5,7 @@
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=<index of torch's CPU builds> -t trainapp .
 # To own what a run writes: docker run --user "$(id -u):$(id -g)" ...
 
-# Any Debian-based Python 3.11 to 3.13.
+# Any Debian-based Python 3.11 to 3.14.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 

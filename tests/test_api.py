@@ -56,7 +56,7 @@ def state():
     return {name: repr(value) for name, value in seen.items()}
 
 
-@hydra.main(version_base="1.2", config_path=None)
+@hydra.main(version_base="1.3", config_path=None)
 def program(own):
     random.seed(5)
     before = state()

@@ -135,6 +135,18 @@ def test_fault_in_a_users_model_keeps_its_trace(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_short_run_imports_no_matplotlib(tmp_path):
+    """Half a second. Control: a run that draws does."""
+    traced = (sys.executable, "-X", "importtime", "-m", "trainapp")
+    run = ("model=mlp", "train.max_steps=2", "train.device=cpu")
+    plain, draws = (
+        imported(run_cli(*run, *more, cwd=tmp_path, command=traced)) for more in ((), ["callbacks=confusion_matrix"])
+    )
+    assert "torch" in plain
+    assert [{"matplotlib"} & modules for modules in (plain, draws)] == [set(), {"matplotlib"}]
+
+
+@pytest.mark.slow
 def test_fault_while_a_users_module_is_imported_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("import not_there_at_all\n")
     own = ("model=mlp", "model._target_=mine.Net", "user_packages=[mine]")

@@ -22,7 +22,8 @@ from trainapp.launch import elastic
 from trainapp.run import runner
 
 QUICKEST = ("parallel=single", "activation_checkpointing=none")  # first: they fill rows that need no other
-SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_loggers.py
+# Extras, whose rows would be skipped without them: tests/tracking/test_loggers.py.
+SERVICES = ("wandb", "mlflow", "trackio")
 GROUPS = {
     folder.name: tuple(
         sorted(

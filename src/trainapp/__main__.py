@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,7 +25,12 @@ from trainapp.new import project
 log = logging.getLogger(__name__)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+# Hydra 1.4 takes the classes that its own settings, such as hydra.callbacks and hydra.job_logging, may name.
+TRUSTED: dict[str, Any] = {"execution_whitelist": ["trainapp.*", "hydra.*", "logging.*", "colorlog.*"]}
+_OPTIONS = compose.VERSION_BASE or TRUSTED
+
+
+@hydra.main(**_OPTIONS, config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers.
 

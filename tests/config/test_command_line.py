@@ -21,7 +21,7 @@ NAMES += ["/${oc.env:HOME}", "/\\${x}", "/a\\\\${x}\\\\"]
 def read_back(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conf")
     (folder / "own.yaml").write_text("place: null\n")
-    with initialize_config_dir(str(folder), version_base="1.3"):
+    with initialize_config_dir(str(folder), **compose.VERSION_BASE):
         yield lambda text: OmegaConf.to_container(hydra_compose("own", [text]), resolve=True)["place"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainapp.config.compose import from_dict
+from trainapp.config.compose import VERSION_BASE, from_dict
 from trainapp.config.schema import Batch, Config
 from trainapp.errors import UserError
 from trainapp.files import CONF
@@ -16,7 +16,7 @@ from trainapp.units import parse_memory_size
 
 def composed(*overrides):
     """The configuration that the YAML files give for these overrides, as plain containers."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
 
 

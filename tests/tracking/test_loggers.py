@@ -1,13 +1,15 @@
 """The loggers of the tracker: the same run after a resume, and none of them stops a run."""
 
+import contextlib
 import csv
 import json
 import logging
+import sqlite3
 
 import own_hooks
 import pytest
 import runs
-from helpers import evaluations, metrics, scalars
+from helpers import evaluations, metrics, run_cli, scalars
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
 
@@ -92,3 +94,28 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     assert any("confusion_matrix" in path.name for path in folders[1].rglob("*.png"))
     found = [(own, values["step"], values["train/loss"]) for own, values in logged if "train/loss" in values]
     assert found == [(run_id, line["step"], line["loss"]) for line in metrics(tmp_path)]
+
+
+@pytest.mark.slow
+def test_trackio_continues_the_same_run(tmp_path, monkeypatch):
+    """In processes of their own: Trackio reads TRACKIO_DIR when it is imported."""
+    pytest.importorskip("trackio", reason="needs the extra trainapp[trackio]")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run_dir, chosen = tmp_path / "run", (*MLP, "train.device=cpu", "every.log=1", "tracker=trackio")
+    for steps in (2, 4):
+        more = ("callbacks=confusion_matrix", f"train.max_steps={steps}", f"hydra.run.dir={run_dir}")
+        done = run_cli(*chosen, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "Trackio" not in done.stdout  # what it prints is on stderr
+    run = json.loads((run_dir / "trackers/trackio.json").read_text())["run"]
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio/trainapp.db")) as database:
+        table = list(database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"))
+    assert {name for name, _, _ in table} == {run}
+    logged = [(step, json.loads(values)) for _, step, values in table]
+    losses = [(step, values["train/loss"]) for step, values in logged if "train/loss" in values]
+    assert losses == [(line["step"], line["loss"]) for line in metrics(run_dir)]
+    assert [values["eval/accuracy"] for _, values in logged if "eval/accuracy" in values] == [
+        line["accuracy"] for line in evaluations(run_dir)
+    ]
+    images = [values["confusion_matrix"]["file_path"] for _, values in logged if "confusion_matrix" in values]
+    assert [(tmp_path / "trackio/media" / path).is_file() for path in images] == [True, True]

@@ -151,6 +151,7 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
+    text = re.sub(r"^Error when parsing index: .*\n", "", text)  # Hydra 1.4 repeats all overrides there
     if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, name = option.groups()
         choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import hydra
 import pydantic
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +25,8 @@ from trainapp.errors import UserError
 from trainapp.files import CONF
 
 FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments")
+# Hydra 1.3 asks which version's defaults are meant; 1.4 has one set of them, and warns if it is told.
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -35,7 +38,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
     folder = None if config_dir is None else _folder(config_dir)
     search_path = [] if folder is None else [f"hydra.searchpath=[{command_line.quoted(str(folder))}]"]
     try:
-        with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with _without_callers_hydra(), initialize_config_dir(str(CONF), **VERSION_BASE):
             composed = compose("train", [*given, *search_path])
     except Exception as error:
         message = command_line.explain(error, given)

@@ -33,7 +33,7 @@ ALLOWED_PACKAGES = (
     "transformers",
 )
 # By package.
-EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}
+EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 EXTRAS |= {"transformers": "hf", "datasets": "hf", "peft": "peft"}
 
 

@@ -1,8 +1,10 @@
 """Fetches batches and moves them to the device: worker processes, per-sample seeds, copies from pinned memory."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -100,13 +102,19 @@ class BatchedDataset(Dataset):
 
 
 def loader_of(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
-    """A DataLoader of items that are complete as the data set returns them, by worker processes."""
+    """A DataLoader of items that are complete as the data set returns them, by worker processes.
+
+    On Linux these are forked, so that a data set need not pickle, unless the program has set another start method
+    than Python's default, which is no longer fork on 3.14.
+    """
+    standard = multiprocessing.get_start_method(allow_none=True) in (None, multiprocessing.get_all_start_methods()[0])
     return DataLoader(
         dataset,
         batch_size=None,
         num_workers=workers,
         worker_init_fn=_leave_ctrl_c,
         generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
+        multiprocessing_context="fork" if workers and standard and sys.platform == "linux" else None,
         **options,
     )
 

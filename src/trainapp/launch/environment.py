@@ -9,7 +9,9 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
+import omegaconf
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
@@ -106,8 +108,10 @@ def _first_host(nodes: str) -> str:
 
 def register() -> None:
     """Register the resolvers `run_name` and `by_mode`, once per process."""
-    OmegaConf.register_new_resolver("run_name", default_run_name, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("by_mode", by_mode, replace=True)
+    is_old = omegaconf.__version__.startswith("2.3.")  # its `register_resolver` is another function
+    register_resolver: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
+    register_resolver("run_name", default_run_name, use_cache=True, replace=True)
+    register_resolver("by_mode", by_mode, replace=True)
 
 
 def by_mode(of_run: str, of_plan: str, of_lr_find: str, *, _root_: DictConfig) -> str:

@@ -48,10 +48,12 @@ class JobTables(Callback):
         self._note(config, "unfinished")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Called by Hydra, in the job's process; not after a signal."""
-        failed = job_return.status == JobStatus.FAILED
-        # the public property writes to stderr and raises
-        self._note(config, f"failed: {_one_line(job_return._return_value)}" if failed else "ended")
+        """Called by Hydra, in the job's process; by 1.4 also after a signal, which leaves the job unfinished."""
+        value = job_return._return_value  # the public property writes to stderr and raises
+        if job_return.status != JobStatus.FAILED:
+            self._note(config, "ended")
+        elif isinstance(value, Exception):
+            self._note(config, f"failed: {_one_line(value)}")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra."""

@@ -4,10 +4,12 @@ Your own logger is a class with any of `Logger`'s methods. It is built on every 
 error is logged; then the run continues without it.
 """
 
+import contextlib
 import csv
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -185,6 +187,53 @@ class Wandb(Logger):
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Trackio(Logger):
+    """`tracker=trackio`: a run of Trackio. The run directory keeps its name for a resume.
+
+    space_id: a Hugging Face Space, created as a private one if there is none; None: TRACKIO_SPACE_ID, otherwise the
+    folder TRACKIO_DIR of this machine. name: None uses the run directory's name. A random part is appended: Trackio
+    continues the run of an equal name.
+    """
+
+    package = "trackio"
+
+    def __init__(self, project: Str = "trainapp", space_id: Str | None = None, name: Str | None = None):
+        self.project, self.space_id, self.name = project, space_id, name
+
+    def start(self, start: Start) -> None:
+        import trackio  # late: an extra, and a second
+
+        self._trackio: Any = trackio
+        known = remembered(start.run_dir, "trackio").get("run")
+        name = known or f"{self.name or start.run_dir.name}-{uuid.uuid4().hex[:6]}"
+        remember(start.run_dir, "trackio", run=name)
+        with contextlib.redirect_stdout(sys.stderr):  # it prints how to see the run
+            self._run = trackio.init(
+                self.project,
+                name,
+                space_id=self.space_id,
+                private=True,
+                config=dict(start.config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,  # trainapp logs memory and utilisation itself
+                auto_log_cpu=False,
+            )
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        self._run.log(tagged(group, values), step=step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._run.log({tag: self._trackio.Markdown(text)}, step=step)
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        self._run.log({tag: self._trackio.Image(str(path))}, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()  # the run's own `finish` would be called once more at exit
 
 
 class Mlflow(Logger):
