@@ -116,7 +116,7 @@ def test_the_command_line_refuses_before_anything_is_written(tmp_path):
     assert contents(tmp_path / "run") == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_ranks_are_refused_together(tmp_path):
     """Those that torchrun has started ask rank 0; none waits for another."""
     runs.run(tmp_path / "run", *MLP)
