@@ -1,11 +1,11 @@
-"""The tables at the end of a multirun: of training runs, and of plans."""
+"""Sweeps: a directory per job, failures that stay in their job, counters that restart, and the tables at the end."""
 
 import csv
 import json
 from types import SimpleNamespace
 
 import pytest
-from helpers import result, run_cli
+from helpers import incidents, metrics, result, run_cli
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from runs import MODELS, TINY
@@ -24,8 +24,6 @@ class Net(MLP):
         super().__init__(image_shape, num_classes, width=width, depth=depth, dropout=dropout)
         self.width = width
     def forward(self, images):
-        if self.width == 5:
-            raise TypeError("five is too many\\nand more")
         if self.width == 6 and self.training and os.path.exists("sweep/1/evaluations.jsonl"):
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(images)
@@ -70,19 +68,78 @@ def test_the_best_is_marked_as_the_objective_says(tmp_path):
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
 
 
+FRAGILE = """
+import gc, weakref
+from trainapp.models.mlp import MLP
+from trainapp.validation import PositiveInt
+
+before = []
+
+
+class Fragile(MLP):
+    def __init__(self, image_shape, num_classes, width: PositiveInt, depth, dropout):
+        super().__init__(image_shape, num_classes, width=width, depth=depth, dropout=dropout)
+        gc.collect()
+        print("ALIVE", sum(model() is not None for model in before), "of", len(before))
+        before.append(weakref.ref(self))
+        self.broken = width == 5
+        if width == 6:
+            raise TypeError("six is too many")
+
+    def forward(self, images):
+        try:
+            return super().forward(images) if not self.broken else {}[5]
+        except KeyError as error:
+            raise TypeError("five is too many") from error
+"""
+
+
 @pytest.mark.slow
-def test_failed_jobs_are_rows_with_their_errors(tmp_path):
-    """Hydra ends the sweep without calling its callbacks then."""
-    (tmp_path / "mine.py").write_text(NET)
-    done = run_cli(*SWEEP, *MINE, "model.width=4,5,7", "train.max_steps=2,-1", cwd=tmp_path)
+def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_path):
+    """It leaves its model to the garbage collector: Hydra keeps the error, but not the frames that raised it. Its row
+    has the error; Hydra ends such a sweep without calling its callbacks.
+    """
+    (tmp_path / "mine.py").write_text(FRAGILE)
+    mine = ("model._target_=mine.Fragile", "user_packages=[mine]", "model.width=4,5,6,-6,7")
+    done = run_cli(*SWEEP, *mine, cwd=tmp_path)
     assert done.returncode != 0
-    (header, *rows), last = table(done)
-    assert header[-1] == "ended by"
-    invalid = "failed: train.max_steps=-1: must be greater than 0"
-    fine, raised = "train.max_steps=2", "failed: TypeError: five is too many"
-    assert [row[-1] for row in rows] == [fine, raised, fine, invalid, invalid, invalid]
-    assert [row[1] != "-" for row in rows] == [True, False, True, False, False, False]
-    assert len(last) == 1
+    alive = [line for line in done.stdout.splitlines() if line.startswith("ALIVE")]
+    assert alive == [f"ALIVE 0 of {number}" for number in range(4)]
+    (_, *rows), last = table(done)
+    fine, five, six = "train.max_steps=2", "TypeError: five is too many", "TypeError: six is too many"
+    invalid = "model.width=-6: must be greater than 0"
+    assert [row[-1] for row in rows] == [fine, f"failed: {five}", f"failed: {six}", f"failed: {invalid}", fine]
+    assert len(last) == 1  # the best
+    folders = [tmp_path / f"sweep/{job}" for job in range(5)]
+    logs = [(folder / "trainapp.log").read_text() for folder in folders]
+    steps = [result(folder)["steps"] if (folder / "result.json").exists() else None for folder in folders]
+    assert steps == [2, None, None, None, 2]
+    assert "Traceback" in logs[1]
+    assert 'raise TypeError("five is too many") from error' in logs[1]
+    assert "KeyError: 5" in logs[1]
+    # A user's mistake needs no traceback, in a sweep either.
+    assert invalid in logs[3]
+    assert "Traceback" not in logs[3]
+    assert not any("Traceback" in logs[job] or "five" in logs[job] for job in (0, 4))
+
+
+@pytest.mark.slow
+def test_memory_counters_do_not_leak_from_job_to_job(tmp_path):
+    wide = ("model.width=256", "batch.global_size=512", "every.eval=null")
+    done = run_cli(*SWEEP[:-1], *wide, "memory.limit=2.5MiB,null,1GiB,2.5MiB", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scarce, plenty, large, again = sorted((tmp_path / "outputs/multirun").glob("*/*/[0-9]"))
+    for folder in (scarce, again):  # also where an earlier job's peak is higher
+        assert result(folder)["oom_restarts"] == len(incidents(folder)) >= 1
+        assert result(folder)["micro_size"] < 512
+        assert result(folder)["peak_memory_bytes"] <= 2.5 * 2**20
+    for folder in (plenty, large):
+        assert result(folder)["oom_restarts"] == 0
+        assert result(folder)["micro_size"] == 512
+        assert [line["memory/out_of_memory_count"] for line in metrics(folder)] == [0, 0]
+    # Without the low limit it is 3.1 MiB: in both later jobs the peak is that of all samples at once.
+    assert result(plenty)["peak_memory_bytes"] > 2.5 * 2**20
+    assert result(large)["peak_memory_bytes"] == result(plenty)["peak_memory_bytes"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from recorded_gpt import RecordedAdamW, RecordedGPT, cross_entropy
+from recorded_operations import RecordedOperations
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,19 +24,9 @@ from trainapp.planning.absent_gpu import DEVICES, MIB, AbsentGpu
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues
 from trainapp.techniques import offload
-from trainapp.torch_private import DispatchMode, fake_tensor_mode, local, outside_dispatch_modes
+from trainapp.torch_private import fake_tensor_mode, local, outside_dispatch_modes
 
 A100, V100 = (AbsentGpu(name, DEVICES[name][0] * MIB, DEVICES[name][1]) for name in ("a100-80gb", "v100-32gb"))
-
-
-class Seen(DispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -65,7 +56,7 @@ def numerics():
         weights = [tensor(4), tensor(4)]
         for one in weights:
             one.grad = torch.empty_like(one)
-        with Seen() as seen:
+        with RecordedOperations() as seen:
             torch.optim.Adam(weights).step()
             nn.utils.clip_grad_norm_(weights, 1.0)
         return [*kinds, torch.amp.GradScaler("cuda").is_enabled(), seen.names.count("_foreach_lerp_")]
@@ -94,7 +85,7 @@ def bytes_of_attention():
 
 def recomputed_attention():
     """The kernel that the backward of a checkpointed block takes."""
-    with inside(), Seen() as seen:
+    with inside(), RecordedOperations() as seen:
         q, k, v = (tensor(1, 2, 16, 16, dtype=torch.float16) for _ in range(3))
         torch.utils.checkpoint.checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
         return [name for name in seen.names if "attention" in name and not name.endswith("_backward")]
