@@ -11,9 +11,6 @@ from harness import Recorded
 from oom.conftest import MODELS, tiny
 from runs import differences
 
-from trainapp.memory.cuda import refused_allocations
-from trainapp.memory.device import CpuMemory
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -95,8 +92,3 @@ def test_earlier_refusals_do_not_count(tmp_path):
     with pytest.raises(RuntimeError, match=NO_ENGINE):
         Recorded(chosen(tmp_path), Fault("forward", 2, kind="swallowed"), Fault("forward", 2, kind="no engine"))
     assert len(list((tmp_path / "oom").glob("*.json"))) == 1  # of the first, which had no error
-
-
-def test_without_a_gpu_nothing_is_counted():
-    assert refused_allocations() == 0
-    assert CpuMemory.refused_allocations(object()) == 0

@@ -24,16 +24,9 @@ OVERRIDES = (
 
 
 @pytest.fixture
-def prepare(tmp_path):
-    made = []
-
-    def make(*overrides):
-        made.append(runs.prepare(tmp_path / str(len(made)), *OVERRIDES, *overrides))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
+def prepare(prepare):
+    """A run of OVERRIDES, and of those given."""
+    return lambda *overrides: prepare(*OVERRIDES, *overrides)
 
 
 def whole(run):
@@ -76,13 +69,6 @@ def test_a_norm_in_fp32_would_be_noticed(prepare, monkeypatch):
     _, expected = whole(run)
     monkeypatch.setattr(engine, "may_be_extreme", lambda *_: False)
     assert float(runs.clip(run)) < 0.5 * float(expected.norm())  # its squares underflow
-
-
-def test_a_count_does_not_keep_its_graph():
-    weights = torch.ones(3, requires_grad=True)
-    totals = Totals()
-    totals = totals.plus(weights.sum(), weights.sum(), {"metric": weights.sum()})
-    assert not any(value.requires_grad for value in (totals.loss, totals.count, *totals.metrics["metric"]))
 
 
 def test_evaluation_divides_by_the_true_count(prepare):

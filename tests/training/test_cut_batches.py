@@ -15,7 +15,7 @@ from trainapp.signals import StopRequest
 
 # What rows would cut wrongly, and what they would not.
 ODD = ("packed", "square time first", "table", "strings", "graphs")
-KINDS = ("tuple", "sample weights", "whole", *ODD)
+KINDS = ("tuple", "sample weights", *ODD)
 
 
 def prepare(run_dir, name):

@@ -114,16 +114,12 @@ def test_a_resumed_run_may_have_others(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+eval.hard=digits", r"eval\.hard=digits: must be"),
         ("+eval.hard={_target_: os.system}", r"eval\.hard\._target_=os\.system: not among the packages"),
         (
             "+eval.hard={_target_: trainapp.data.sets.digits.Digits, augmnt: true}",
             r"eval\.hard\.augmnt: no such setting; did you mean 'augment'\?",
         ),
-        (
-            "+eval={a b: {_target_: trainapp.data.sets.digits.Digits}}",
-            r"eval\.a b=a b: must consist of letters, digits, _ and -",
-        ),
+        ("+eval={a b: {_target_: os.system}}", r"eval\.a b=a b: must consist of letters, digits, _ and -"),
     ],
 )
 def test_mistakes(tmp_path, override, message):
@@ -139,13 +135,3 @@ def test_the_first_one_stays_the_objective(tmp_path):
     assert runs.run(tmp_path, *MLP, *alone, SHIFTED, TRAIN_SPLIT).steps == 4
     ended = runs.run(tmp_path, *MLP, *alone, SHIFTED, "train.max_steps=6")
     assert ended.steps == 6
-
-
-def test_another_directory_forgets_the_best_of_another_set(tmp_path):
-    alone = ("user_packages=[own_models]", "data._target_=own_models.training_digits", "train.max_steps=4")
-    runs.run_until(tmp_path / "a", 2, *MLP, *alone, TRAIN_SPLIT)
-    for name, first, is_kept in (("same", TRAIN_SPLIT, True), ("other", SHIFTED, False)):
-        resumed = (f"checkpointing.resume={tmp_path / 'a'}", first)
-        run = runs.prepare(tmp_path / name, *MLP, *alone, *resumed)
-        run.close()
-        assert (run.state.progress.best is not None) is is_kept

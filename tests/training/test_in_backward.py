@@ -5,13 +5,13 @@ import runs
 import torch
 from faults import Fault
 from harness import Recorded
-from helpers import incidents, metrics
+from helpers import metrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.optim.optimizers import require_separable, step_alone
+from trainapp.optim.optimizers import require_separable
 from trainapp.planning import planner
 from trainapp.training import in_backward
 
@@ -70,15 +70,6 @@ def test_gradients_are_gone_from_the_peak(tmp_path):
     run.close()
 
 
-def test_resumed(tmp_path):
-    saving = (*GPT, ON, "schedule=constant", "every.save=2", "oom.grow=false", "batch.micro_size=16", *PLAIN[:1])
-    runs.run(tmp_path / "whole", *saving, "train.max_steps=4")
-    runs.run(tmp_path / "parts", *saving, "train.max_steps=2")
-    runs.run(tmp_path / "parts", *saving, "train.max_steps=4")
-    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
-    assert [path for path in runs.differences(whole, parts) if not path.startswith(".sizes")] == []
-
-
 @pytest.mark.slow
 def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path):
     """Its record says so; the rest is the run that was resumed from there with that size."""
@@ -91,16 +82,6 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path):
     runs.run(tmp_path / "again", *settings, "batch.micro_schedule={1: 16, 3: 8}")
     pair = [runs.saved(tmp_path / name, 4) for name in ("failed", "again")]
     assert runs.differences(*({part: state[part] for part in ("model", "optimizer")} for state in pair)) == []
-
-
-@pytest.mark.slow
-def test_an_error_before_the_first_update_is_rolled_back_in_place(tmp_path):
-    """The loss of a model with a weight of 1 MiB fails before any gradient exists."""
-    settings = ("model=mlp", "data=digits", ON, *PLAIN[:1], "train.max_steps=2", "batch.global_size=512")
-    ended = runs.run(tmp_path, *settings, "memory.limit=2.2MiB")
-    phases = {incident["phase"] for incident in incidents(tmp_path)}
-    assert ended.steps == 2
-    assert phases & {"forward", "loss"}
 
 
 def test_a_planned_peak_is_the_measured_one(tmp_path):
@@ -179,13 +160,3 @@ def test_an_optimizer_of_ones_own_must_say_that_it_needs_one_gradient_at_a_time(
         require_separable(Doubling(parameters))
     Doubling.updates_parameters_alone = True
     require_separable(Doubling(parameters))
-
-
-def test_only_the_one_parameter_is_updated():
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.5)
-    for parameter in parameters:
-        parameter.grad = torch.ones(2)
-    step_alone(optimizer, parameters[1], optimizer.param_groups[0])
-    assert [p[0].item() for p in parameters] == [1, 0.5, 1]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]

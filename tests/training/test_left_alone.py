@@ -1,8 +1,5 @@
 """What a task or a forward changes beside tensors' contents: modes, flags, gradients; and names that the log needs."""
 
-import random
-
-import numpy as np
 import pytest
 import runs
 import torch
@@ -13,7 +10,6 @@ from trainapp.errors import UserError
 from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful
 from trainapp.training import loop
 from trainapp.training.engine import require_same_gradients
 
@@ -29,28 +25,11 @@ def attack(model, batch):
     return nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
 
 
-def attack_by_autograd(model, batch):
-    inputs = batch["inputs"].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), batch["targets"]), inputs)
-    logits = model((inputs + 0.1 * gradient.sign()).detach())
-    return nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
-
-
 def test_a_task_that_clears_gradients_is_refused(tmp_path):
     run = runs.prepare(tmp_path, *MLP)
     run.engine.evaluated_task = attack
     with pytest.raises(UserError, match=r"the task changes the gradients.*torch\.autograd\.grad"):
         loop.train_step(run)
-
-
-def test_gradients_inside_a_task_do_not_depend_on_the_cut(tmp_path):
-    found = []
-    for size in (32, 16, 4):
-        run = runs.prepare(tmp_path / str(size), *MLP, f"batch.micro_size={size}", "model.dropout=0")
-        run.engine.evaluated_task = attack_by_autograd
-        runs.accumulate(run)
-        found.append(runs.gradients(run.state.model))
-    assert all(runs.relative_error(other, found[0]) < 1e-5 for other in found[1:])
 
 
 def test_a_gradient_that_is_made_replaced_or_cleared_is_noticed():
@@ -101,36 +80,6 @@ def test_evaluation_leaves_every_module_in_its_own_mode():
     assert (model.training, model.norm.training, loss.training) == (True, False, True)
 
 
-class Noise:
-    """A transform that can be called, and owns a generator."""
-
-    def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
-
-    def __call__(self, x):
-        return x + self.rng.normal()
-
-
-class Holder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.noise = Noise(1)
-        self.draw = np.random.default_rng(2).normal
-        self.by_sample = [random.Random(seed) for seed in range(1500)]
-        self.numbers = list(range(5000))
-
-
-def test_generators_behind_callables_and_in_long_lists_are_found():
-    model = Holder()
-    stateful = Stateful(model=model)
-    assert len(stateful.owners) == 1502
-    snapshot = Snapshot.of(stateful)
-    snapshot.take()
-    drawn = model.noise(0.0), model.draw(), model.by_sample[1400].random()
-    snapshot.restore()
-    assert (model.noise(0.0), model.draw(), model.by_sample[1400].random()) == drawn
-
-
 def test_metrics_cannot_take_the_names_of_the_log():
     for name in RESERVED:
         assert evaluate_metrics({f"{name}_own": torch.tensor(1.0)})
@@ -144,26 +93,3 @@ def test_the_names_of_the_log_are_reserved(tmp_path):
     (line, *_) = metrics(tmp_path)
     plain = {name for name in line if "/" not in name}
     assert plain - {"accuracy", "loss_scale"} <= RESERVED
-
-
-class OwnNoise:
-    """A loss that draws from a generator of its own, in evaluation too."""
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(3)
-
-    def __call__(self, model, batch):
-        noise = torch.rand((), generator=self.generator)
-        logits = model(batch["inputs"])
-        return nn.functional.cross_entropy(logits, batch["targets"], reduction="sum") * noise, len(logits), {}
-
-
-def test_training_does_not_depend_on_how_evaluation_is_cut(tmp_path):
-    """Evaluation draws from the loss's generator as often as it has micro-batches."""
-    own = (*MLP, "task=test_left_alone.OwnNoise", "user_packages=[test_left_alone]", "objective=min loss")
-    ends = []
-    for size in (50, 400):
-        run = runs.prepare(tmp_path / str(size), *own, "every.eval=2", f"batch.eval_micro_size={size}")
-        loop.train(run)
-        ends.append(runs.weights(run.state.model))
-    assert torch.equal(*ends)

@@ -27,19 +27,6 @@ CUTS = {
 }
 
 
-@pytest.fixture
-def prepare(tmp_path):
-    jobs = []
-
-    def make(*overrides):
-        jobs.append(runs.prepare(tmp_path / str(len(jobs)), *overrides))
-        return jobs[-1]
-
-    yield make
-    for run in jobs:
-        run.tracker.close()
-
-
 def mean_of_means(run, task):
     """A common mistake: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
@@ -70,14 +57,6 @@ def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
     _, expected = runs.of_whole_batch(run, task)
     assert runs.relative_error(mean_of_means(run, task), expected) > wrong
-
-
-def test_batch_norm_depends_on_the_micro_batch(prepare):
-    """This is inherent: for a result that does not, choose GroupNorm."""
-    run = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
-    _, expected = runs.of_whole_batch(run, losses.classification)
-    runs.clip(run)
-    assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.05
 
 
 def test_the_last_partial_step_of_an_epoch(prepare):
@@ -136,40 +115,6 @@ def test_clipping_each_micro_batch_is_something_else(prepare):
         gradient = runs.gradients(run.state.model)
         total += gradient * min(1.0, clip / float(gradient.norm())) / 4
     assert runs.relative_error(total, expected * clip / expected.norm()) > 0.01
-
-
-def test_one_schedule_step_for_each_optimizer_step(tmp_path):
-    """Regardless of the number of micro-batches."""
-    schedule = ("schedule=linear", "schedule.warmup=2", "train.max_steps=6", "optimizer.lr=0.1")
-    runs.run(tmp_path, *runs.MODELS["mlp"], "batch.micro_size=4", *schedule)
-    rates = [line["lr"] for line in helpers.metrics(tmp_path)]
-    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.075, 0.05, 0.025])
-
-
-def test_adamw_is_the_one_written_by_hand(prepare):
-    """Six steps against torch's own AdamW on the same samples: decay on matrices only, clipping and schedule."""
-    run = prepare(*runs.MODELS["mlp"], "train.max_steps=6", "batch.micro_size=8", "train.grad_clip=0.5")
-    model, batches = run.state.model, run.batches
-    steps, progress = [], type(run.state.progress)()
-    for _ in range(6):
-        steps.append(batches.dataset.__getitems__(batches.share(progress).numbers))
-        batches.advance(progress)
-    twin = type(model)(image_shape=(1, 8, 8), num_classes=10, width=16)
-    twin.load_state_dict(model.state_dict())
-    start = runs.weights(twin)
-    matrices = [p for p in twin.parameters() if p.ndim > 1]
-    others = [p for p in twin.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
-    for step, batch in enumerate(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * run.state.update.schedule(step)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(twin(batch["inputs"]), batch["targets"]).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        optimizer.step()
-    loop.train(run)
-    moved = float((runs.weights(twin) - start).norm())
-    assert float((runs.weights(model) - runs.weights(twin)).norm()) / moved < 1e-4
 
 
 def test_the_first_of_steps_and_epochs_ends_the_run(tmp_path):

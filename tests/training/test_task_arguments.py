@@ -2,6 +2,7 @@
 
 import functools
 
+import own_tasks
 import pytest
 import runs
 from helpers import metrics
@@ -85,22 +86,6 @@ def test_arguments_that_a_task_does_not_take(tmp_path, task, message):
 # What a task says of itself: as a function, an object, a `functools.partial` of either, checked or not
 
 
-class Embeds:
-    """A loss that compares the samples of its batch, and offers their embeddings."""
-
-    def embed(self, model, batch):
-        """The embeddings of a batch."""
-        return model(batch)
-
-    def loss_of_embeddings(self, embeddings, scale=1.0):
-        """The loss of all of them."""
-        return embeddings.sum() * scale, len(embeddings), {}
-
-    def __call__(self, model, batch, scale=1.0):
-        """The loss of a batch."""
-        return self.loss_of_embeddings(self.embed(model, batch), scale)
-
-
 def function(model, batch):
     """A loss whose attributes are set on it and on what is made of it."""
 
@@ -109,7 +94,7 @@ own = functools.partial(function)
 own.whole_batch = True
 
 
-@pytest.mark.parametrize("task", [Embeds(), functools.partial(Embeds(), scale=0.5)])
+@pytest.mark.parametrize("task", [own_tasks.mirrored, functools.partial(own_tasks.mirrored)])
 def test_embeddings(task):
     assert losses.compares_samples(task)
     assert losses.has_embeddings(task)
@@ -124,9 +109,3 @@ def test_attributes_of_a_partial_come_before_those_of_its_function():
     assert not losses.compares_samples(function)
     assert attribute(functools.partial(own), "whole_batch") is True
     assert attribute(own, "split") is None
-
-
-def test_tokens_are_counted_in_chunks_too():
-    assert losses.counts_tokens(losses.InChunks(losses.next_token, 64))
-    assert losses.counts_tokens(functools.partial(losses.next_token))
-    assert not losses.counts_tokens(losses.InChunks(losses.classification, 64))

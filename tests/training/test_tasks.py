@@ -10,10 +10,11 @@ import runs
 import torch
 from helpers import evaluations, metrics
 
+from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.training import engine
 
-PACKAGES = "user_packages=[own_tasks,test_tasks]"
+PACKAGES = "user_packages=[own_models,own_tasks,test_tasks]"
 OWN = (PACKAGES, "model._target_=own_tasks.Net", "~model.depth", "model.width=16", "data=digits")
 MLP = ("model=mlp", *OWN)
 
@@ -48,7 +49,6 @@ def test_metrics_may_be_plain_numbers(tmp_path):
 
 
 REFUSED = {  # results in a wrong form: test_loss_check.py
-    "own_tasks.several_metrics": r"task=own_tasks\.several_metrics: must return .*'right': torch\.bool\[16\]",
     "own_tasks.detached": r"task=own_tasks\.detached: its loss requires no gradient",
     "own_tasks.with_parameters": r"the loss depends on 1 parameters that are not among model\.parameters\(\) .*\[1\]",
 }
@@ -131,53 +131,17 @@ def test_the_largest_seed(tmp_path):
         runs.configure(tmp_path, f"train.seed={2**63}")
 
 
-# --- messages to the author of a model or a data set name what that part has, not what the built-in ones have
-
-
-class Normed(torch.nn.Module):
-    def __init__(self, norm: str = "batch"):
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(64)
-        self.linear = torch.nn.Linear(64, 10)
-
-    def forward(self, inputs):
-        return self.linear(self.norm(inputs.flatten(1)))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "advice"),
-    [
-        ((*model_of("test_tasks.Normed"), "data=digits"), "or GroupNorm in its place in the model"),
-        (("model=resnet", "model.width=4"), "or GroupNorm (model.norm=group)"),
-    ],
-)
-def test_batchnorms_refusal_advises_a_setting_only_where_there_is_one(tmp_path, overrides, advice):
-    message = runs.refusal(tmp_path, *overrides, "precision=bf16_pure", "optimizer=adamw_bf16")
-    assert message == f"precision=bf16_pure: BatchNorm needs its weights in fp32; use precision=bf16, {advice}"
-
-
 def test_a_model_of_ones_own_is_frozen_without_a_plus(tmp_path):
-    run = runs.prepare(tmp_path, *model_of("test_tasks.Normed"), "model.freeze=[norm]")
+    run = runs.closed(tmp_path, *model_of("own_models.Normed"), "model.freeze=[body]")
     trained = {name for name, parameter in run.state.model.named_parameters() if parameter.requires_grad}
-    assert trained == {"linear.weight", "linear.bias"}
-    run.close()
+    assert trained == {"head.weight", "head.bias"}
 
 
-class Digits(torch.utils.data.Dataset):
+class Wrong(Digits):
     task = "regression"
-
-    def __init__(self, split):
-        self.spec = {"image_shape": (1, 8, 8), "num_classes": 10}
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return torch.zeros(1, 8, 8), 0
 
 
 def test_a_wrong_task_of_a_data_set(tmp_path):
-    own = ("model=mlp", "~data.augment", PACKAGES, "data._target_=test_tasks.Digits")
-    wrong = r"^task=auto: test_tasks\.Digits declares the task 'regression', which must be one of"
+    wrong = r"^task=auto: test_tasks\.Wrong declares the task 'regression', which must be one of"
     with pytest.raises(UserError, match=wrong):
-        runs.prepare(tmp_path, *own)
+        runs.prepare(tmp_path, "model=mlp", PACKAGES, "data=digits", "data._target_=test_tasks.Wrong")

@@ -14,7 +14,7 @@ from faults import Fault
 from harness import Recorded
 from helpers import metrics, result, run_cli
 from runs import end
-from zoo.gans import discriminate, distance, generate
+from zoo.gans import discriminate, generate
 
 from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
@@ -82,8 +82,11 @@ def test_it_is_the_loop_that_a_user_would_write(tmp_path, own):
     assert all(p.requires_grad for p in run.state.model.parameters())
 
 
-def test_metrics_of_all_updates_are_logged(tmp_path):
-    runs.run(tmp_path, *OWN, "train.max_steps=2", "every.eval=2")
+def test_metrics_of_all_updates_are_logged_and_callbacks_called_once_per_step(tmp_path):
+    own_hooks.SEEN.clear()
+    hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "user_packages=[zoo,own_hooks]")
+    runs.run(tmp_path, *OWN, *hooks, "train.max_steps=2", "every.eval=2")
+    assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
     for line in metrics(tmp_path):
         assert {"discriminator/loss", "discriminator/right", "discriminator/grad_norm", "generator/loss"} <= line.keys()
         assert (line["discriminator/lr"], line["generator/lr"]) == (0.02, 0.05)
@@ -240,29 +243,6 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch, own):
     assert planned == max(peaks)
 
 
-# Callbacks and metrics
-
-HOOKED = (*OWN, "user_packages=[zoo,own_hooks,test_updates]", "train.max_steps=2", "every.eval=2")
-
-
-def measured(model, batch):
-    """What is evaluated, with arguments for a metric."""
-    loss, count, sums = distance(model, batch)
-    return loss, count, {**sums, "mine": (batch["inputs"], batch["targets"])}
-
-
-@pytest.mark.slow
-def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
-    """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
-    own_hooks.SEEN.clear()
-    hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "+metrics.mine={_target_: own_hooks.Unmergeable}")
-    chosen = (*HOOKED, *hooks, "task=test_updates.measured", "objective=max mine")
-    config = runs.configure(tmp_path, *chosen, "batch.micro_size=auto", "oom.grow=false")
-    assert [failure.old_size for failure in Recorded(config, ABOVE_4).failures] == [16, 8]
-    assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
-    assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
-
-
 # Numerics
 
 
@@ -307,13 +287,6 @@ def spoiled(model, batch):
     return loss * float("nan"), count, sums
 
 
-@pytest.mark.nightly
-def test_check_exactness_looks_at_every_update(tmp_path, caplog):
-    caplog.set_level("INFO")
-    runs.run(tmp_path, *OWN, "train.check_exactness=true", "train.max_steps=4")
-    assert "check_exactness: retrying each of the first 3 steps gives the same result" in caplog.text
-
-
 # Mistakes
 
 
@@ -321,24 +294,16 @@ def updates(*entries):
     return (*PARTS, f"updates=[{', '.join(entries)}]")
 
 
-def whole(model, batch):
-    """Never cut."""
-    return discriminate(model, batch)
-
-
-whole.whole_batch = True
-
-
 def generating(text, other):
     """With another setting of the generator's update."""
     assert text in GENERATOR
-    return (*updates(DISCRIMINATOR, GENERATOR.replace(text, other)), "user_packages=[zoo,test_updates]")
+    return (*updates(DISCRIMINATOR, GENERATOR.replace(text, other)), "user_packages=[zoo,own_tasks,test_updates]")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [  # settings that exclude each other: config/test_excludes.py
-        (generating("zoo.gans.generate", "test_updates.whole"), r"updates\.1\.task=.*\.whole has whole_batch=True"),
+        (generating("zoo.gans.generate", "own_tasks.Whole"), r"updates\.1\.task=.*\.Whole has whole_batch=True"),
         (
             updates(DISCRIMINATOR),
             r"updates: no update trains generator\.0\.weight, .* add them to the parameters of one",

@@ -1,6 +1,5 @@
 """A task with `whole_batch = True`: its batch is never cut, in training and evaluation; memory that lacks says so."""
 
-import own_tasks
 import pytest
 import runs
 from helpers import metrics
@@ -23,15 +22,6 @@ def test_it_is_never_cut(tmp_path):
     assert run.sizes.evaluation.size == min(600, run.eval_sets[""].samples)
     lines = metrics(tmp_path)
     assert all(line["batch/accumulation"] == 1 for line in lines)
-
-
-def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
-    run = runs.prepare(tmp_path, *WHOLE, "batch.global_size=32")
-    totals = runs.accumulate(run)
-    found = runs.gradients(run.state.model) * 32 / totals.count
-    _, expected = runs.of_whole_batch(run, own_tasks.mirrored)
-    run.close()
-    assert runs.relative_error(found, expected) < 1e-6
 
 
 @pytest.mark.parametrize(
