@@ -5,13 +5,9 @@ import runs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp.assembly import build
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory import device
 from trainapp.oom.recovery import out_of_memory_named
-from trainapp.optim import precision
-from trainapp.parallel.ranks import SingleRank
 
 MLP = (*runs.MODELS["mlp"], "train.max_steps=2")
 DRIVER = "CUDA error: out of memory"
@@ -70,31 +66,3 @@ def test_with_several_ranks_it_is_no_error_of_the_users(tmp_path):
         assert f"{free} GiB is free" in rest
     assert len(lines) == 1
     assert "(memory.limit=1GiB)" in lines.pop()
-
-
-def test_others_pass(tmp_path):
-    error = ValueError("CUDA out of memory")
-    with pytest.raises(ValueError) as caught, out_of_memory_named(runs.configure(tmp_path, *MLP), SingleRank()):
-        raise error
-    assert caught.value is error
-
-
-def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
-    order = []
-
-    def noting(owner, name, label=None):
-        original = getattr(owner, name)
-
-        def noted(*args, **kwargs):
-            order.append(label or name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(device, "build", "limit")
-    noting(precision, "build", "precision")
-    noting(build, "assemble")
-    noting(device.DeviceMemory, "enforce", "limit again")
-    run = runs.prepare(tmp_path, *MLP)
-    run.close()
-    assert order == ["limit", "precision", "assemble", "limit again"]

@@ -67,18 +67,6 @@ def test_reduce_batch_size_fn(takes_size):
     assert given == ([100, 90, 70] if takes_size else [0.5] * 3)
 
 
-def test_any_number_of_arguments_is_no_mistake():
-    """Accelerate counts *args as one parameter and refuses the second argument."""
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size, *parts):
-        """Trains."""
-        return batch_size, parts
-
-    assert train("a", "b", "c") == (4, ("a", "b", "c"))
-    assert (train.__name__, train.__doc__) == ("train", "Trains.")
-
-
 @pytest.mark.parametrize("start", [10, 0, -4])
 def test_zero_ends_it(start):
     tried: list[int] = []
@@ -98,9 +86,10 @@ def test_other_errors_pass_through():
 
 
 def test_the_plain_form_halves_and_logs_every_retry(caplog):
+    """Any number of arguments: Accelerate counts *args as one parameter and refuses the second argument."""
     tried: list[int] = []
     with caplog.at_level(logging.WARNING, logger="trainapp.oom.decorator"):
-        assert find_executable_batch_size(fits(20, tried))("model", lr=1) == (16, ("model",), {"lr": 1})
+        assert find_executable_batch_size(fits(20, tried))("a", "b", lr=1) == (16, ("a", "b"), {"lr": 1})
     assert tried == [128, 64, 32, 16]
     assert [record.args[::2] for record in caplog.records] == [(128, 64), (64, 32), (32, 16)]
     assert all("Tried to allocate 2.00 GiB" in record.getMessage() for record in caplog.records)

@@ -1,6 +1,5 @@
 """After a recovery: no sample lost or repeated, no tensor of the failed step left, the same weights."""
 
-import gc
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -101,45 +100,39 @@ class Storages(TorchDispatchMode):
         return sum(ref() is not None for ref in self.seen.values())
 
 
-def all_bytes() -> int:
-    """Total bytes of all tensors that the garbage collector tracks."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def failed_attempt(config: Config, fault: Fault):
-    """A run that fails: the run, its report, the bytes before that step, and the tensors the step made."""
-    run = prepared(config)
-    storages, before = Storages(), {}
+    """A run that fails: the run, its report, and the tensors that the step made."""
+    run, storages = prepared(config), Storages()
     take = run.snapshot.take
 
     def noting(*arguments):
         take(*arguments)
         if run.state.progress.step + 1 == fault.step:
             run.state.optimizer.zero_grad(set_to_none=True)
-            before["bytes"] = all_bytes()
             storages.begin(t for tensors in run.meter.resident().values() for t in tensors)
 
     run.snapshot.take = noting
     with storages, injected(Injector([fault])):
         failure = runner.attempt(run)
     run.snapshot.take = take
-    return run, failure, before["bytes"], storages
+    return run, failure, storages
+
+
+# The last: what torch's engine keeps of a backward that fails in one branch while another waits.
+PLACES = [*zip(PHASES, itertools.cycle(MODELS), itertools.repeat(1)), ("backward", "gpt", 60)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "model"), zip(PHASES, itertools.cycle(MODELS), strict=False))
-def test_memory_is_back_to_what_it_was(tmp_path, phase, model):
+@pytest.mark.parametrize(("phase", "model", "operation"), PLACES)
+def test_memory_is_back_to_what_it_was(tmp_path, phase, model, operation):
     config = tiny(tmp_path, *cell(model, "fp32"))
-    run, failure, before, storages = failed_attempt(config, Fault(phase, 2, 1))
+    run, failure, storages = failed_attempt(config, Fault(phase, 2, operation))
     assert failure.phase == phase
     assert storages.seen
     recovered = runner.recover(run, failure)
     run.close()
     assert recovered is None
     assert storages.alive() == 0
-    assert all_bytes() == before
 
 
 @pytest.mark.slow
@@ -149,20 +142,10 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     describe = runner.describe
     monkeypatch.setattr(runner, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
-    run, failure, before, storages = failed_attempt(config, Fault("backward", 2, 1))
+    run, failure, storages = failed_attempt(config, Fault("backward", 2, 1))
     runner.recover(run, failure)
     run.close()
     assert storages.alive() > 0
-    assert all_bytes() > before
-
-
-def test_at_the_first_fetch_of_the_first_step(tmp_path):
-    # Nothing has been cut yet, so no shape is known.
-    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("data", 1))
-    assert len(recorded.failures) == 1
-    assert (recorded.failures[0].old_size, recorded.failures[0].new_size) == (8, 4)
-    assert recorded.run.sizes.train.size == 4
-    assert set(recorded.run.sizes.train.searches) == {128}  # only the real shape
 
 
 @pytest.mark.slow
@@ -205,13 +188,3 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "rollback", looking)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1))
     assert handled == [None]
-
-
-@pytest.mark.slow
-def test_an_error_in_backward_leaves_its_graph_to_no_retry(tmp_path):
-    """A third of the limit: what torch's engine keeps of a failed backward until the next one."""
-    narrow = ("model=resnet", "model.width=8", "data=digits", "precision=bf16", "train.ema=null", "train.max_steps=1")
-    limit = {"memory.limit": 3460300, "batch.global_size": 48, "batch.micro_size": "auto"}
-    recorded = Recorded(tiny(tmp_path, *narrow, changes=limit))
-    assert recorded.run.state.progress.step == 1
-    assert recorded.failures[0].phase == "backward"
