@@ -1,7 +1,7 @@
 """Cells of several ranks: gloo and CPU processes, tiny models, a time limit on each."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,9 @@ TINY = (
     "schedule=constant",
 )
 # Lengths from 4 to 16: the number of tokens differs between ranks.
-GPT = (
-    "model=gpt",
-    "model.depth=2",
-    "model.width=16",
-    "model.heads=2",
-    "model.context_length=16",
-    "data=synthetic_tokens",
-    "data.vocab_size=32",
-    "data.size=96",
-    "data.val_size=37",
-    "data.min_length=4",
-)
-SPREAD = {
-    "ddp": ("parallel=ddp",),
-    "fsdp": ("parallel=fsdp",),
-    "hsdp": ("parallel=hsdp",),
-}
+SMALL = ("data.size=96", "data.val_size=37", "data.min_length=4")
+GPT = (*runs.MODELS["gpt"], "model.depth=2", "model.dropout=0", *SMALL)
+SPREADS = ("ddp", "fsdp", "hsdp")
 
 # Before torch 2.13 FSDP2's half-done backward cannot be reset: there, in the real launcher, all workers restart.
 RESETS = hasattr(FSDPModule, "reset_iter_state")
@@ -99,13 +85,6 @@ class Cell:
         if key not in REFERENCES:
             REFERENCES[key] = self.run(world, *overrides, schedule=schedule, tiny=tiny)
         return REFERENCES[key]
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 @pytest.fixture

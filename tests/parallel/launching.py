@@ -58,7 +58,6 @@ class Launched:
                     command, cwd=cwd, env=whole, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )  # fmt: skip
-        self._family: set[int] = set()
 
     def __enter__(self) -> "Launched":
         return self

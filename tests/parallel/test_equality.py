@@ -14,7 +14,6 @@ from .cells import Record
 from .conftest import RESETS, Cell
 
 TOLERANCE = 2e-5
-SPREADS = ("ddp", "fsdp", "hsdp")
 
 
 def error(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -208,3 +207,11 @@ def test_batchnorm_buffers_are_the_leaders(cell):
         records = cell.run(2, f"parallel={spread}", *digits, tiny=TINY)
         assert records[0].evaluated == records[1].evaluated
         assert torch.equal(records[0].weights, records[1].weights)
+
+
+@pytest.mark.slow
+def test_training_does_not_compute_with_what_an_evaluation_has_gathered(cell):
+    """Without resharding, the average of the weights would stay gathered after the evaluation."""
+    kept = ("parallel=fsdp", "parallel.fsdp.reshard_after_forward=false", "train.ema=0.5")
+    for plain, evaluated in zip(cell.run(2, *kept), cell.run(2, *kept, "every.eval=1"), strict=True):
+        assert torch.equal(plain.weights, evaluated.weights)

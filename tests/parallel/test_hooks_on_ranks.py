@@ -60,12 +60,6 @@ def test_a_stop_that_one_rank_asks_for_is_that_of_all(cell):
     assert [record.progress["stopped"] for record in records] == ["callbacks.mine: step 3"] * 2
 
 
-def test_early_stopping_on_two_ranks(cell):
-    chosen = (*IMAGES, "data.val_size=37", "parallel=ddp", "every.eval=1", "train.max_steps=9")
-    records = cell.run(2, *chosen, "stopping.patience=2", "stopping.min_delta=10", tiny=TINY)
-    assert [record.progress["step"] for record in records] == [3, 3]
-
-
 def test_an_error_in_a_callback_ends_all_ranks(cell):
     chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", callback("Fails"))
     for record in cell.run(2, *chosen, tiny=TINY):

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import runs
-import torch
 
 from trainapp.config import compose
 from trainapp.launch import elastic
@@ -12,7 +11,6 @@ from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.training import loop
-from trainapp.training.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]
 REPEATS = 8
@@ -112,26 +110,3 @@ def test_another_number_of_ranks_is_another_plan(pool, tmp_path):
     ]
     assert peaks[1] < peaks[0]
     compare(pool, tmp_path, 2, overrides[len(OVER) :])
-
-
-def evaluated_in_between(rank, config, evaluates):
-    with elastic.process_group(config) as ranks:
-        run = runner.prepare(config, StopRequest(), ranks)
-        for _ in range(3):
-            loop.train_step(run)
-            loop.update_weight_average(run)
-            if evaluates:
-                evaluate(run)
-        weights = [p.full_tensor().detach().clone() for p in run.state.model.parameters()]
-        run.close()
-        del run
-    return weights
-
-
-@pytest.mark.slow
-def test_training_does_not_compute_with_what_an_evaluation_has_gathered(pool, tmp_path):
-    """Without resharding, the average of the weights would stay gathered after the evaluation."""
-    overrides = (*MLP, "parallel=fsdp", "parallel.fsdp.reshard_after_forward=false", "train.ema=0.5")
-    config = compose.from_command_line([*OVER, *overrides], str(tmp_path))
-    plain, evaluated = (pool.run(2, evaluated_in_between, config, value)[0] for value in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from . import cells
-from .conftest import SPREAD, TINY
+from .conftest import SPREADS, TINY
 from .test_equality import assert_same, error
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def run(cell, world, task, *overrides, **options):
 
 
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
-@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("spread", SPREADS)
 def test_methods_and_parameters_of_the_model(cell, spread, task):
     reference = alone(cell, task)
     assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
@@ -50,13 +50,11 @@ def test_all_parameters_read_by_a_task(cell):
         assert "reads a parameter of one of the blocks outside the block's forward" in record.error
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
-        ("detached", "its loss requires no gradient"),
-        ("mean", "the loss is a mean, but a sum is required"),
+    ("spread", "task", "message"),
+    [  # while training, and before
+        ("ddp", "with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
+        ("fsdp", "mean", "the loss is a mean, but a sum is required"),
     ],
 )
 def test_what_is_refused(cell, spread, task, message):
@@ -85,7 +83,7 @@ def test_the_fused_kernel_only_where_the_shards_have_one(cell):
         )
 
 
-@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("spread", SPREADS)
 def test_asking_a_task_for_its_metrics_leaves_no_trace(cell, spread):
     """Neither in the task, which writes in place, nor in the model, whose parameters are gathered for the call."""
     own = (f"parallel={spread}", "every.eval=2", "train.check_loss=false")

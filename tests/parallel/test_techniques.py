@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from trainapp.errors import UserError
 
 from . import cells
-from .conftest import GPT, TINY, Cell
-from .test_equality import SPREADS, TOLERANCE, as_one, assert_same, errors
+from .conftest import GPT, SPREADS, TINY, Cell
+from .test_equality import TOLERANCE, as_one, assert_same, errors
 
 TECHNIQUES = {
     "chunks": ("memory.loss_chunk=5",),
