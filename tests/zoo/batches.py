@@ -39,10 +39,6 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits, targets, reduction="sum"), len(logits), {}
 
 
-class Dicts(Vectors):
-    pass
-
-
 def of_dict(model, batch):
     return cross_entropy(model(batch["inputs"]), batch["targets"])
 
@@ -55,17 +51,6 @@ class Tuples(Vectors):
 def of_sequence(model, batch):
     inputs, targets, _ = batch
     return cross_entropy(model(inputs), targets)
-
-
-class Nested(Vectors):
-    def __getitem__(self, index):
-        view = {"one": self.inputs[index], "two": (self.inputs[index].flip(0), [self.inputs[index].abs()])}
-        return {"views": view, "targets": self.targets[index], "meta": {"index": index, "name": f"sample {index}"}}
-
-
-def of_nested(model, batch):
-    one, (two, (three,)) = batch["views"]["one"], batch["views"]["two"]
-    return cross_entropy(model(one) + model(two) + model(three), batch["targets"])
 
 
 class Packed(Tokens):
@@ -147,17 +132,16 @@ class Graphs(Vectors):
     def collate(self, samples):
         sizes = [2 + sample["index"] % 3 for sample in samples]
         nodes = torch.cat(
-            [s["inputs"].expand(n, 8) * torch.arange(1, n + 1)[:, None] / n for s, n in _pairs(samples, sizes)]
+            [
+                s["inputs"].expand(n, 8) * torch.arange(1, n + 1)[:, None] / n
+                for s, n in zip(samples, sizes, strict=True)
+            ]
         )
         graph = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
         edges = torch.stack([torch.arange(len(graph) - 1), torch.arange(1, len(graph))])
         edges = edges[:, graph[edges[0]] == graph[edges[1]]]
         rest = default_collate([{"targets": s["targets"], "index": s["index"]} for s in samples])
         return {"nodes": nodes, "edges": edges, "graph": graph, **rest}
-
-
-def _pairs(samples, sizes):
-    return zip(samples, sizes, strict=True)
 
 
 class GraphNetwork(nn.Module):
@@ -188,16 +172,8 @@ def of_sample_weights(model, batch):
     return (weights * losses).sum(), weights.sum(), {}
 
 
-class Whole(Vectors):
-    """`__getitems__` returns a whole batch."""
-
-    def __getitems__(self, indices):
-        indices = torch.as_tensor(indices)
-        return {"inputs": self.inputs[indices], "targets": self.targets[indices], "index": indices}
-
-
 def index_of(batch):
     """The samples' indices in the data set, from a batch of any of these kinds."""
     if isinstance(batch, (tuple, list)):
         return batch[2]
-    return batch["index"] if "index" in batch else batch["meta"]["index"]
+    return batch["index"]

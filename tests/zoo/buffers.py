@@ -61,20 +61,6 @@ class Reassigned(nn.Module):
         return self.layers(inputs - self.mean)
 
 
-class WrittenThroughData(nn.Module):
-    """`.data` moves no version counter; the buffer is not in the state dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8), persistent=False)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    def forward(self, inputs):
-        if self.training:
-            self.mean.data.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
-        return self.layers(inputs - self.mean)
-
-
 class WrittenThroughNumPy(nn.Module):
     """Histogram of the inputs' signs, counted by NumPy in the buffer's own memory."""
 
@@ -102,22 +88,3 @@ class WritesInEvaluation(nn.Module):
         hidden = self.cell(inputs, self.hidden.clone().expand(len(inputs), -1))
         self.hidden.copy_(hidden.detach().mean(0))
         return self.head(hidden)
-
-
-class FrozenBackbone(nn.Module):
-    """The backbone takes no gradient and stays in evaluation mode; its BatchNorm is written by nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 4))
-        for parameter in self.backbone.parameters():
-            parameter.requires_grad = False
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.backbone.eval()
-        return self
-
-    def forward(self, inputs):
-        return self.head(self.backbone(inputs))

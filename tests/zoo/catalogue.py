@@ -41,10 +41,8 @@ MODELS = {
     "spectral norm": Cell("buffers.SpectralNorm"),
     "lazy buffer": Cell("buffers.LazyStatistics", resumes=False),  # what a forward registers is in no checkpoint
     "re-assigned buffer": Cell("buffers.Reassigned"),
-    "buffer through data": Cell("buffers.WrittenThroughData", resumes=False),  # nor is `persistent=False`, if unnoticed
     "buffer through numpy": Cell("buffers.WrittenThroughNumPy"),
     "writes in evaluation": Cell("buffers.WritesInEvaluation", sums=False),
-    "frozen backbone": Cell("buffers.FrozenBackbone"),
     "own generators": Cell("chance.OwnGenerators"),
     "mixup": Cell("chance.Mixup"),
     "gumbel": Cell("chance.Gumbel", task="losses.own", sums=False),
@@ -68,17 +66,15 @@ if find_spec("peft") is not None:  # an extra
     }
 
 BATCHES = {
-    "dict": Cell("batches.Linear", "batches.Dicts", "batches.of_dict"),
+    "dict": Cell("batches.Linear", task="batches.of_dict"),
     "tuple": Cell("batches.Linear", "batches.Tuples", "batches.of_sequence"),
-    "nested": Cell("batches.Linear", "batches.Nested", "batches.of_nested"),
-    "packed": Cell("batches.Bag", "batches.Packed", "batches.of_packed"),
     "square time first": Cell("batches.Linear", "batches.SquareTimeFirst", "batches.of_time_first"),
-    "strings": Cell("batches.Linear", "batches.Strings", "batches.of_strings"),
+    "packed": Cell("batches.Bag", "batches.Packed", "batches.of_packed"),
     "table": Cell("batches.Linear", "batches.WithTable", "batches.of_table"),
-    "ragged": Cell("batches.Padded", "batches.Ragged", "batches.of_dict"),
+    "strings": Cell("batches.Linear", "batches.Strings", "batches.of_strings"),
     "graphs": Cell("batches.GraphNetwork", "batches.Graphs", "batches.of_graphs", exact=False),
+    "ragged": Cell("batches.Padded", "batches.Ragged", "batches.of_dict"),
     "sample weights": Cell("batches.Linear", "batches.SampleWeights", "batches.of_sample_weights"),
-    "whole": Cell("batches.Linear", "batches.Whole", "batches.of_dict"),
 }
 
 STATEFUL = {

@@ -1,7 +1,7 @@
 """The zoo on two ranks with DDP: one of them runs out of memory, and each ends as in the replay of the schedule."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,6 @@ SETTINGS = {  # 8, 4, then 2 samples: steps of 32, 32, 16 and 32 on two ranks
     "every.eval": 2,
     "checkpointing.save": False,
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 def trained(pool: Pool, name: str, folder: Path, settings: dict[str, Any], faults: Sequence[Fault] = ()) -> list[Any]:
