@@ -155,13 +155,6 @@ def test_the_counters_are_the_allocators(tmp_path):
         assert line["memory/allocator_retries"] == 0
 
 
-def test_the_cap_is_the_limit():
-    device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
-    torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
-
-
 def test_a_backend_without_a_history(tmp_path):
     """cudaMallocAsync cannot record; the run recovers all the same. In a process of its own: the backend is fixed."""
     free = launched(tmp_path / "free", *LARGE, "train.max_steps=1")
