@@ -31,6 +31,16 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 
+@pytest.fixture(scope="session")
+def pool():
+    """Processes for several ranks, started when a test needs them."""
+    from parallel.pool import Pool
+
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
 # Longest first, so that no process ends up with one of them last.
 LONGEST = (
     "test_pairs.py",

@@ -6,25 +6,8 @@ import math
 import pytest
 import runs
 import torch
-from helpers import ROOT, evaluations, metrics, run_cli, train
+from helpers import evaluations, metrics, run_cli, train
 from runs import MODELS
-
-GROUPS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-    for folder in sorted((ROOT / "conf").iterdir())
-    if folder.is_dir()
-}
-
-
-def test_this_walk_sees_the_groups_that_the_root_lists():
-    root = (ROOT / "conf/train.yaml").read_text().partition("defaults:")[2].partition("\n\n")[0]
-    listed = {line.strip(" -").partition(":")[0] for line in root.splitlines() if ":" in line}
-    assert set(GROUPS) == {name for name in listed if not name.startswith("optional")}
-    assert all(GROUPS.values())
-
-
-# What the options do
-
 
 # LBFGS needs to call the model again, SparseAdam needs sparse gradients, Muon takes only matrices.
 UNSUITED = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -62,8 +45,10 @@ def test_any_torch_optimizer_by_its_name(tmp_path, name):
     ],
 )
 def test_rates_of_every_schedule(tmp_path, shape, factors):
-    settings = ("schedule.warmup=2", "+schedule.final=0.1" if shape == "constant" else "schedule.final=0.1")
-    runs.run(tmp_path, *MODELS["mlp"], f"schedule={shape}", *settings, "train.max_steps=10", "optimizer.lr=0.01")
+    """One step of the schedule per optimizer step, regardless of the number of micro-batches."""
+    final = "+schedule.final=0.1" if shape == "constant" else "schedule.final=0.1"
+    settings = ("schedule.warmup=2", final, "train.max_steps=10", "optimizer.lr=0.01", "batch.micro_size=4")
+    runs.run(tmp_path, *MODELS["mlp"], f"schedule={shape}", *settings)
     assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.01 * f for f in factors], rel=1e-12)
 
 

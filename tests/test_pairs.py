@@ -13,7 +13,6 @@ import image_folders
 import pytest
 import runs
 from helpers import ROOT, metrics, result, run_cli
-from parallel.pool import Pool
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
@@ -255,13 +254,6 @@ def save_weights(folder, overrides):
     run.close()
     save_model(run.state.model, str(folder / "weights.safetensors"))
     return f"model.init_from={folder / 'weights.safetensors'}"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 def train(rank: int, config: Config) -> None:

@@ -17,12 +17,22 @@ from trainapp import stateful
 from trainapp.stateful import Stateful, held_tensors
 
 
+class Noise:
+    """A transform that can be called, and owns a generator."""
+
+    def __init__(self):
+        self.rng = np.random.RandomState(0)
+
+    def __call__(self, sample):
+        return sample
+
+
 def test_what_owns_state_is_found():
     model = nn.Sequential(nn.Linear(1, 1), writing_models.ExtraState(2))
     model[0].noise = [torch.Generator()]
     task = functools.partial(lambda queue, model, batch: None, writing_models.QueueTask())
-    transform = SimpleNamespace(rng=np.random.RandomState(0))
-    data = Subset(SimpleNamespace(transforms=[transform], own={"python": random.Random(1)}), [0])
+    own = {"python": random.Random(1), "draw": np.random.default_rng(2).normal}
+    data = Subset(SimpleNamespace(transforms=[Noise()], own=own), [0])
     found = Stateful(model=model, task=task, data=data, eval_data=None)
     assert {name: owner.kind for name, owner in found.owners.items()} == {
         "model.1.extra_state": "model",
@@ -32,7 +42,9 @@ def test_what_owns_state_is_found():
         "task.0.noise.0": "generator",
         "data.dataset.transforms.0.rng": "generator",
         "data.dataset.own.python": "generator",
+        "data.dataset.own.draw": "generator",
     }
+    assert len(Stateful(data=[*range(5000), *(random.Random(seed) for seed in range(1500))]).owners) == 1500
 
 
 def test_nothing_is_found_in_ordinary_parts():

@@ -162,12 +162,6 @@ def detached(model, batch):
     return cross_entropy(model, batch).detach(), len(batch["targets"]), {}
 
 
-def several_metrics(model, batch):
-    logits = model(batch["inputs"])
-    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
-    return loss, len(logits), {"right": logits.argmax(-1) == batch["targets"]}
-
-
 # Losses that compare the samples of a batch
 
 

@@ -102,11 +102,6 @@ def test_a_failure_disproves_the_line():
     assert search.fitted(64, Measured(500, 900)) == 88  # the middle, since the line says that 112 fits
 
 
-def test_what_fits_at_once_is_not_searched():
-    search = searched(128, lambda n: n, 128)
-    assert (search.size, search.failures, search.steps) == (128, 0, 3)
-
-
 def test_fits_once_is_not_fits_again():
     """Validated, but then it fails: the search goes down and does not return to that size."""
     search = SizeSearch(64)
