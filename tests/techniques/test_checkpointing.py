@@ -103,14 +103,11 @@ class Queue(Block):
         self.means = deque(state, maxlen=3)
 
 
-class LayerDrop(Block):
-    def scale(self, x):
-        return 1.0 if random.random() < 0.5 else 0.1
+class GlobalGenerators(Block):
+    """As of layer drop and of noise; every second `randn` uses up a cached value and moves no word of the state."""
 
-
-class NumpyNoise(Block):
     def scale(self, x):
-        return float(np.random.randn())  # every second call uses up a cached value and moves no word of the state
+        return (1.0 if random.random() < 0.5 else 0.1) * float(np.random.randn())
 
 
 class Options(Block):
@@ -128,12 +125,6 @@ class SharedNorm(Block):
 
     def forward(self, x):
         return torch.tanh(self.linear(self.shared(x)))
-
-
-class FlipsItsMode(Block):
-    def scale(self, x):
-        self.training, was = not self.training, self.training
-        return 1.5 if was else 0.5
 
 
 class EndsInRReLU(Block):
