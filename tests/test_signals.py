@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM, sent to the real program."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,28 +14,47 @@ import psutil
 import pytest
 import runs
 
+from trainapp.checkpoint.checkpointer import Checkpointer
+from trainapp.hooks.metrics import TorchMetric
 from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest
+from trainapp.training import loop
+from trainapp.training.engine import Engine
+from trainapp.training.session import Session
 
 # The module slows each step down, so that a signal arrives in the middle of the run, not after it.
 SLOW_MODEL = """
+import os
 import time
 from pathlib import Path
 from trainapp.models.mlp import MLP
+from trainapp.parallel.ranks import DistributedRanks
+
+if "RANK" in os.environ:
+    Path("rank_" + os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ.get("NO_HINT") == "True":
+    DistributedRanks.announced = lambda self, own: own
 
 
 class SlowMLP(MLP):
     def __init__(
         self, image_shape: tuple[int, int, int], num_classes: int, seconds: float = 0.05, slow_from: int = 0,
-        slow_to_build: float = 0.0,
+        slow_to_build: float = 0.0, slow_to_evaluate: float = 0.0,
     ):
         super().__init__(image_shape, num_classes, width=16, dropout=0.1)
         self.seconds, self.slow_from, self.forwards = seconds, slow_from, 0
-        Path("building").touch()
+        self.slow_to_evaluate, self.evaluated = slow_to_evaluate, 0
+        if slow_to_build:
+            Path("building").touch()
         time.sleep(slow_to_build)
 
     def forward(self, images):
         self.forwards += self.training
         time.sleep(30 if self.slow_from and self.forwards >= self.slow_from else self.seconds)
+        if self.slow_to_evaluate and not self.training and os.environ.get("RANK", "0") == "0":
+            self.evaluated += 1
+            if self.evaluated == 5:
+                Path("evaluating").touch()
+            time.sleep(self.slow_to_evaluate)
         return super().forward(images)
 """
 SETTINGS = (
@@ -66,13 +86,13 @@ if __name__ == "__main__":
 """
 
 
-def start(folder, run_dir, *overrides, **options):
+def start(folder, run_dir, *overrides, more=None, **options):
     (folder / "slow_model.py").write_text(SLOW_MODEL)
     command = [sys.executable, "-m", "trainapp", *SETTINGS, *overrides, f"hydra.run.dir={run_dir}"]
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=helpers.environment(),
+        env=helpers.environment(more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -281,3 +301,123 @@ def test_handlers_are_put_back():
     assert (stop.heard(), left.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+# --- an evaluation in this process
+
+F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, num_classes: 10, average: macro}"
+OTHER = "+eval.other={_target_: trainapp.data.sets.synthetic.SyntheticImages, image_shape: [1, 8, 8], val_size: 90}"
+EVALUATED = (*runs.TINY, *runs.MODELS["mlp"], "train.max_steps=6", "every.eval=2", "every.save=4", F1, OTHER)
+EVALUATED = (*EVALUATED, "batch.eval_micro_size=90", "checkpointing.keep_last=9", "optimizer.lr=0.01")
+BATCHES = 5  # micro-batches of an evaluation: four of the data's own set, one of the other
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    runs.run(run_dir, *EVALUATED)
+    assert [line["step"] for line in helpers.evaluations(run_dir)] == [2, 4, 6]
+    return run_dir
+
+
+def signalled(monkeypatch, owner, method, at):
+    """Counts a method's calls once training has begun; SIGTERM arrives in one of them. Returns those that ended."""
+    original, train, begun, ended = getattr(owner, method), loop.train, [], []
+
+    def training(session):
+        begun.clear(), ended.clear()
+        train(session)
+
+    def counted(*arguments):
+        begun.append(method)
+        if len(begun) == at:
+            signal.raise_signal(signal.SIGTERM)
+        found = original(*arguments)
+        ended.append(method)
+        return found
+
+    monkeypatch.setattr(loop, "train", training)
+    monkeypatch.setattr(owner, method, counted)
+    return ended
+
+
+def differing(run_dir, undisturbed):
+    """What differs from the undisturbed run, in the end."""
+    evaluated = [[own | {"time": 0} for own in helpers.evaluations(path)] for path in (run_dir, undisturbed)]
+    best = [(path / "checkpoints" / "best").read_text() for path in (run_dir, undisturbed)]
+    states = runs.differences(runs.end(run_dir), runs.end(undisturbed))
+    return [*states, *["evaluations"] * (evaluated[0] != evaluated[1]), *["best"] * (best[0] != best[1])]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "at", "ended", "step"),
+    [
+        (Engine, "evaluate", BATCHES + 2, BATCHES + 2, 4),
+        (Engine, "evaluate", 2 * BATCHES, 2 * BATCHES, 4),
+        (Engine, "evaluate", 2 * BATCHES + 1, 2 * BATCHES + 1, 6),  # after the last step
+        (TorchMetric, "computed", 3, 2, 4),  # interrupted
+        (Engine, "commit", 4, 4, 4),  # an evaluation is due after this step
+    ],
+)
+def test_an_evaluation_is_cut_short_and_repeated(undisturbed, tmp_path, monkeypatch, owner, method, at, ended, step):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        calls = signalled(patch, owner, method, at)
+        with pytest.raises(Interrupted) as stopped:
+            runs.run(run_dir, *EVALUATED)
+        assert stopped.value.code == TO_BE_CONTINUED
+        assert len(calls) == ended
+    facts = helpers.result(run_dir)
+    assert (facts["steps"], facts["ended"], facts["stopped"]["signal"]) == (step, "SIGTERM", "SIGTERM")
+    assert facts["stopped"]["during"] == ("step" if method == "commit" else "evaluation")
+    assert 0 < facts["stopped"]["seconds"] < 5
+    assert [line["step"] for line in helpers.evaluations(run_dir)] == list(range(2, step, 2))
+    runs.run(run_dir, *EVALUATED)
+    assert differing(run_dir, undisturbed) == []
+    assert helpers.result(run_dir)["stopped"] is None
+
+
+@pytest.mark.parametrize("without", ["hint", "new checkpoint"])
+def test_what_the_end_of_an_evaluation_rests_on(undisturbed, tmp_path, monkeypatch, without):
+    """Negative controls of the test above."""
+    if without == "hint":
+        monkeypatch.setattr(Session, "stop_heard", lambda self: 0)
+    else:
+        monkeypatch.setattr(Checkpointer, "outdate", lambda self, step: None)
+    with monkeypatch.context() as patch:
+        calls = signalled(patch, Engine, "evaluate", 2 * BATCHES + 1)
+        with contextlib.suppress(Interrupted):
+            runs.run(tmp_path / "run", *EVALUATED)
+    assert len(calls) == (3 * BATCHES if without == "hint" else 2 * BATCHES + 1)
+    if without == "new checkpoint":
+        runs.run(tmp_path / "run", *EVALUATED)
+        assert "best" in differing(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "to"), [("ddp", "idle rank"), ("ddp", "launcher"), ("fsdp", "busy rank"), ("ddp", "control")]
+)
+def test_ranks_leave_an_evaluation_together(tmp_path, parallel, to):
+    """Rank 1 has evaluated its share and waits, rank 0 takes a minute; with FSDP they evaluate in step."""
+    words = (f"parallel={parallel}", "parallel.devices=2", "every.eval=2", "every.save=2", "batch.eval_micro_size=2")
+    words = (*words, "train.max_steps=6", "train.check_loss=false", "+model.slow_to_evaluate=0.5")
+    process = start(tmp_path, tmp_path / "run", *words, more={"NO_HINT": str(to == "control")})
+    helpers.wait_until((tmp_path / "evaluating").exists, process)
+    time.sleep(3.0)
+    pids = [process.pid, *(int((tmp_path / f"rank_{rank}").read_text()) for rank in (0, 1))]
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.kill(pids[{"launcher": 0, "busy rank": 1}.get(to, 2)], signal.SIGTERM)
+    if to == "control":
+        time.sleep(6.0)
+        assert process.poll() is None  # rank 0 goes on evaluating
+        process.kill()
+        [own.kill() for own in workers]
+        return
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == TO_BE_CONTINUED, errors
+    facts = helpers.result(tmp_path / "run")
+    assert (facts["steps"], facts["ended"], facts["stopped"]["during"]) == (2, "SIGTERM", "evaluation")
+    assert facts["stopped"]["seconds"] < 5
+    assert not helpers.lines_in(tmp_path / "run" / "evaluations.jsonl")
+    assert psutil.wait_procs(workers, 5)[1] == []

@@ -20,6 +20,10 @@ TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing
 log = logging.getLogger(__name__)
 
 
+class Stopped(BaseException):
+    """All ranks have agreed to stop, or a signal interrupts the block of `StopRequest.raised`."""
+
+
 class Interrupted(SystemExit):
     """A signal has ended the run, with this exit status. Ends a sweep, too."""
 
@@ -53,6 +57,7 @@ class StopRequest:
         self.during: str | None = None
         self.saved_after: float | None = None
         self._at = 0.0
+        self._raises = False
         self._process = os.getpid()  # loader workers inherit the handler
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, Any] = {}
@@ -83,6 +88,27 @@ class StopRequest:
             yield
         finally:
             self.saved, self.session = session.is_saved, None
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Around work of this rank alone: a signal interrupts it, and the block ends without an error. The caller's
+        ranks then agree on the stop.
+        """
+        self._raises = not self.heard()
+        try:
+            yield
+        except (Stopped, Exception):  # a library may have wrapped it
+            if self._raises or not self.heard():
+                raise
+        finally:
+            self._raises = False
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """The signal that this process has heard, for result.json."""
+        if self.signal is None or not self._at:
+            return None
+        return {"signal": signal.Signals(self.signal).name, "during": self.during, "seconds": self.saved_after}
 
     def has_saved(self) -> None:
         """Call after a checkpoint that a stop has asked for."""
@@ -120,6 +146,9 @@ class StopRequest:
         self.signal = number
         if self._leaves_at_once():
             self.leave(number)
+        if self._raises:
+            self._raises = False
+            raise Stopped
 
     @contextlib.contextmanager
     def _heard_in_a_thread(self) -> Iterator[None]:

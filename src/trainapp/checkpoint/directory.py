@@ -68,10 +68,11 @@ class CheckpointDirectory:
             temporary, final = self._temporary(step), self.folder / _name(step)
             files = {name: entry for part in by_rank for name, entry in part.items()}
             write_manifest(temporary, step, config, files, self.ranks.world)
-            if os.path.lexists(final):  # from an earlier attempt at this step
-                _remove(final)
+            former = _hide(final) if os.path.lexists(final) else None  # saved before the step's evaluation was repeated
             os.replace(temporary, final)
             fsync(self.folder)
+            if former is not None:
+                _delete(former)
             if is_best:
                 with atomic_write(self.folder / "best", sync=True) as file:
                     file.write(final.name + "\n")
@@ -261,9 +262,13 @@ def _refusal(error: BaseException, ranks: Ranks) -> str:
 
 def _remove(path: Path) -> None:
     """Remove a folder; renames it first, so that it disappears at once."""
+    _delete(_hide(path))
+
+
+def _hide(path: Path) -> Path:
     hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
     os.replace(path, hidden)
-    _delete(hidden)
+    return hidden
 
 
 def _delete(path: Path) -> None:

@@ -7,7 +7,7 @@ It is updated once per finished batch of an evaluation, merged over ranks, and c
 import contextlib
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,10 +97,13 @@ class StatefulMetrics:
         finally:
             self._before = {}
 
-    def results(self, ranks: Ranks) -> dict[str, Any]:
+    def results(
+        self, ranks: Ranks, around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> dict[str, Any]:
         """Each metric's result for the samples of all ranks, equal on every rank. Collective.
 
-        Raises UserError, on all ranks, for a metric to which nothing was passed.
+        around: a context manager around each metric's `compute`. Raises UserError, on all ranks, for a metric to which
+        nothing was passed.
         """
         if not self._held:
             return {}
@@ -113,7 +116,9 @@ class StatefulMetrics:
         results = {}
         for name, held in self._held.items():
             with _named(f"metrics.{name}: compute of a {type(held.metric).__name__}"):
-                results[name] = held.computed(ranks.all_gather_object(held.exported()) if ranks.world > 1 else [])
+                by_rank = ranks.all_gather_object(held.exported()) if ranks.world > 1 else []
+                with around():
+                    results[name] = held.computed(by_rank)
         return results
 
 

@@ -28,6 +28,7 @@ from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import dim_of_classes
 from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
+from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -93,12 +94,12 @@ def write_rows(
 
     with contextlib.closing(Rows(path, what_decides(config), session.ranks, interleaved, f"{mode}.output")) as rows:
         session.sizes.autotuner.follow(session.sizes.evaluation)
-        until_a_signal = itertools.takewhile(lambda _: not session.stop.heard(), fetched(rows.done))
-        with as_evaluated(session.engine, mode, work=mode):
-            each_micro_batch(session, until_a_signal, compute, lambda _, found: rows.write(found))
-        session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
-        (session.stop.agreed,) = session.ranks.all_reduce_max(session.stop.heard())
-        if session.stop.agreed:
+        try:
+            with as_evaluated(session.engine, mode, work=mode):
+                each_micro_batch(session, fetched(rows.done), compute, lambda _, found: rows.write(found))
+            session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
+            session.agree_on_stop()
+        except Stopped:
             return None
         count = rows.publish()
     log.info("%s of %d %s: %s", what, count, "samples" if mode == "predict" else "prompts", path)

@@ -7,6 +7,7 @@ import datetime
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -65,6 +66,9 @@ def run_workers(config: Config) -> Outcome:
     restarts, or for an error that another would repeat (see `Failures`).
     """
     settings = config.parallel
+    # Before torch kills workers that end for a signal, in seconds; by default 30, which a step and a save may exceed. A
+    # second signal ends them at once, and workers that end for another reason still have 30.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -86,11 +90,17 @@ def run_workers(config: Config) -> Outcome:
         with asked_before_restarts(failures.decide):
             outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
+        for child in multiprocessing.active_children():  # those that were being started, which torch does not know yet
+            child.kill()
         status = take_status(failures.run_dir)
         pass_on(error.sigval, handlers[error.sigval])
         return 128 + error.sigval if status is None else status
     except ChildFailedError as error:
         raise TrainingStopped(_why_it_ended(error, failures)) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return next((own for own in outcomes.values() if isinstance(own, (UserError, int))), outcomes[0])
 
 
@@ -104,7 +114,7 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
-        take_errors(run_dir)  # discard those of an earlier run
+        take_errors(run_dir), take_status(run_dir)  # discard those of an earlier run
         self._before: set[str] = set()
         self._recoveries = 0
 

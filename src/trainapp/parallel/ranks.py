@@ -8,6 +8,7 @@ pairs with the others' next one, and all ranks leave the step together.
 
 import contextlib
 import datetime
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import outside_dispatch_modes, store_of
 
 T = TypeVar("T")
+STOP, ASK_EVERY = "stop", 0.2  # the store's key of a signal; seconds
 OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out and could not be recovered in place
 
 
@@ -99,6 +101,18 @@ class Ranks:
         """Every rank's `value`, a small Python object, ordered by rank. Collective."""
         return [value]
 
+    def announced(self, own: int) -> int:
+        """`own`, the number of this rank's signal, or 0; then that of another rank that has announced one. Not
+        collective and only a hint, which spares the others the rest of their work: `agree` decides.
+        """
+        return own
+
+    def agree(self, heard: Callable[[], int]) -> int:
+        """The maximum over ranks of `heard()`, called on arrival. Collective, and never preceded by a vote. A signal to
+        a rank that waits here is announced to those at work.
+        """
+        return heard()
+
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         """Start to exchange the flags that `read()` returns, in the background of a step. Collective."""
         self._read_flags = read
@@ -152,6 +166,7 @@ class DistributedRanks(Ranks):
         self._side_group = dist.new_group(backend="gloo", timeout=limit)
         self.saving_group = dist.new_group(backend="gloo", timeout=limit)
         self._flag_group = dist.new_group(backend="gloo", timeout=limit)
+        self._store, self._announced, self._asked = store_of(self._side_group), 0, 0.0
         self._flag_work: dist.Work | None = None
         self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
 
@@ -204,6 +219,28 @@ class DistributedRanks(Ranks):
         with outside_dispatch_modes():
             dist.all_gather_object(by_rank, value, group=self._side_group)
         return by_rank
+
+    def announced(self, own: int) -> int:
+        """Asks the store, which takes 30 microseconds on one machine, at most every 0.2 seconds."""
+        if not self._announced and (own or time.monotonic() - self._asked > ASK_EVERY):
+            self._asked = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the store's host may have left
+                if own:
+                    self._store.set(STOP, str(own))
+                elif self._store.check([STOP]):
+                    own = int(self._store.get(STOP))
+                self._announced = own
+        return own or self._announced
+
+    def agree(self, heard: Callable[[], int]) -> int:
+        with outside_dispatch_modes():
+            number = torch.tensor(heard())
+            work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._side_group, async_op=True)
+            while not work.is_completed():  # by itself after an error, too; Python calls signal handlers only here
+                heard()
+                time.sleep(0.002)
+            work.wait()
+            return int(number)
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         """Asynchronous, on its own group: the step hides its latency."""

@@ -46,13 +46,17 @@ class Result:
     checkpoint: str | None
     draws: str | None  # `train.draws`; None: the forwards have drawn nothing
     depends_on_micro_batch: list[str]  # what is known to: another size would give another result
+    # The signal that ended it, what it interrupted, and the seconds from it to the checkpoint, the most of all ranks.
+    stopped: dict[str, Any] | None
     ended: str | None  # why: the setting of its length, the reason it stopped, or the signal; None: nothing trained
 
 
 def result_of(session: Session, seconds: float) -> Result:
     """The run's result. Collective: call on every rank."""
     progress, size = session.state.progress, session.sizes.train.size
-    peaks = session.ranks.all_gather_object((session.memory.peak, session.memory.peak_reserved))
+    of_memory = session.memory.peak, session.memory.peak_reserved
+    by_rank = session.ranks.all_gather_object((*of_memory, session.stop.facts if session.stop.agreed else None))
+    stops = [stop for _, _, stop in by_rank if stop is not None]
     return Result(
         run_dir=Path(session.config.run_dir),
         objective=progress.objective,
@@ -68,13 +72,14 @@ def result_of(session: Session, seconds: float) -> Result:
         accumulation=session.batches.accumulation(size),
         oom_restarts=session.ranks.all_reduce_max(session.sizes.oom_restarts)[0],
         micro_schedule=session.sizes.micro_schedule(),
-        peak_memory_bytes=max(peak for peak, _ in peaks),
-        peak_reserved_bytes=max(reserved for _, reserved in peaks),
+        peak_memory_bytes=max(peak for peak, _, _ in by_rank),
+        peak_reserved_bytes=max(reserved for _, reserved, _ in by_rank),
         samples_per_second=session.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=session.checkpointer.newest_name(),
         draws=session.config.train.draws if session.engine.ledger.draws else None,
         depends_on_micro_batch=list(session.engine.ledger.depends.values()),
+        stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
         ended=_why_ended(session),
     )
 
@@ -86,7 +91,7 @@ def _why_ended(session: Session) -> str | None:
         return None
     if progress.stopped is not None:
         return progress.stopped
-    if session.is_finished:
+    if session.is_finished and not (session.stop.agreed and session.awaits_evaluation):
         by_steps = train.max_steps is not None and progress.step >= train.max_steps
         return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
     return signal.Signals(session.stop.agreed).name if session.stop.agreed else None
@@ -102,7 +107,7 @@ def _note(progress: Progress) -> str | None:
 def read(run_dir: Path) -> Result | None:
     """The result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
-        absent: dict[str, Any] = {"objective_note": None, "draws": None, "depends_on_micro_batch": []}
+        absent: dict[str, Any] = {"objective_note": None, "stopped": None, "draws": None, "depends_on_micro_batch": []}
         facts = {"run_dir": run_dir} | absent | json.loads((run_dir / RESULT).read_text())
         facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
         return Result(**{own.name: facts[own.name] for own in fields(Result)})
@@ -150,8 +155,9 @@ def opening_lines(session: Session) -> list[str]:
 def report(session: Session, result: Result) -> None:
     """Write result.json and print the summary."""
     path = result.run_dir / RESULT
-    # Keep the result of a run that had already finished.
-    if session.config.mode == "train" and (session.meter.samples or not path.exists()):
+    former = read(result.run_dir)  # stays where a run that had already finished is started again
+    is_new = session.meter.samples or session.stop.agreed or former is None or former.stopped is not None
+    if session.config.mode == "train" and is_new:
         try:
             write(result)
         except OSError as error:
@@ -174,7 +180,8 @@ def print_summary(session: Session, result: Result) -> None:
     """Print the table at the end of a run."""
     config, progress = session.config, session.state.progress
     rows: list[tuple[str, Any]] = []
-    if result.objective is not None and config.mode not in WITHOUT_NUMBERS:
+    has_numbers = config.mode not in WITHOUT_NUMBERS and not (config.mode == "eval" and session.stop.agreed)
+    if result.objective is not None and has_numbers:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":

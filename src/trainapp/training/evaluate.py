@@ -19,10 +19,11 @@ from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import evaluation_key, seed_evaluation, seed_from
+from trainapp.signals import Stopped
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.phase import Phase
-from trainapp.training.session import Objective, Session
+from trainapp.training.session import Evaluation, Objective, Session
 from trainapp.training.transaction import note_refused, watched
 from trainapp.units import suggest
 
@@ -32,7 +33,8 @@ EVALUATION = "evaluation"  # the name in the ledger of what its forwards draw
 
 @torch.no_grad()
 def evaluate(session: Session) -> None:
-    """Evaluate all samples of every set, resuming after an out-of-memory error.
+    """Evaluate all samples of every set, resuming after an out-of-memory error. After a stop, which all ranks agree on,
+    nothing is evaluated: the evaluation is repeated as a whole after the resume.
 
     Raises UserError for a metric that the task does not have, and errors of metrics.
     """
@@ -41,13 +43,22 @@ def evaluate(session: Session) -> None:
     session.engine.nonfinite.check()
     session.engine.phase, session.attempt.started = Phase.EVALUATE, started
     note_refused(session)
-    for name, batches in session.eval_sets.items():
-        if name not in session.evaluation.finished:
-            session.evaluation.finished[name] = evaluate_set(session, name, batches)
+    try:
+        for name, batches in session.eval_sets.items():
+            if name not in session.evaluation.finished:
+                session.evaluation.finished[name] = evaluate_set(session, name, batches)
+    except Stopped:
+        session.metrics.reset()
+        session.evaluation = Evaluation(last=session.evaluation.last)
+        if session.strategy.forward_is_collective:
+            session.strategy.finish_accumulation()
+        session.meter.pause(time.monotonic() - started)
+        return
     finished, session.evaluation.finished = session.evaluation.finished, {}
     values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
     session.evaluation.last = means = {name: value for name, value in values.items() if isinstance(value, float)}
     progress.evaluated_at = progress.step
+    session.checkpointer.outdate(progress.step)
     session.meter.pause(time.monotonic() - started)
     session.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(session, means)
@@ -63,21 +74,25 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1
         session.ranks.enable_votes(not all_validated)
         session.strategy.broadcast_buffers()
-    if present.totals is None or batches.is_stream:  # a stream can only be read from its start
+    if present.totals is None or (batches.is_stream and not present.complete):  # a stream is read from its start
         present.totals = Totals()
         present.embedded = Embedded(session.task) if has_embeddings(session.task) else None
         session.metrics.reset()
     fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
     with as_evaluated(session.engine, name):
-        each_micro_batch(session, fetched, functools.partial(_totals_with, session), functools.partial(_keep, session))
+        if not present.complete:  # otherwise one rank alone repeats what follows
+            compute, keep = functools.partial(_totals_with, session), functools.partial(_keep, session)
+            each_micro_batch(session, fetched, compute, keep)
+            session.agree_on_stop()
+            present.complete = True
         totals = present.totals if present.embedded is None else _of_whole_set(session, present.embedded, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = totals.over(session.ranks)
-    results = session.metrics.results(session.ranks)
+    results = session.metrics.results(session.ranks, session.interruptible)
     values = results | totals.means(session.ranks) | as_scalars(results)
-    present.totals = present.embedded = None
+    present.totals, present.embedded, present.complete = None, None, False
     session.metrics.reset()
     if totals.count == 0:
         session.tracker.warn_once(
@@ -110,7 +125,8 @@ def each_micro_batch(
     compute: Callable[[MicroBatch], T],
     keep: Callable[[MicroBatch, T], None],
 ) -> None:
-    """The shared no-training loop for evaluation, prediction and generation, inside `as_evaluated`.
+    """The shared no-training loop for evaluation, prediction and generation, inside `as_evaluated`. Ends early once a
+    signal is heard: the caller's ranks then agree on the stop.
 
     compute: the work on a micro-batch, repeated if it runs out of memory; its results do not count yet.
     keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
@@ -126,8 +142,10 @@ def each_micro_batch(
                 session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
             keep(micro, result)
             session.snapshot.take()
-            session.eval_ranks.check_peers()  # what comes next is collective and has no vote
+            (stop,) = session.eval_ranks.all_reduce_max(session.stop_heard())  # also a vote: what comes next has none
             sizes.succeeded(session.eval_ranks)
+            if stop:
+                return
 
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:
@@ -157,6 +175,8 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
     session.metrics.reset()  # drops results of an attempt that ran out of memory
     of_all = Totals()
     for start, chosen in parts:
+        if session.stop_heard():
+            break
         watching = watched(session, session.sizes.evaluation, session.eval_ranks, chosen, always=True)
         with watching, session.state.precision.autocast:
             seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
@@ -164,6 +184,7 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
             finished = evaluate_metrics(metrics, session.metrics.names)
             session.metrics.update(metrics)
         of_all = of_all.plus(loss.clone(), count, finished)
+    session.agree_on_stop()
     return of_all
 
 

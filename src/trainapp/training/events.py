@@ -83,7 +83,10 @@ def _call(session: Session, method: str, *arguments: Any) -> None:
 def _act(session: Session, own: Verdict) -> None:
     """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
     by_rank = [own]
-    if session.ranks.world > 1 and session.ranks.all_reduce_min(-int(own != Verdict())):
+    differs, heard = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard())
+    if not session.is_finished:
+        session.stop.agreed = heard  # the callback may have taken long: no further step
+    if session.ranks.world > 1 and differs:
         by_rank = session.ranks.all_gather_object(own)
     session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
     stops = [verdict.stop for verdict in by_rank if verdict.stop]

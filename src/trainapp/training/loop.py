@@ -131,6 +131,7 @@ def save(session: Session) -> None:
     is_best = progress.best_step == progress.step
     session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
     session.meter.pause(time.monotonic() - started)
+    session.note_stop()
 
 
 def finish_saving(session: Session) -> None:

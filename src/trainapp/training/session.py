@@ -1,5 +1,6 @@
 """The `Session`: the live objects of one process."""
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.signals import StopRequest
+from trainapp.signals import Stopped, StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.meter import Meter
@@ -55,6 +56,7 @@ class Evaluation:
     """State of the current evaluation, which continues after it ran out of memory, and results of the last one."""
 
     totals: Totals | None = None  # so far, for the current data set
+    complete: bool = False  # whether all ranks have finished its micro-batches
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluate`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
@@ -110,6 +112,11 @@ class Session:
 
     @property
     def evaluation_is_due(self) -> bool:
+        """Whether to evaluate now; after a stop, the same command does."""
+        return self.awaits_evaluation and not self.stop.agreed
+
+    @property
+    def awaits_evaluation(self) -> bool:
         """Whether an evaluation is due and not yet done at this step."""
         return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
 
@@ -181,6 +188,34 @@ class Session:
         flags = self.ranks.finish_flag_exchange()
         self.stop.agreed, self.checkpointer.is_due = flags.stop_signal, flags.save_is_due
         return flags
+
+    # --- stopping
+
+    def stop_heard(self) -> int:
+        """The number of a signal to this rank, or to another one that has announced it; 0 without one."""
+        return self.ranks.announced(self.stop.heard())
+
+    def agree_on_stop(self) -> None:
+        """After work that each rank does alone and a signal cuts short. Collective: every rank comes here, whether it
+        has finished its work or has heard of a signal. Raises Stopped on all ranks if any has heard one.
+        """
+        self.stop.agreed = self.ranks.agree(self.stop_heard)
+        if self.stop.agreed:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around a computation without collectives, which a signal interrupts. Collective at its end, as
+        `agree_on_stop`.
+        """
+        with self.stop.raised():
+            yield
+        self.agree_on_stop()
+
+    def note_stop(self) -> None:
+        """After a save or a callback: a signal during it is honoured before the next step. Collective."""
+        if not (self.is_finished or self.stop.agreed):
+            self.stop.agreed = self.ranks.agree(self.stop_heard)
 
     # What `stop` asks, from a signal's handler and from its thread.
 
