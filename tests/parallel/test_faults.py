@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import runs
 from faults import Fault, environment, fired
 from helpers import metrics, result
 from runs import differences
 
+from trainapp.errors import UserError
+from trainapp.launch import elastic
 from trainapp.signals import TO_BE_CONTINUED
 
 from .launching import SABOTAGED, Ended, Launched, checkpoint, command, launch
@@ -160,6 +163,25 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
     again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
     assert again.code == 0, again.text
     assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
+
+
+@pytest.mark.parametrize(("of_user", "seconds"), [(None, 86400), ("1", 1)])
+def test_a_launcher_waits_for_workers_that_save(tmp_path, monkeypatch, of_user, seconds):
+    """Longer than torch's 30 seconds, unless the user says so."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", of_user or "")  # puts back what was there
+    if of_user is None:
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    launches = []
+
+    def started(launch, worker):
+        launches.append(launch)
+        return lambda config: {0: UserError("not started")}
+
+    monkeypatch.setattr(elastic, "elastic_launch", started)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    elastic.run_workers(runs.configure(tmp_path / "run", "parallel=ddp", "parallel.devices=2"))
+    assert [launch.shutdown_timeout for launch in launches] == [seconds]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])
