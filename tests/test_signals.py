@@ -137,7 +137,7 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     output, errors = process.communicate(timeout=30)
     assert process.returncode == TO_BE_CONTINUED, errors
     assert "Traceback" not in errors
-    assert f"{signal.Signals(number).name}: finishing the step, then saving" in errors
+    assert f"{signal.Signals(number).name}: finishing the step; again to leave at once" in errors
     assert re.search(f"{signal.Signals(number).name}: saved [0-9.]+ s after it", errors)
     saved = list((run_dir / "checkpoints").glob("step_*"))
     assert len(saved) == 1
@@ -173,7 +173,7 @@ def test_a_second_signal_says_what_is_lost(tmp_path):
     assert process.poll() is None
     sent = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert "leaving at once; 1 steps since the start are lost" in line_with("SIGTERM", process)
+    assert "leaving at once; lost: 1 steps since the start" in line_with("SIGTERM", process)
     assert process.wait(10) == 128 + signal.SIGTERM
     assert time.monotonic() - sent < 2
     process.communicate()
@@ -223,8 +223,7 @@ from trainapp.signals import StopRequest
 
 logging.basicConfig(format="%(message)s")
 with StopRequest() as stop:
-    stop.session = SimpleNamespace(has_nothing_to_lose={leaves}, is_saved=False, work="step", lost="all is lost",
-        stops_after=lambda work: f"finishing the {{work}}")
+    stop.session = SimpleNamespace(has_nothing_to_lose={leaves}, is_saved=False, work="step", lost="all")
     stop.PATIENCE = 1.0
     c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     print("ready", flush=True)
@@ -247,7 +246,7 @@ def test_signals_are_heard_while_c_code_runs(leaves):
                 time.sleep(1.5)  # longer than the patience
                 assert process.poll() is None
                 process.send_signal(signal.SIGTERM)
-                assert "a second signal: leaving at once; all is lost" in line_with("SIGTERM", process)
+                assert "a second signal: leaving at once; lost: all" in line_with("SIGTERM", process)
             assert process.wait(10) == 128 + signal.SIGTERM
         finally:
             process.kill()
@@ -369,7 +368,7 @@ def test_an_evaluation_is_cut_short_and_repeated(undisturbed, tmp_path, monkeypa
         assert len(calls) == ended
     facts = helpers.result(run_dir)
     assert (facts["steps"], facts["ended"], facts["stopped"]["signal"]) == (step, "SIGTERM", "SIGTERM")
-    assert facts["stopped"]["during"] == ("step" if method == "commit" else "evaluation")
+    assert facts["stopped"]["during"] == ("step" if method == "commit" else "micro-batch of evaluation")
     assert 0 < facts["stopped"]["seconds"] < 5
     assert [line["step"] for line in helpers.evaluations(run_dir)] == list(range(2, step, 2))
     runs.run(run_dir, *EVALUATED)
@@ -383,7 +382,8 @@ def test_what_the_end_of_an_evaluation_rests_on(undisturbed, tmp_path, monkeypat
     if without == "hint":
         monkeypatch.setattr(Session, "stop_heard", lambda self: 0)
     else:
-        monkeypatch.setattr(Checkpointer, "outdate", lambda self, step: None)
+        kept = property(lambda self: self.kept, lambda self, step: setattr(self, "kept", step) if step >= 0 else None)
+        monkeypatch.setattr(Checkpointer, "saved_at", kept, raising=False)
     with monkeypatch.context() as patch:
         calls = signalled(patch, Engine, "evaluate", 2 * BATCHES + 1)
         with contextlib.suppress(Interrupted):
@@ -417,7 +417,7 @@ def test_ranks_leave_an_evaluation_together(tmp_path, parallel, to):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == TO_BE_CONTINUED, errors
     facts = helpers.result(tmp_path / "run")
-    assert (facts["steps"], facts["ended"], facts["stopped"]["during"]) == (2, "SIGTERM", "evaluation")
+    assert (facts["steps"], facts["ended"], facts["stopped"]["during"]) == (2, "SIGTERM", "micro-batch of evaluation")
     assert facts["stopped"]["seconds"] < 5
     assert not helpers.lines_in(tmp_path / "run" / "evaluations.jsonl")
     assert psutil.wait_procs(workers, 5)[1] == []

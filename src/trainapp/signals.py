@@ -32,26 +32,30 @@ class Interrupted(SystemExit):
         self.signal = number
 
 
+class Preparation:
+    """At work while a run is built: a signal ends it at once. is_saved: whether its checkpoint has been found."""
+
+    def __init__(self, is_saved: bool = False):
+        self.is_saved, self.has_nothing_to_lose = is_saved, True
+        self.work, self.lost = "preparation", "nothing"
+
+
 class StopRequest:
     """Use as a context manager around the run. `heard` is polled wherever the run can stop.
 
-    Attributes: `session`, the run at work; None: it is being built, and a signal ends it at once. `saved`: whether a
-    checkpoint (or written rows) holds all of a run that is not at work. `signal`: the first one's number, or None.
-    `agreed`: the number for which all ranks have agreed to stop, or 0. `during`: what the signal interrupted.
-    `saved_after`: seconds from the signal to the checkpoint.
+    Attributes: `session`, what is at work. `signal`: the first one's number, or None. `agreed`: the number for which
+    all ranks have agreed to stop, or 0. `during`: what the signal interrupted. `saved_after`: seconds from the signal
+    to the checkpoint.
     """
 
     NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
     SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
     ECHO = 1.0  # seconds; a terminal and the launcher both send the same Ctrl-C to a worker
-    PATIENCE = (
-        10.0  # seconds for the main thread to leave: it may be in C code, or a library may have swallowed `Interrupted`
-    )
+    PATIENCE = 10.0  # seconds for the main thread to leave, which may be in C code or have lost `Interrupted`
     _listeners = 0  # threads in this process
 
     def __init__(self) -> None:
-        self.session: Any = None
-        self.saved = False
+        self.session: Any = Preparation()
         self.signal: int | None = None
         self.agreed = 0
         self.during: str | None = None
@@ -73,7 +77,7 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore.close()
-        if self.signal and isinstance(error, Exception) and self._leaves_at_once():
+        if self.signal and isinstance(error, Exception) and self.session.has_nothing_to_lose:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
     def heard(self) -> int:
@@ -87,7 +91,7 @@ class StopRequest:
         try:
             yield
         finally:
-            self.saved, self.session = session.is_saved, None
+            self.session = Preparation(session.is_saved)
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
@@ -123,20 +127,12 @@ class StopRequest:
         raise Interrupted(number, status)
 
     def _status(self, number: int) -> int:
-        session = self.session
-        saved = self.saved if session is None else session.is_saved
-        return TO_BE_CONTINUED if saved else 128 + number
-
-    def _leaves_at_once(self) -> bool:
-        session = self.session
-        return session is None or bool(session.has_nothing_to_lose)
+        return TO_BE_CONTINUED if self.session.is_saved else 128 + number
 
     def _note(self) -> None:
         """Called by the handler or by the thread, which may be first."""
         if not self._at:
-            session = self.session
-            self.during = "preparation" if session is None else session.work
-            self._at = time.monotonic()
+            self.during, self._at = self.session.work, time.monotonic()
 
     def _handle(self, number: int, frame: object) -> None:
         """In the main thread, between two lines of Python."""
@@ -144,7 +140,7 @@ class StopRequest:
             return
         self._note()
         self.signal = number
-        if self._leaves_at_once():
+        if self.session.has_nothing_to_lose:
             self.leave(number)
         if self._raises:
             self._raises = False
@@ -175,35 +171,24 @@ class StopRequest:
             wait = None if leaves_by == math.inf else max(0.0, leaves_by - time.monotonic())
             if not select.select([reader], [], [], wait)[0]:
                 leaves_by = math.inf
-                if self._leaves_at_once():
+                if self.session.has_nothing_to_lose:
                     self._exit(first, "the main thread does not return")
                 continue
             number = os.read(reader, 1)[0]
             if number == 0:
                 return
-            if number not in self.SIGNALS:
-                continue
-            if first and not (self._workers and time.monotonic() - self._at < self.ECHO):
-                self._exit(number, "a second signal")
-            elif not first:
+            if number in self.SIGNALS and not first:
                 first = number
                 self._note()
                 leaves_by = self._at + self.PATIENCE
-                self._say(number)
-
-    def _say(self, number: int) -> None:
-        session = self.session
-        if session is None or session.has_nothing_to_lose:
-            what = "leaving; nothing is lost"
-        else:
-            what = f"{session.stops_after(self.during)}; again to leave at once"
-        log.warning("%s: %s", signal.Signals(number).name, what)
+                leaves, then = self.session.has_nothing_to_lose, f"finishing the {self.during}; again to leave at once"
+                log.warning("%s: %s", signal.Signals(number).name, "leaving; nothing is lost" if leaves else then)
+            elif number in self.SIGNALS and not (self._workers and time.monotonic() - self._at < self.ECHO):
+                self._exit(number, "a second signal")
 
     def _exit(self, number: int, why: str) -> NoReturn:
         """End the process from the thread."""
-        session = self.session
-        lost = "nothing is lost" if session is None else session.lost
-        log.warning("%s: %s: leaving at once; %s", signal.Signals(number).name, why, lost)
+        log.warning("%s: %s: leaving at once; lost: %s", signal.Signals(number).name, why, self.session.lost)
         os._exit(self._status(number))
 
 

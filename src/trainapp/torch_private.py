@@ -424,16 +424,6 @@ class Restart(Enum):
     FREE = "free"  # regardless of `max_restarts`
 
 
-def store_of(group: Any) -> Any:
-    """The key-value store of a process group; with the group's own keys. `ProcessGroup.get_group_store` is new in 2.13;
-    before it, the store of the default group.
-    """
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
-    return distributed.PrefixStore(f"trainapp/{group.group_name}", distributed._get_default_store())
-
-
 @contextlib.contextmanager
 def asked_before_restarts(decide: Callable[[], Restart]) -> Iterator[None]:
     """Inside the block, the launcher asks `decide` before it restarts failed workers; on its own it only counts them.

@@ -144,7 +144,7 @@ def refusal(run_dir: Path, *overrides: str) -> str:
 
 
 class StopAt(StopRequest):
-    """Requests a stop, as Ctrl-C would, during the step that is to be the last."""
+    """A stop, as by Ctrl-C, after the step that is to be the last and, unlike there, after its evaluation."""
 
     def __init__(self, step: int):
         self.step = step
@@ -152,13 +152,16 @@ class StopAt(StopRequest):
         super().__init__()
 
     @property
-    def signal(self) -> int | None:
+    def signal(self) -> int:
         """SIGINT once `step` steps are done."""
-        return 2 if self.run is not None and self.run.state.progress.step >= self.step else None
+        is_done = self.run is not None and self.run.state.progress.step >= self.step
+        return 2 if is_done and not self.run.awaits_evaluation else 0
 
     @signal.setter
     def signal(self, number: int | None) -> None:
-        assert number is None
+        assert not number
+
+    agreed = signal.setter(lambda self, number: None)
 
 
 def run_until(run_dir: Path, step: int, *overrides: str) -> Session:

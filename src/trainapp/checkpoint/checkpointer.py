@@ -83,11 +83,6 @@ class Checkpointer:
             (written, commit), self.pending = self.pending, None
             commit(written.result)
 
-    def outdate(self, step: int) -> None:
-        """Call after an evaluation at `step`: a checkpoint that a stop left there before it lacks its results."""
-        if self.saved_at == step:
-            self.saved_at = -1
-
     def newest_name(self) -> str | None:
         """See `CheckpointDirectory.newest_name`."""
         return None if self.directory is None else self.directory.newest_name()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
     from trainapp.run.result import Result
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
+STATUS = Path("ranks") / "status"  # in the run directory
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
 # How a worker ended, in plain values that can be sent to the parent: its result, a mistake, or a signal's exit code.
@@ -185,8 +186,12 @@ def run_worker(config: Config) -> Outcome:
         return error.with_traceback(None)
     except Interrupted as error:
         code = int(error.code or 0)
-        leave_status(config, code)
-        # A launcher that also got the signal collects no outcomes, and this worker would wait for it.
+        if environment.is_rank_zero():  # a launcher that also got the signal collects no outcomes
+            with contextlib.suppress(OSError):
+                path = Path(config.run_dir) / STATUS
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(str(code))
+        # This worker would wait for such a launcher.
         timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
         timer.daemon = True
         timer.start()
@@ -197,26 +202,14 @@ def run_worker(config: Config) -> Outcome:
         raise
 
 
-def leave_status(config: Config, status: int) -> None:
-    """Rank 0 leaves its exit status for a launcher that got the signal, too, and collects no outcomes."""
-    path = _status_file(Path(config.run_dir))
-    if environment.is_rank_zero():
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(str(status))
-
-
 def take_status(run_dir: Path) -> int | None:
-    """The status left by `leave_status`, if any."""
+    """The exit status that rank 0 has left, if any."""
+    path = run_dir / STATUS
     with contextlib.suppress(OSError, ValueError):
-        status = int(_status_file(run_dir).read_text())
-        _status_file(run_dir).unlink()
+        status = int(path.read_text())
+        path.unlink()
         return status
     return None
-
-
-def _status_file(run_dir: Path) -> Path:
-    return run_dir / "ranks" / "status"
 
 
 # Errors that may have an external, transient cause, such as a full disk or a lost device.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
-from trainapp.torch_private import outside_dispatch_modes, store_of
+from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
 STOP, ASK_EVERY = "stop", 0.2  # the store's key of a signal; seconds
@@ -166,7 +166,9 @@ class DistributedRanks(Ranks):
         self._side_group = dist.new_group(backend="gloo", timeout=limit)
         self.saving_group = dist.new_group(backend="gloo", timeout=limit)
         self._flag_group = dist.new_group(backend="gloo", timeout=limit)
-        self._store, self._announced, self._asked = store_of(self._side_group), 0, 0.0
+        # The group's own keys of the store, from torch 2.13 on; before, ranks hear of each other's signals in `agree`.
+        self._store = getattr(self._side_group, "get_group_store", lambda: None)()
+        self._announced, self._asked = 0, 0.0
         self._flag_work: dist.Work | None = None
         self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
 
@@ -222,7 +224,7 @@ class DistributedRanks(Ranks):
 
     def announced(self, own: int) -> int:
         """Asks the store, which takes 30 microseconds on one machine, at most every 0.2 seconds."""
-        if not self._announced and (own or time.monotonic() - self._asked > ASK_EVERY):
+        if self._store is not None and not self._announced and (own or time.monotonic() - self._asked > ASK_EVERY):
             self._asked = time.monotonic()
             with contextlib.suppress(RuntimeError):  # the store's host may have left
                 if own:

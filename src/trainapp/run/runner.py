@@ -24,7 +24,7 @@ from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
 from trainapp.run.result import Result, opening_lines, print_command, report, result_of
-from trainapp.signals import Interrupted, StopRequest
+from trainapp.signals import Interrupted, Preparation, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
@@ -99,7 +99,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     path = resume.agreed_origin(config, ranks, has_restarted)
     if path is not None:
         config = resume.as_saved(config, path)
-    stop.saved = path is not None and config.continues
+    stop.session = Preparation(path is not None and config.continues)
     config = config.with_own_batches()
     if config.mode == "train":
         config = with_modes(config, ranks)

@@ -58,7 +58,7 @@ def evaluate(session: Session) -> None:
     values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
     session.evaluation.last = means = {name: value for name, value in values.items() if isinstance(value, float)}
     progress.evaluated_at = progress.step
-    session.checkpointer.outdate(progress.step)
+    session.checkpointer.saved_at = -1  # a checkpoint of this step, saved for a stop, lacks the results
     session.meter.pause(time.monotonic() - started)
     session.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(session, means)

@@ -227,38 +227,31 @@ class Session:
     @property
     def is_saved(self) -> bool:
         """Whether the same command continues without a loss: from a checkpoint of this step, or from written rows."""
-        trains = self.config.mode == "train"
-        return self.config.continues and not (trains and self.checkpointer.committed_at != self.state.progress.step)
+        is_complete = self.config.mode != "train" or self.checkpointer.committed_at == self.state.progress.step
+        return self.config.continues and is_complete
 
     @property
     def has_nothing_to_lose(self) -> bool:
         """Whether a signal may end the process anywhere: no step is finished that a checkpoint does not hold. Of
         several ranks, one may have finished a step before another.
         """
-        if self.config.mode == "lr_find":
-            return True
         trains = self.config.mode == "train" and self.ranks.world == 1 and not self.is_finished
-        return trains and self.checkpointer.pending is None and self.unsaved_steps == 0
+        is_idle = trains and self.checkpointer.pending is None and self.unsaved_steps == 0
+        return is_idle or self.config.mode == "lr_find"
 
     @property
     def work(self) -> str:
-        """The work in progress."""
-        of_batches = "evaluation" if self.config.mode in ("train", "eval") else self.config.mode
-        return {Phase.EVALUATE: of_batches, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
-
-    def stops_after(self, work: str) -> str:
-        """How a stop during this work is honoured, for messages."""
-        unit = work if work in ("step", "checkpoint") else f"micro-batch of {work}"
-        then = ", then saving" if unit != "checkpoint" and self.config.mode == "train" and self.config.continues else ""
-        return f"finishing the {unit}{then}"
+        """What is finished before a stop is honoured, for messages."""
+        batch = f"micro-batch of {'evaluation' if self.config.mode == 'train' else self.config.mode}"
+        return {Phase.EVALUATE: batch, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
 
     @property
     def lost(self) -> str:
-        """What would be lost if the process ended now, for messages."""
-        if self.config.mode != "train" or self.unsaved_steps == 0:
-            return "nothing is lost" if self.config.mode != "eval" else "the evaluation is lost"
-        newest = self.checkpointer.newest_name()
-        return f"{self.unsaved_steps} steps since {Path(newest).name if newest else 'the start'} are lost"
+        """What is lost if the process ends now, for messages."""
+        if self.config.mode == "train" and self.unsaved_steps:
+            newest = Path(self.checkpointer.newest_name() or "the start").name
+            return f"{self.unsaved_steps} steps since {newest}"
+        return "nothing" if self.config.continues or self.config.mode == "train" else "the results so far"
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
