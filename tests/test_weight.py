@@ -26,7 +26,7 @@ def words_of_docs() -> int:
 @pytest.mark.parametrize(
     ("what", "measured", "most"),
     [
-        ("lines of the program", lambda: lines_of("src"), 24_070),
+        ("lines of the program", lambda: lines_of("src"), 24_700),
         ("files of the program", lambda: len(modules()), 130),
         ("lines of tests", lambda: lines_of("tests"), 33_130),
         ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_440),
