@@ -119,8 +119,3 @@ def test_debug_nonfinite_names_the_operation_behind_a_non_finite_value(tmp_path)
     assert traced.returncode == 1
     assert "MulBackward0" in traced.stderr
     assert "shifted = self.linear(images.flatten(1)) * 0" in traced.stderr
-
-
-def test_interpolation_on_the_command_line(tmp_path):
-    config = runs.configure(tmp_path, "model=mlp", "model.width=${batch.global_size}", "batch.global_size=24")
-    assert config.model.arguments["width"] == 24

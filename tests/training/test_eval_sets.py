@@ -44,11 +44,6 @@ def test_one_of_them_is_the_objective(tmp_path):
     assert runs.saved(tmp_path, 4)["progress"]["best_step"] == best
 
 
-def test_a_misspelt_objective_names_those_that_there_are(tmp_path):
-    with pytest.raises(UserError, match=r"objective=min hard/loss: .* accuracy, loss, seen/accuracy, seen/loss"):
-        runs.run(tmp_path, *MLP, TRAIN_SPLIT, "objective=min hard/loss")
-
-
 def test_out_of_memory_continues_where_it_was(tmp_path, monkeypatch):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
     overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")

@@ -13,7 +13,6 @@ from harness import Recorded
 from trainapp.data.sets.digits import Digits
 from trainapp.data.stream import Stream
 from trainapp.errors import UserError
-from trainapp.run.result import opening_lines
 
 STREAM = ("model=mlp", "model.width=16", "user_packages=[own_streams]", "train.max_steps=9", "data.num_workers=0")
 
@@ -50,16 +49,6 @@ def test_a_stream_that_fails_is_read_again(tmp_path, kind, workers):
     assert (ended.oom_restarts, ended.samples) == (1, 50 + 16)
     whole = finished(tmp_path / "b", *of("Plain", "train.max_steps=5"))
     assert runs.differences(runs.saved(tmp_path / "a", 5)["model"], whole["model"]) == []
-
-
-def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):
-    caplog.set_level("INFO")
-    runs.run_until(tmp_path, 3, *of("Plain")).close()
-    run = runs.prepare(tmp_path, *of("Plain"))
-    assert opening_lines(run)[0].endswith("; a stream")
-    runs.loop.train_step(run)
-    run.close()
-    assert "the first 48 samples of epoch 0 were read again and skipped" in caplog.text
 
 
 def test_evaluation_and_checkpoints_follow_the_epochs(tmp_path):

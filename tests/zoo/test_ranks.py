@@ -19,10 +19,8 @@ from .harness import configure
 pytestmark = pytest.mark.slow
 # Those with state, and every second of the others.
 NAMES = [name for number, (name, cell) in enumerate(ALL.items()) if cell.ranks and (name in STATEFUL or number % 2)]
-PER_PUSH = ("moco", "lazy buffer", "running scale")
-BOTH = ("lazy buffer", "queue", "running scale", "replay")
 CELLS = [
-    pytest.param(name, marks=() if name in PER_PUSH or number % 10 == 0 else pytest.mark.nightly)
+    pytest.param(name, marks=() if name == "running scale" or number % 10 == 0 else pytest.mark.nightly)
     for number, name in enumerate(NAMES)
 ]
 SETTINGS = {  # 8, 4, then 2 samples: steps of 32, 32, 16 and 32 on two ranks
@@ -68,7 +66,7 @@ def test_one_rank_out_of_memory(pool, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["moco", *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name in BOTH)]
+    "name", ["moco", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("running scale", "replay"))]
 )
 def test_both_ranks_out_of_memory_in_the_first_step(pool, tmp_path, name):
     faults = (Fault("backward", 1, 6), Fault("backward", 1, 6, rank=1))
