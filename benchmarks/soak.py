@@ -1,15 +1,19 @@
-"""Kill workers at random moments and check that the run ends as if nothing had happened.
+"""Kill workers, or stop the run, at random moments and check that it ends as if nothing had happened.
 
     python benchmarks/soak.py --kills 50
+    python benchmarks/soak.py --signals 40
+    python benchmarks/soak.py --signals 4 --strategy compile
 
-In a run over two ranks, random workers are killed (-9) at random moments, including while they start or save. At the
-end the weights must equal those of an undisturbed run bit for bit, and the log must hold every step exactly once: then
-no sample was lost or trained twice.
+In a run over two ranks, random workers are killed (-9) at random moments, including while they start or save. Or the
+run is stopped by SIGUSR1, SIGTERM or SIGINT at random moments, most in long evaluations, and continued by the same
+command: no stop may lose a step, be late or end with another status. At the end the weights must equal those of an
+undisturbed run bit for bit, and the log must hold every step exactly once: then no sample was lost or trained twice.
 """
 
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +25,15 @@ from safetensors.torch import load_file
 
 JOB = [
     "model=gpt", "data=synthetic_tokens", "model.depth=2", "model.width=32", "model.dropout=0.1", "train.device=cpu",
-    "train.max_epochs=null", "batch.global_size=13", "every.log=1", "every.eval=null",
+    "train.max_epochs=null", "batch.global_size=13", "every.log=1",
 ]  # fmt: skip
+RANKS = ["parallel.devices=2", "parallel.timeout=60"]
+STRATEGIES = {"ddp": ["parallel=ddp", *RANKS], "fsdp": ["parallel=fsdp", *RANKS], "compile": ["train.compile=true"]}
+FOR_KILLS = ["every.eval=null", "every.save=5"]
+FOR_SIGNALS = [
+    "every.eval=10", "every.save=null", "data.val_size=16384", "batch.eval_micro_size=4", "data.num_workers=1",
+]  # fmt: skip
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
@@ -41,7 +52,7 @@ def workers(launcher: int) -> list[psutil.Process]:
         return []
 
 
-def disturb(launcher: subprocess.Popen, kills: int, longest: float, generator: random.Random) -> int:
+def kill_workers(launcher: subprocess.Popen, kills: int, longest: float, generator: random.Random) -> int:
     """Kill random workers at random moments, `kills` times or until the run ends. Returns the number of kills."""
     done = 0
     while done < kills and launcher.poll() is None:
@@ -56,50 +67,94 @@ def disturb(launcher: subprocess.Popen, kills: int, longest: float, generator: r
     return done
 
 
+def stop(run: Path, settings: list[str], options: argparse.Namespace, generator: random.Random) -> bool:
+    """Start the run, stop it at a random moment and print how it ended. Whether that was right."""
+    output, result = run.with_suffix(".out"), run / "result.json"
+    begins = output.stat().st_size if output.exists() else 0
+    process = start(run, *settings)
+    time.sleep(generator.uniform(0.2, options.longest))
+    number, sent = generator.choice(SIGNALS), time.monotonic()
+    process.send_signal(number)
+    status = process.wait(timeout=600)
+    status = status if status >= 0 else 128 - status  # as in a shell
+    seconds = time.monotonic() - sent
+    was_heard = f"{number.name}: ".encode() in output.read_bytes()[begins:]
+    stopped = (json.loads(result.read_text()).get("stopped") if was_heard and result.exists() else None) or {}
+    saved = max((int(path.parent.name[-8:]) for path in run.glob("checkpoints/step_*/manifest.json")), default=0)
+    lost = max((line["step"] for line in lines(run, "metrics")), default=0) - saved
+    statuses = {75} if was_heard and saved else {75, 128 + number} if saved else {128 + number}
+    is_late = stopped.get("during") == "evaluation" and stopped["seconds"] > options.within
+    is_right = not lost and status in statuses and not is_late
+    print(
+        f"{'right' if is_right else 'WRONG'}: {number.name}, step {saved}, {lost} lost, status {status} of {statuses}, "
+        f"ended after {seconds:.1f} s, {stopped or ('heard' if was_heard else 'not heard')}",
+        flush=True,
+    )
+    return is_right
+
+
+def finish(process: subprocess.Popen, run: Path) -> None:
+    """Wait for the end of a run, which must be a good one."""
+    if process.wait(timeout=3600):
+        sys.exit(run.with_suffix(".out").read_text()[-2000:])
+
+
 def exported(run: Path, folder: Path) -> dict:
     """The final weights of a run."""
-    status = start(folder, "mode=export", f"checkpointing.resume={run}").wait(timeout=300)
-    if status:
-        sys.exit(f"export failed: {folder.with_suffix('.out').read_text()[-2000:]}")
+    finish(start(folder, "mode=export", f"checkpointing.resume={run}"), folder)
     return load_file(folder / "export" / "model.safetensors")
+
+
+def lines(run: Path, name: str) -> list[dict]:
+    """The lines of a run's metrics or evaluations."""
+    path = run / f"{name}.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
 def main() -> None:
     """Print the outcome; exit with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, help="default: 80 per kill; about 50 run between two kills")
-    parser.add_argument("--longest", type=float, default=9.0, help="maximum seconds between two kills")
-    parser.add_argument("--strategy", default="fsdp", choices=["ddp", "fsdp"])
+    parser.add_argument("--signals", type=int, default=0, help="stop the run this many times instead")
+    parser.add_argument("--steps", type=int, help="default: 80 per kill; about 50 run between two. 2 per signal")
+    parser.add_argument("--longest", type=float, help="maximum seconds between two kills (9), or from a start (40)")
+    parser.add_argument("--within", type=float, default=2.0, help="seconds from a signal in an evaluation to saved")
+    parser.add_argument("--strategy", default="fsdp", choices=STRATEGIES)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    total = options.steps or 80 * options.kills
+    wanted = options.signals or options.kills
+    total = options.steps or wanted * (2 if options.signals else 80)
+    options.longest = options.longest or (40.0 if options.signals else 9.0)
+    common = [*STRATEGIES[options.strategy], f"train.max_steps={total}"]
+    common += FOR_SIGNALS if options.signals else FOR_KILLS
     base = Path(tempfile.mkdtemp(prefix="soak-"))
-    common = [f"parallel={options.strategy}", "parallel.devices=2", "parallel.timeout=60"]
-    common += [f"train.max_steps={total}", "every.save=5"]
-
     calm, rough = base / "calm", base / "rough"
-    if start(calm, *common).wait(timeout=3600):
-        sys.exit(calm.with_suffix(".out").read_text()[-2000:])
+    finish(start(calm, *common), calm)
     began = time.monotonic()
-    run = start(rough, *common, f"parallel.max_restarts={options.kills + 5}")
-    killed = disturb(run, options.kills, options.longest, random.Random(options.seed))
-    if run.wait(timeout=3600):
-        sys.exit(rough.with_suffix(".out").read_text()[-2000:])
+    if options.signals:
+        generator = random.Random(options.seed)
+        done = sum(stop(rough, common, options, generator) for _ in range(options.signals))
+        finish(start(rough, *common), rough)
+    else:
+        run = start(rough, *common, f"parallel.max_restarts={options.kills + 5}")
+        done = kill_workers(run, options.kills, options.longest, random.Random(options.seed))
+        finish(run, rough)
     seconds = time.monotonic() - began
 
-    logs = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in (calm, rough)]
+    logs = [lines(folder, "metrics") for folder in (calm, rough)]
     steps = [[entry["step"] for entry in log] for log in logs]
     samples = [log[-1]["samples"] for log in logs]
     losses = all(a["loss"] == b["loss"] for a, b in zip(*logs, strict=False))
+    evaluations = lines(calm, "evaluations") == lines(rough, "evaluations")
     weights = [exported(folder, base / f"{folder.name}-weights") for folder in (calm, rough)]
     equal = all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     missing = len(set(steps[0]) - set(steps[1]))
     repeated = len(steps[1]) - len(set(steps[1]))
-    print(f"kills {killed} of {options.kills}, {total} steps, {seconds:.0f} s")
+    print(f"{'right stops' if options.signals else 'kills'} {done} of {wanted}, {total} steps, {seconds:.0f} s")
     print(f"steps lost {missing}, steps repeated {repeated}, samples {samples[1]} of {samples[0]}")
-    print(f"losses equal bit for bit: {losses}; weights equal bit for bit: {equal}")
-    if killed < options.kills or missing or repeated or samples[0] != samples[1] or not losses or not equal:
+    print(f"equal bit for bit: losses {losses}, evaluations {evaluations}, weights {equal}")
+    same = losses and evaluations and equal and samples[0] == samples[1]
+    if done < wanted or missing or repeated or not same:
         sys.exit(1)
 
 
