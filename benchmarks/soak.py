@@ -83,7 +83,7 @@ def stop(run: Path, settings: list[str], options: argparse.Namespace, generator:
     saved = max((int(path.parent.name[-8:]) for path in run.glob("checkpoints/step_*/manifest.json")), default=0)
     lost = max((line["step"] for line in lines(run, "metrics")), default=0) - saved
     statuses = {75} if was_heard and saved else {75, 128 + number} if saved else {128 + number}
-    is_late = stopped.get("during") == "evaluation" and stopped["seconds"] > options.within
+    is_late = "evaluation" in stopped.get("during", "") and stopped["seconds"] > options.within
     is_right = not lost and status in statuses and not is_late
     print(
         f"{'right' if is_right else 'WRONG'}: {number.name}, step {saved}, {lost} lost, status {status} of {statuses}, "

@@ -4,6 +4,7 @@ Torch is not imported here, so that --help, --cfg and shell completion stay fast
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
 from trainapp.new import project
+from trainapp.signals import TIME_IS_UP, Interrupted
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,12 @@ def job(composed: DictConfig) -> float | None:
             command = command_line.resume_command(hydra_config, run_dir)
             config = compose.from_hydra(composed, run_dir, command, given)
             launch.describe(composed, config, hydra_config.overrides.task)
-            return launch.launch(config, is_sweep)
+            try:
+                return launch.launch(config, is_sweep)
+            except Interrupted as stopped:
+                if is_sweep and stopped.signal == TIME_IS_UP and config.train.max_time != "auto":
+                    return math.nan  # the time of this job; its objective is not compared
+                raise
     except Exception as error:
         if is_sweep:  # Hydra shows only the first failed job's error, and leaves the logs of all empty
             if isinstance(error, UserError):

@@ -21,7 +21,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch import environment, launch
 from trainapp.run import run_dir as directory
-from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest
+from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, StopRequest
 from trainapp.tracking import terminal
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ def _run(config: Config) -> None:
     except Interrupted as stopped:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise
+        if stopped.signal != TIME_IS_UP:
+            raise
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+TIME_IS_UP = 14  # the number, of SIGALRM, that stands for `train.max_time` among signals; none is sent
 TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ class Interrupted(SystemExit):
     def __init__(self, number: int, status: int):
         super().__init__(status)
         self.signal = number
+
+    def __reduce__(self) -> Any:  # pickled by a worker
+        return Interrupted, (self.signal, self.code)
 
 
 class Preparation:
@@ -46,6 +50,8 @@ class StopRequest:
     Attributes: `session`, what is at work. `signal`: the first one's number, or None. `agreed`: the number for which
     all ranks have agreed to stop, or 0. `during`: what the signal interrupted. `saved_after`: seconds from the signal
     to the checkpoint.
+
+    deadline: the `time.monotonic()` of `train.max_time`. No timer: the clock is read where signals are polled.
     """
 
     NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -54,7 +60,8 @@ class StopRequest:
     PATIENCE = 10.0  # seconds for the main thread to leave, which may be in C code or have lost `Interrupted`
     _listeners = 0  # threads in this process
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = math.inf) -> None:
+        self.deadline = deadline
         self.session: Any = Preparation()
         self.signal: int | None = None
         self.agreed = 0
@@ -81,7 +88,12 @@ class StopRequest:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
     def heard(self) -> int:
-        """The number of the signal that asks for a stop, or 0."""
+        """The number of the signal that asks for a stop, TIME_IS_UP after the deadline, or 0."""
+        if self.signal is None and time.monotonic() >= self.deadline:
+            if not self._at:
+                self._note()
+                log.info("%s: the time is up during %s", named(TIME_IS_UP), self.during)
+            return TIME_IS_UP
         return self.signal or 0
 
     @contextlib.contextmanager
@@ -110,15 +122,15 @@ class StopRequest:
     @property
     def facts(self) -> dict[str, Any] | None:
         """The signal that this process has heard, for result.json."""
-        if self.signal is None or not self._at:
+        if not self._at:
             return None
-        return {"signal": signal.Signals(self.signal).name, "during": self.during, "seconds": self.saved_after}
+        return {"signal": named(self.signal or TIME_IS_UP), "during": self.during, "seconds": self.saved_after}
 
     def has_saved(self) -> None:
         """Call after a checkpoint that a stop has asked for."""
         if self.saved_after is None and self._at:
             self.saved_after = time.monotonic() - self._at
-            log.info("%s: saved %.1f s after it", signal.Signals(self.agreed).name, self.saved_after)
+            log.info("%s: saved %.1f s after it", named(self.agreed), self.saved_after)
 
     def leave(self, number: int) -> NoReturn:
         """Pass the signal to its previous handler, then end the run. Raises Interrupted."""
@@ -190,6 +202,11 @@ class StopRequest:
         """End the process from the thread."""
         log.warning("%s: %s: leaving at once; lost: %s", signal.Signals(number).name, why, self.session.lost)
         os._exit(self._status(number))
+
+
+def named(number: int) -> str:
+    """SIGTERM, or train.max_time."""
+    return "train.max_time" if number == TIME_IS_UP else signal.Signals(number).name
 
 
 def pass_on(number: int, handler: Any) -> None:

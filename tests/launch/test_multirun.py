@@ -155,6 +155,15 @@ def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_job_out_of_time_does_not_end_the_sweep_and_is_not_compared(tmp_path):
+    done = run_cli(*SWEEP, "every.eval=1", "train.max_time=0.01s,null", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (_, *rows), last = table(done)
+    assert [(row[2], row[-1]) for row in rows] == [("1", "train.max_time=0.01s"), ("2", "train.max_steps=2")]
+    assert last == [f"best accuracy (max): {rows[1][1].removesuffix(' *')} in job 1: train.max_time=null"]
+
+
+@pytest.mark.slow
 def test_batches_of_jobs_end_with_one_table_and_objectives_may_differ(tmp_path):
     batches = "hydra.sweeper.max_batch_size=1"
     done = run_cli(*SWEEP, batches, "objective=max accuracy,min loss", cwd=tmp_path)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Flags, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.run import runner
-from trainapp.signals import StopRequest
+from trainapp.signals import Interrupted, StopRequest
 from trainapp.torch_private import is_shard, outside_dispatch_modes
 from trainapp.training import loop
 from trainapp.training.engine import Engine
@@ -175,6 +176,26 @@ def train_by_clock(rank: int, config: Config, *arguments: Any) -> tuple[Record, 
         mock.patch("trainapp.checkpoint.checkpointer.time", mock.Mock(monotonic=lambda: now)),
     ):
         return train(rank, config, *arguments), saved, asked
+
+
+def train_out_of_time(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
+    """A run whose time is up on rank 1 alone: the status of this rank, and the step of its last checkpoint."""
+    saved, save = [], Checkpointer.save
+
+    def noting_save(checkpointer: Checkpointer, step: int, *about: Any) -> None:
+        saved.append(step)
+        save(checkpointer, step, *about)
+
+    with (
+        mock.patch.object(Checkpointer, "save", noting_save),
+        mock.patch.object(runner, "deadline", return_value=-math.inf if rank else math.inf),
+        elastic.process_group(config) as ranks,
+    ):
+        try:
+            runner.run(config, ranks)
+        except Interrupted as left:
+            return int(left.code or 0), saved[-1]
+    return 0, saved[-1]
 
 
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:

@@ -11,6 +11,8 @@ import runs
 import torch
 from safetensors.torch import load_file
 
+from trainapp.signals import TO_BE_CONTINUED
+
 from . import cells
 from .conftest import Cell
 from .test_equality import TOLERANCE, error
@@ -125,6 +127,12 @@ def test_saves_by_the_clock_change_no_number(cell, world, strategy, asynchronous
         assert saved == ([2, 4, 6, 8] if world else [4, 8])  # the fastest clock decides
     if world:  # negative control: by its own clock, only rank 1 would save
         assert [asked[1::2] for _, _, asked in by_clock] == [[False] * 4, [True] * 4]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_agree_that_the_time_is_up(cell, strategy):
+    ended = cell.run(2, f"parallel={strategy}", *SAVING, function=cells.train_out_of_time)
+    assert ended == [(TO_BE_CONTINUED, 1)] * 2
 
 
 def test_manifest_names_every_file_of_every_rank(cell, saved):

@@ -43,20 +43,18 @@ SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 STATUS = Path("ranks") / "status"  # in the run directory
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
-# How a worker ended, in plain values that can be sent to the parent: its result, a mistake, or a signal's exit code.
-Outcome: TypeAlias = "Result | UserError | int"
+# How a worker ended, as it can be sent to the parent: its result, a mistake, or a stop.
+Outcome: TypeAlias = "Result | UserError | Interrupted"
 
 
 def run(config: Config) -> "Result":
     """Train, evaluate or predict, in workers that it starts or in this process as one rank. Returns the result.
 
-    Raises UserError for mistakes, TrainingStopped if training cannot continue, and SystemExit after a signal.
+    Raises UserError for mistakes, TrainingStopped if training cannot continue, and Interrupted after a signal.
     """
     outcome = run_worker(config) if environment.is_one_of_many_ranks() else run_workers(config)
-    if isinstance(outcome, UserError):
+    if isinstance(outcome, (UserError, Interrupted)):
         raise outcome
-    if isinstance(outcome, int):
-        raise SystemExit(outcome)
     return outcome
 
 
@@ -95,14 +93,14 @@ def run_workers(config: Config) -> Outcome:
             child.kill()
         status = take_status(failures.run_dir)
         pass_on(error.sigval, handlers[error.sigval])
-        return 128 + error.sigval if status is None else status
+        return Interrupted(error.sigval, 128 + error.sigval if status is None else status)
     except ChildFailedError as error:
         raise TrainingStopped(_why_it_ended(error, failures)) from None
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    return next((own for own in outcomes.values() if isinstance(own, (UserError, int))), outcomes[0])
+    return next((own for own in outcomes.values() if isinstance(own, (UserError, Interrupted))), outcomes[0])
 
 
 class Failures:
@@ -195,7 +193,7 @@ def run_worker(config: Config) -> Outcome:
         timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
         timer.daemon = True
         timer.start()
-        return code
+        return error.with_traceback(None)
     except Exception as error:
         log.exception("this rank failed")
         leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)

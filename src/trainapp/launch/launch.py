@@ -3,11 +3,13 @@ no torch before the process is prepared for it.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -113,6 +115,8 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
         return runner.run(config).objective
     from trainapp.launch import elastic
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker that torchrun restarts keeps the time of the first
+        config = dataclasses.replace(config, started=psutil.Process(os.getppid()).create_time())
     return elastic.run(config).objective
 
 

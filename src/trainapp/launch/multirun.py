@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
-from trainapp.signals import StopRequest
+from trainapp.signals import TIME_IS_UP, StopRequest, named
 from trainapp.units import bytes_text, listed
 
 TABLE = "sweep.csv"
@@ -148,9 +148,9 @@ def _objective(facts: dict[str, Any]) -> float | None:
 
 
 def _best(jobs: Sequence[Job], is_least: bool) -> list[Job]:
-    """The best jobs not ended by a signal; several if they are equal."""
+    """The best jobs not ended by a signal or `train.max_time`; several if they are equal."""
     finite = [job for job in jobs if job["value"] is not None and math.isfinite(job["value"])]
-    ended = [job for job in finite if job["ended"] not in StopRequest.NAMES]
+    ended = [job for job in finite if not job["ended"].startswith((*StopRequest.NAMES, named(TIME_IS_UP)))]
     value = (min if is_least else max)((job["value"] for job in ended), default=None)
     return [job for job in ended if job["value"] == value]
 

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import signal
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
 from trainapp.files import atomic_write, strict_json
+from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
@@ -94,7 +94,9 @@ def _why_ended(session: Session) -> str | None:
     if session.is_finished and not (session.stop.agreed and session.awaits_evaluation):
         by_steps = train.max_steps is not None and progress.step >= train.max_steps
         return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
-    return signal.Signals(session.stop.agreed).name if session.stop.agreed else None
+    if session.stop.agreed == TIME_IS_UP:
+        return f"{named(TIME_IS_UP)}={train.max_time}"
+    return named(session.stop.agreed) if session.stop.agreed else None
 
 
 def _note(progress: Progress) -> str | None:

@@ -28,6 +28,7 @@ from trainapp.signals import Interrupted, Preparation, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
+from trainapp.training.limits import deadline
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import refused_in_attempt
@@ -51,7 +52,7 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
         gc.freeze()
     ranks = ranks or SingleRank()
-    with StopRequest() as stop:
+    with StopRequest(deadline(config)) as stop:
         ended = _run_session(config, stop, ranks, started)
         while isinstance(ended, CarriedOver):
             ended.memory.release()  # before the new model is built

@@ -67,12 +67,12 @@ class Limits:
 
 
 def deadline(config: Config) -> float:
-    """The `time.monotonic()` after which the run must stop, by `train.max_time`; inf without it.
+    """The `time.monotonic()` after which the run must stop, by `train.max_time`; inf without it, and for lr_find.
 
     Raises UserError for auto outside of Slurm.
     """
     wanted = config.train.max_time
-    if wanted is None:
+    if wanted is None or config.mode == "lr_find":
         return math.inf
     end = config.started + (parse_time(wanted) or 0.0)
     if wanted == "auto":
