@@ -1,6 +1,7 @@
 """`trainapp new`: the commands that it prints work as they stand, in a clean directory."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ PROJECT = {
     "model/net.yaml",
     "data/rings.yaml",
     "experiment/first.yaml",
+    "experiment/sweep.yaml",
     "README.md",
     "test_my_project.py",
     ".gitignore",
@@ -41,19 +43,32 @@ def test_the_printed_commands_work_as_they_stand(tmp_path):
     )
 
 
+# As in the environment of scripts/train, which has no pytest.
+WITHOUT_PYTEST = "import runpy, sys; sys.modules['pytest'] = None; sys.argv = sys.argv[1:]; "
+WITHOUT_PYTEST += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+
+
 @pytest.mark.slow
-def test_its_own_tests_and_the_command_of_its_readme_that_meets_an_error(tmp_path):
-    project.write(tmp_path / "mine")
-    pytest_here = (sys.executable, "-m", "pytest")
-    tests = run_cli("-p", "no:cacheprovider", "-q", cwd=tmp_path / "mine", command=pytest_here)
-    assert tests.returncode == 0, tests.stdout
-    assert "2 passed" in tests.stdout
-    (line,) = (line for line in (tmp_path / "mine/README.md").read_text().splitlines() if "memory.limit" in line)
-    words = line.partition("#")[0].split()[3:]
-    done = run_cli(*words, "hydra.run.dir=less", cwd=tmp_path / "mine")
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "mine/less")["oom_restarts"] >= 1
-    assert result(tmp_path / "mine/less")["objective"] > 0.95
+def test_every_command_of_its_readme_works_and_leaves_nothing_to_commit(tmp_path):
+    folder = tmp_path / "mine"
+    project.write(folder)
+    git = ("git", "-c", "user.name=Me", "-c", "user.email=me@mine")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "Begin"]):
+        subprocess.run([*git, *arguments], cwd=folder, check=True, timeout=60)
+    block = (folder / "README.md").read_text().split("```")[1]
+    commands = [line.partition("#")[0].split() for line in block.splitlines()[1:]]
+    assert [words[:2] for words in commands] == [["python", "-m"]] * 5
+    for words in [*commands, ["python", "-m", "pytest"]]:  # control: pytest is missing
+        done = run_cli(*words[2:], cwd=folder, command=(sys.executable, "-c", WITHOUT_PYTEST))
+        assert (done.returncode == 0) == (words[2] != "pytest"), done.stderr
+        assert words[2] != "unittest" or "Ran 2 tests" in done.stderr
+    results = [result(path.parent) for path in sorted(folder.glob("outputs/**/result.json"))]
+    assert sum(own["oom_restarts"] for own in results) >= 1  # of the command with a limit
+    assert [own["objective"] > 0.95 for own in results] == [True] * 4
+    assert len(list(folder.glob("outputs/**/sweep.csv"))) == 1
+    assert len(list(folder.glob("outputs/*/*/metrics.csv"))) == 2
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert status.stdout == ""
 
 
 @pytest.mark.parametrize(
