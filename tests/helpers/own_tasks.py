@@ -225,3 +225,53 @@ class Whole:
         if model.training:
             self.sizes.append(len(batch["targets"]))
         return mirrored(model, batch)
+
+
+class Mixture(nn.Module):
+    """Each row of an image goes to one of four experts. Returns logits, features [B, 32], and the gate's probabilities
+    and logits [B * 8, 4].
+    """
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.gate, self.head = nn.Linear(8, 4), nn.Linear(32, num_classes)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh()) for _ in range(4))
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.experts)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        rows = inputs.reshape(-1, 8)
+        scores = self.gate(rows)
+        shares = scores.softmax(1)
+        best, chosen = shares.max(1)
+        each = torch.stack([expert(rows) for expert in self.experts], 1)
+        features = (best[:, None] * each[torch.arange(len(rows)), chosen]).reshape(len(inputs), 8, -1).sum(1)
+        return self.head(features), features, shares, scores
+
+
+class Uniform(Mixture):
+    """Its gate is uniform at first."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+
+def balance(logits: Tensor, features: Tensor, shares: Tensor, scores: Tensor) -> Tensor:
+    """Fedus et al. 2022, equation 4."""
+    parts = F.one_hot(shares.argmax(1), 4).to(shares.dtype).mean(0)
+    return 4 * (parts * shares.mean(0)).sum()
+
+
+def importance(logits: Tensor, features: Tensor, shares: Tensor, scores: Tensor) -> Tensor:
+    """Shazeer et al. 2017, equation 7."""
+    return shares.sum(0).var(unbiased=False) / shares.sum(0).mean() ** 2
+
+
+def balanced(model, batch):
+    """With the coefficient of the paper."""
+    logits, *others = model(batch["inputs"])
+    losses = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return losses + 0.1 * len(logits) * importance(logits, *others), len(logits), {}

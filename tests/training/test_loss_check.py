@@ -1,5 +1,6 @@
 """Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
 
+import functools
 import multiprocessing
 import random
 import re
@@ -15,8 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.assembly import checks, trials
-from trainapp.errors import UserError
+from trainapp.data.sets.digits import Digits
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import losses
+from trainapp.parallel.ranks import SingleRank
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"
 UNCHECKED = "train.check_loss=false"
@@ -265,19 +268,25 @@ def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
 
 
 def test_a_mean_over_many_is_told_however_small():
-    pixels = trials.Sums(0.08, 200_000.0)
-    halves = [trials.Sums(0.0799, 100_000.0), trials.Sums(0.0801, 100_000.0)]
+    losses = {"ab": (0.08, 2e5), "a": (0.0799, 1e5), "b": (0.0801, 1e5)}
+    results = {name: trials.Sums(*sums, {}, False) for name, sums in losses.items()}
     for same in (True, False):
-        assert "is a mean" in checks._verdict(checks.Comparison(4, pixels, halves, same), "mine")
+        compared = checks.Comparison(trials.Samples(4, {}, same), results)
+        assert "is a mean" in checks._verdict(compared, "mine")
 
 
 def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
-    assert not trials.consists_of(whole, [whole, whole])
-    assert trials.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    halves = [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}]
+    assert not trials.joints_of(whole, [whole, whole])
+    assert trials.joints_of(whole, halves) == [0]
+    assert trials.joined(whole, halves[::-1], [0])["x"].tolist() == [2, 3, 0, 1]
     table = torch.eye(3)
-    assert trials.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+    assert trials.joints_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)]) == [
+        0,
+        None,
+    ]
 
 
 class Calls:
@@ -295,13 +304,259 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=own_tasks.task_of_the_test")
-    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 2)]
+    assert Calls.made == [(size, False, False) for size in (4, 2, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.assembly.checks._compared", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.assembly.checks.problem_of", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
+
+
+# --- small terms, large rounding
+
+FOUR = trials.first_samples(Digits("train"), 0)
+
+
+def found(task, model, ways=("double", "fp32"), samples=FOUR):
+    """What the check finds, trying these ways one after another."""
+    arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
+    half = {"around": torch.autocast("cpu", torch.bfloat16)}
+    known = {
+        "double": functools.partial(trials.in_double, *arguments),
+        "fp32": functools.partial(trials.Trials, *arguments),
+        "bf16": functools.partial(trials.Trials, *arguments, **half),
+    }
+    return checks.problem_of([known[way] for way in ways], "mine", SingleRank())
+
+
+def entropy_of_mean(logits, *_):
+    mean = logits.softmax(1).mean(0)
+    return (mean * mean.log()).sum()
+
+
+def in_batch_negatives(logits, features, *_):
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+SMALL = {
+    "load balance": (own_tasks.balance, 1e-2),
+    "weak load balance": (own_tasks.balance, 1e-3),
+    "importance": (own_tasks.importance, 1e-2),
+    "entropy of the mean": (entropy_of_mean, 1e-2),
+    "variance": (lambda logits, features, *_: F.relu(1 - features.std(0)).mean(), 1e-2),
+    "covariance": (lambda logits, features, *_: torch.cov(features.T).square().mean(), 1e-2),
+    "orthogonality": (lambda logits, x, *_: (x.T @ x / len(x) - torch.eye(x.shape[1])).square().mean(), 1e-2),
+    "centring": (lambda logits, *_: (logits - logits.mean(0)).square().mean(), 1e-2),
+    "negatives": (in_batch_negatives, 1e-3),
+    "diversity": (lambda logits, features, *_: -torch.pdist(features).mean(), 1e-3),
+    "largest": (lambda logits, *_: logits.abs().max(), 1e-3),
+}
+
+
+def with_term(model, batch, term="load balance", weight=None):
+    """Cross-entropy plus a term of the whole batch, weighted as in the papers: a multiple of the mean loss."""
+    logits, *others = model(batch["inputs"])
+    function, usual = SMALL[term]
+    count, losses = len(logits), F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return losses + (usual if weight is None else weight) * count * function(logits, *others), count, {}
+
+
+@pytest.mark.parametrize("term", SMALL)
+def test_a_small_term_of_the_whole_batch_is_refused(term):
+    torch.manual_seed(0)
+    model, task = own_tasks.Mixture(10), functools.partial(with_term, term=term)
+    assert "the loss is not a sum over samples" in found(task, model)
+    assert found(functools.partial(task, weight=0), model) is None
+    # A tolerance of 0.1% of the loss lets it pass.
+    trial = trials.Trials(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
+    whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
+    assert abs(whole - a - b) < 1e-3 * whole
+
+
+def test_terms_that_rounding_does_not_hide_in_a_large_model_either():
+    """Which is not copied in fp64, or cannot run in it."""
+    torch.manual_seed(0)
+    constant = torch.ones(64)
+
+    def in_fp32_only(model, batch, term):
+        return with_term(lambda x: model((x.flatten(1)[:, None] @ constant.diag())[:, 0]), batch, term)
+
+    model = own_tasks.Mixture(10)
+    for term in ("load balance", "importance", "entropy of the mean", "centring"):
+        assert "not a sum" in found(functools.partial(with_term, term=term), model, ["fp32"])
+        assert "not a sum" in found(functools.partial(in_fp32_only, term=term), model)
+
+
+def plain(model, batch):
+    return cross_entropies(model, batch).sum(), len(batch["targets"]), {}
+
+
+def in_pieces(model, batch):
+    """A long sum, one number after another in fp32."""
+    pixels = (model(batch["inputs"])[:, None] - torch.linspace(0, 1, 20_000)[:, None]).square().float()
+    return pixels.flatten().cumsum(0)[-1] / 20_000, len(pixels), {}
+
+
+def in_half(dtype, model, batch):
+    """The loss itself in 16 bits."""
+    return cross_entropies(model, batch).to(dtype).sum(), len(batch["targets"]), {}
+
+
+def fp32_inside(model, batch):
+    logits = model(batch["inputs"])
+    normal = F.layer_norm(logits.float(), logits.shape[1:]).to(logits.dtype)
+    return F.cross_entropy(normal, batch["targets"], reduction="sum"), len(logits), {}
+
+
+def bfloat16_inside(model, batch):
+    return plain(lambda x: model.head(model.features(x)).bfloat16() @ torch.eye(10, dtype=torch.bfloat16), batch)
+
+
+class Residual(nn.Sequential):
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
+def deep():
+    layers = [Residual(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(12)]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10))
+
+
+def convolutions():
+    layers = [nn.Sequential(nn.Conv2d(n, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()) for n in (1, 16, 16, 16)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 10))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs.reshape(-1, 8, 8))[0][:, -1])
+
+
+HONEST = {
+    "bf16": (plain, lambda: own_tasks.Net(10), ["bf16"]),
+    "bf16 parameters": (plain, lambda: own_tasks.Net(10).bfloat16(), ["bf16"]),
+    "loss in bf16": (functools.partial(in_half, torch.bfloat16), lambda: own_tasks.Net(10), ["double"]),
+    "loss in fp16": (functools.partial(in_half, torch.float16), lambda: own_tasks.Net(10), ["double"]),
+    "long sum": (in_pieces, lambda: own_tasks.Net(10), ["double"]),
+    "fp32 inside": (fp32_inside, lambda: own_tasks.Net(10), ["double"]),
+    "bf16 inside": (bfloat16_inside, lambda: own_tasks.Net(10).bfloat16(), ["bf16"]),
+    "deep": (plain, deep, ["fp32"]),
+    "deep in bf16": (plain, deep, ["bf16"]),
+    "convolutions": (plain, convolutions, ["fp32"]),
+    "convolutions in bf16": (plain, convolutions, ["bf16"]),
+    "lstm in bf16": (plain, Lstm, ["bf16"]),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_large_rounding_is_no_term(name):
+    task, built, ways = HONEST[name]
+    torch.manual_seed(0)
+    model = built()
+    assert found(task, model, ways) is None
+
+    def mean(model, batch):
+        loss, count, _ = task(model, batch)
+        return loss / count, count, {}
+
+    assert "the loss is a mean" in found(mean, model, ways)
+    assert "not a sum" in found(lambda *own: (task(*own)[0] + 1, len(own[1]["targets"]), {}), model, ways)
+
+
+def test_draws_are_seen_from_whatever_generator():
+    values = torch.randn(2, 2, 8, 16)
+
+    def seen(function):
+        with trials.Observed() as observed:
+            function()
+        return observed.draws
+
+    assert seen(lambda: torch.randn(2, generator=torch.Generator()))
+    assert seen(lambda: F.scaled_dot_product_attention(values, values, values, dropout_p=0.1))
+    assert not seen(lambda: F.scaled_dot_product_attention(values, values, values))
+    assert not seen(lambda: F.dropout(values, 0.1, training=False))
+
+
+# --- metrics
+
+
+def metric_of(function):
+    def task(model, batch):
+        logits = model(batch["inputs"])
+        value = function(logits, batch["targets"])
+        return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {"mine": value}
+
+    return task
+
+
+def right(logits, targets):
+    return (logits.argmax(1) == targets).float()
+
+
+def ranked(logits, targets):
+    """An area under a curve."""
+    scores = logits[:, 0]
+    return ((scores[:, None] > scores) == (targets[:, None] > targets)).double().mean()
+
+
+MEAN, NO_METRIC_SUM = "the metric mine is a mean, but a sum is required", "the metric mine is not a sum over samples"
+METRICS = {
+    "sum": (lambda logits, targets: right(logits, targets).sum(), None),
+    "called later": (lambda logits, targets: lambda: targets.sum(), None),
+    "weighted": (lambda logits, targets: (1e-9 * targets * logits[:, 0]).sum(), None),
+    "equal logits": (lambda logits, targets: right(0 * logits, targets).sum(), None),
+    "not a number": (lambda logits, targets: logits.sum() * float("nan"), None),
+    "mean": (lambda logits, targets: targets.double().mean(), MEAN),
+    "called later, mean": (lambda logits, targets: lambda: logits.square().mean(), MEAN),
+    "of the model": (lambda logits, targets: 0.07, MEAN),
+    "largest": (lambda logits, targets: logits.max(), "the metric mine is"),
+    "of pairs": (lambda logits, targets: torch.pdist(logits).sum(), NO_METRIC_SUM),
+    "ranked": (ranked, "the metric mine is"),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_are_compared_too(name):
+    torch.manual_seed(0)
+    function, message = METRICS[name]
+    problem = found(metric_of(function), own_tasks.Net(10))
+    assert problem is None if message is None else message in problem
+
+
+# --- once more at a later step
+
+GATED = (*model_of("own_tasks.Uniform"), "data=digits", "objective=min loss", "optimizer.lr=0.01")
+GATED = (*GATED, "task=own_tasks.balanced", "train.max_steps=12", "every.save=4")
+
+
+def test_a_gate_that_is_uniform_at_the_start_is_seen_later(tmp_path):
+    runs.prepare(tmp_path, *GATED).close()  # the check before the first step says nothing
+    with pytest.raises(
+        TrainingStopped, match=r"after step 6, task=.*: the loss is not a sum .* checkpoint is .*step_0*4\b"
+    ):
+        runs.run(tmp_path, *GATED)
+    assert runs.run(tmp_path / "unchecked", *GATED, UNCHECKED).steps == 12
+
+
+def test_the_later_check_is_made_once_and_leaves_no_trace(tmp_path, monkeypatch):
+    """Of a run in one piece, and of one that is resumed after it."""
+    made = []
+    recheck = checks.recheck
+    monkeypatch.setattr(checks, "recheck", lambda *own: made.append(own[1].state.progress.step) or recheck(*own))
+    texts = (*OWN, "task=own_tasks.total", "train.max_steps=6", "every.save=3")
+    runs.run(tmp_path / "plain", *texts, UNCHECKED)
+    assert made == []
+    runs.run(tmp_path / "whole", *texts)
+    runs.run_until(tmp_path / "parts", 3, *texts).close()
+    runs.run(tmp_path / "parts", *texts)
+    assert made == [3, 3]
+    for name in ("whole", "parts"):
+        assert runs.differences(runs.saved(tmp_path / "plain", 6), runs.saved(tmp_path / name, 6)) == []
 
 
 # --- results in a wrong form

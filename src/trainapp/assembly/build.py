@@ -1,9 +1,10 @@
 """Turns a checked configuration into a `Session`: the assembled model plus data, memory and files."""
 
+import functools
 import logging
 from pathlib import Path
 
-from trainapp.assembly import hooks
+from trainapp.assembly import checks, hooks
 from trainapp.assembly.model import assemble
 from trainapp.assembly.parts import Parts, load_parts
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
@@ -24,6 +25,7 @@ from trainapp.training import exactness
 from trainapp.training.limits import Limits
 from trainapp.training.session import Objective, Session
 
+RECHECKED = 100  # the step after which the loss is checked again; in a shorter run, half way
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +89,11 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         callbacks=Callbacks(callbacks),
     )
     if config.train.check_exactness:
-        session.rehearsals = exactness.STEPS * len(state.updates)
+        session.rehearsals.exactness = exactness.STEPS * len(state.updates)
+    if parts.samples is not None and config.precision.mode not in ("int8", "fp8"):  # whose matmuls round by the batch
+        total = session.limits.length.total_steps
+        session.rehearsals.at = min(RECHECKED, RECHECKED if total is None else total // 2)
+        session.rehearsals.recheck = functools.partial(checks.recheck, parts)
     session.schedule_rates()
     return session
 

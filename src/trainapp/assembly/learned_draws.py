@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.assembly.parts import Parts
-from trainapp.assembly.trials import SAMPLES, Samples, Trials, first_samples
+from trainapp.assembly.trials import Samples, Trials
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.losses import contrastive
@@ -41,30 +41,29 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
     updates = parts.components.updates or {"": task}
     works = [(training_draws(name), own, True) for name, own in updates.items()] + [(EVALUATION, task, False)]
     if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
-        data = parts.batches.source.first(SAMPLES)
         for work, own, training in works:
             # The first dimension, which is assumed: draws of trainapp's models and losses.
             is_known = is_built_in(own) and type(model).__module__.startswith("trainapp.models.")
             if not is_known and (has_embeddings(own) or not compares_samples(own)):
-                _learn_of(own, config, parts, model, data, ledger, work, training)
+                _learn_of(own, config, parts, model, ledger, work, training)
     (first, *_) = ranks.all_gather_object(ledger)
     return first
 
 
-def _learn_of(task: CheckedTask, config: Config, parts: Parts, model: nn.Module, data: Any, *into: Any) -> None:
+def _learn_of(task: CheckedTask, config: Config, parts: Parts, model: nn.Module, *into: Any) -> None:
     """By a task in fp32, or as it is trained."""
+    samples = parts.first_samples(config.train.seed)
+    if samples is None or not samples.same:
+        return
+    compute = functools.partial(_of_embeddings, task, model) if has_embeddings(task) else None
     for around in (contextlib.nullcontext(), parts.numerics.autocast):
         try:
-            snapshot = Snapshot.of(Stateful(model=model, task=task.unchecked, data=data))
-            with snapshot.undone():  # including changes from reading the data
-                samples = first_samples(data, config.train.seed)
-            if samples is not None and samples.same:
-                trial = Trials(task, model, samples, snapshot, parts.device, config.train.seed)
-                snapshot.take("all")  # in training mode, a teacher's frozen parameters may be written
-                if has_embeddings(task):
-                    trial.task = functools.partial(_of_embeddings, task)  # type: ignore[assignment]
-                with around, uncompiled():
-                    _learn(trial, samples, *into)
+            snapshot = Snapshot.of(Stateful(model=model, task=task.unchecked))
+            options: dict[str, Any] = {"compute": compute, "snapshot": snapshot, "around": around}
+            trial = Trials(task, model, samples, parts.device, config.train.seed, **options)
+            snapshot.take("all")  # in training mode, a teacher's frozen parameters may be written
+            with uncompiled():
+                _learn(trial, samples, *into)
             return
         except Exception as error:  # the first step raises it again, with its traceback
             log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)

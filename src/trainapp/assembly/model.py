@@ -56,17 +56,16 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
         require_suited(Situation(own, model, components.knows_loss))
-    if config.mode == "train" and config.train.check_loss:
-        for task in components.training_tasks:
-            checks.require_sum(task, config, parts, model, ranks)
-        if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
-            _require_same_forward(config, model, parts)
     ledger = Ledger()
     if config.train.draws == "per_sample":
         for kind in {"cpu", device.type}:
             install(kind)
         if config.mode == "train" and not parts.resumes:  # a resumed run has its checkpoint's
             ledger = learned_draws.learnt(config, parts, model, ranks)
+    if config.mode == "train" and config.train.check_loss:
+        checks.require_sum(config, parts, model, ranks)
+        if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
+            _require_same_forward(config, model, parts)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     checkpointing.apply(model, config.activation_checkpointing)

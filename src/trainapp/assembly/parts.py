@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
+from trainapp.assembly.trials import SAMPLES, Samples, first_samples
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
@@ -19,6 +20,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
+from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.training.session import EvalSets
 
@@ -41,6 +43,7 @@ class Parts:
     eval_sets: EvalSets
     initial_device: str | None = None
     resumes: bool = False
+    samples: Samples | None = None  # see `first_samples`
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -49,6 +52,22 @@ class Parts:
         tasks |= {f"{name}'s task": task.unchecked for name, task in self.components.updates.items()}
         evaluated = {name: own.dataset for name, own in self.eval_sets.items() if not own.is_stream}
         return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
+
+    def first_samples(self, seed: int) -> Samples | None:
+        """The first samples of training, to compare, fetched once; None if there are too few, or if that fails, which
+        the first step reports. Raises errors of reading a stream, which come only once.
+        """
+        data = self.batches.source.first(SAMPLES)
+        if self.samples is None:
+            stateful = Stateful(data=data)
+            for module in stateful.modules.values():
+                module.to(self.device)
+            try:
+                with Snapshot.of(stateful).undone():
+                    self.samples = first_samples(data, seed)
+            except Exception as error:
+                log.debug("the first samples cannot be compared: %s", error)
+        return self.samples
 
     def close(self) -> None:
         """End the reader processes."""

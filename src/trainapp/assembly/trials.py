@@ -1,40 +1,41 @@
 """Trial calls of a task: its results for a few samples, together and in halves, which `assembly.checks` compares.
 
-    samples = first_samples(data, seed)
-    trial = Trials(task, model, samples, snapshot, device, seed)
+    trial = Trials(task, model, samples, device, seed)
     whole, first, second = trial("ab"), trial("a"), trial("b")
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
 """
 
 import contextlib
+import copy
+import functools
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
-from trainapp.losses.losses import CheckedTask
+from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.torch_private import BatchNorm
 
 SAMPLES = 4
-TOGETHER = ("ab", "ba", "aa", "bb")
 
 
 class Samples(NamedTuple):
     """The batches to compare, on the CPU.
 
-    batches: `a` and `b` are halves of `number` samples, or both the first half; `ab` is the two together, and `ba`,
-    `aa` and `bb` are in other orders, as far as they are known to hold the same values as the halves. same: whether
-    `ab` is: padding or graphs may depend on what else is in a batch.
+    batches: `a` and `b` are halves of `number` samples, and `ab` is the two together. same: whether they are known to
+    hold the same values: padding and graphs may depend on what else is in a batch. Then there are `ba`, `aa` and `bb`,
+    too, or `b` is the first half again.
     """
 
     number: int
@@ -43,102 +44,203 @@ class Samples(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The task's loss and count for a batch. drawn: whether the call may have drawn random numbers."""
+    """The task's loss, count and metrics for a batch. drawn: whether the call drew from NumPy's or Python's global
+    generator, or from one of theirs in an attribute.
+    """
 
     loss: float
     divisor: float
-    dtype: torch.dtype = torch.float32
-    drawn: bool = False
+    metrics: Mapping[str, float]
+    drawn: bool
 
 
 def first_samples(data: Any, seed: int) -> Samples | None:
     """The first samples of a data set, in batches; None for a single sample."""
-    count = min(SAMPLES, len(data))
-    if count < 2:
+    number = min(SAMPLES, len(data))
+    if number < 2:
         return None
-    halves = {"a": list(range(count // 2)), "b": list(range(count // 2, count))}
-
-    def batch(name: str) -> Any:
-        return Fetcher(data, seed)[Request(0, [index for half in name for index in halves[half]])]
-
-    batches = {name: batch(name) for name in ("a", "b", *TOGETHER)}
-    known = [name for name in TOGETHER if consists_of(batches[name], [batches[half] for half in name])]
-    if "ab" in known:
-        return Samples(count, {name: batches[name] for name in ("a", "b", *known)}, True)
-    if "aa" in known:
-        return Samples(count, {"a": batches["a"], "b": batches["a"], "ab": batches["aa"]}, True)
-    return Samples(count, {name: batches[name] for name in ("a", "b", "ab")}, False)
+    first, second = list(range(number // 2)), list(range(number // 2, number))
+    whole, a, b = (Fetcher(data, seed)[Request(0, indices)] for indices in (first + second, first, second))
+    if joints := joints_of(whole, [a, b]):
+        orders = {"ba": (b, a), "aa": (a, a), "bb": (b, b)}
+        others = {name: joined(whole, parts, joints) for name, parts in orders.items()}
+        return Samples(number, {"ab": whole, "a": a, "b": b, **others}, True)
+    twice = Fetcher(data, seed)[Request(0, first * 2)]
+    if joints_of(twice, [a, a]):
+        return Samples(number, {"ab": twice, "a": a, "b": a}, True)
+    return Samples(number, {"ab": whole, "a": a, "b": b}, False)
 
 
-def consists_of(batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether each tensor of the batch is the concatenation of its parts in some dimension, ignoring tensors that are
-    identical in all of them.
+def joints_of(batch: Any, parts: Sequence[Any]) -> list[int | None]:
+    """For each tensor of the batch the dimension in which it is the concatenation of its parts, None for one that is
+    identical in all of them. Empty if some tensor is neither, or if all are identical.
     """
     of_each = [tensors_in(batch), *map(tensors_in, parts)]
     if len({len(tensors) for tensors in of_each}) > 1:
-        return False
-    together = list(zip(*of_each, strict=True))
-    if any(t.layout is not torch.strided or t.is_nested for tensors in together for t in tensors):
-        return False
-    of_samples = [tensors for tensors in together if not all(torch.equal(tensors[0], t) for t in tensors[1:])]
-    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
+        return []
+    joints: list[int | None] = []
+    for whole, *pieces in zip(*of_each, strict=True):
+        if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (whole, *pieces)):
+            return []
+        if not all(torch.equal(whole, piece) for piece in pieces):
+            joint = next((dim for dim in range(whole.ndim) if _are_joined(whole, pieces, dim)), None)
+            if joint is None:
+                return []
+            joints.append(joint)
+        else:
+            joints.append(None)
+    return joints if any(joint is not None for joint in joints) else []
 
 
-def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
-    for dimension in range(whole.ndim):
-        with contextlib.suppress(RuntimeError):  # other shapes
-            if torch.equal(whole, torch.cat(pieces, dimension)):
-                return True
+def _are_joined(whole: Tensor, pieces: list[Tensor], dimension: int) -> bool:
+    with contextlib.suppress(RuntimeError):  # other shapes
+        return torch.equal(whole, torch.cat(pieces, dimension))
     return False
+
+
+def joined(batch: Any, parts: Sequence[Any], joints: Sequence[int | None]) -> Any:
+    """The batch with other parts in its place. joints: the batch's, see `joints_of`."""
+    pieces = zip(joints, *map(tensors_in, parts), strict=True)
+
+    def replaced(tensor: Tensor) -> Tensor:
+        joint, *own = next(pieces)
+        return tensor if joint is None else torch.cat(own, joint)
+
+    return map_tensors(replaced, batch)
 
 
 class Trials:
     """Calls of a task with one of the `samples`' batches, by its name, without gradients.
 
-    snapshot: undoes what a call changes, to the state at construction. Collective with FSDP.
+    stateful_metrics: names of metrics that are not numbers. compute: the task's results for a batch on the device; None
+    calls the task with the model. snapshot: undoes what a call changes, to the state at construction; None makes one.
+    around: entered around each call. to: the dtype of floating-point tensors in batches; None: as it is.
+    Attribute: `lost`, parameters that a call has written and that could not be restored.
     """
 
     def __init__(
-        self, task: CheckedTask, model: nn.Module, samples: Samples, snapshot: Snapshot, device: torch.device, seed: int
+        self,
+        task: CheckedTask,
+        model: nn.Module,
+        samples: Samples,
+        device: torch.device,
+        seed: int,
+        stateful_metrics: Collection[str] = (),
+        *,
+        compute: Callable[[Any], tuple[Tensor, Any, Mapping[str, Any]]] | None = None,
+        snapshot: Snapshot | None = None,
+        around: contextlib.AbstractContextManager[Any] | None = None,
+        to: torch.dtype | None = None,
     ):
-        self.task, self.model, self.samples = task, model, samples
-        self.snapshot, self.device, self.seed = snapshot, device, seed
         stateful = Stateful(model=model, task=task.unchecked)
-        self.modules = [part for root in (model, *stateful.modules.values()) for part in root.modules()]
+        self.samples, self.device, self.seed, self._to = samples, device, seed, to
+        self._compute = compute or functools.partial(task, model)
+        self._snapshot = snapshot or Snapshot.of(stateful)
+        self._around, self._stateful_metrics = around or contextlib.nullcontext(), stateful_metrics
+        self._modules = [module for root in (model, *stateful.modules.values()) for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
-        self.lost: list[str] = []  # parameters that a call has written, which could not be restored
-        snapshot.take("trained")
+        self.lost: list[str] = []
+        self._snapshot.take("trained" if snapshot is None else "written")
 
     @torch.no_grad()
     def __call__(
-        self,
-        name: str,
-        training: bool = False,
-        within: contextlib.AbstractContextManager[Any] | None = None,
+        self, name: str, training: bool = False, within: contextlib.AbstractContextManager[Any] | None = None
     ) -> Sums:
         """The task's results for a batch. training: in training mode, except for BatchNorm. within: around the task.
 
         Raises the task's errors.
         """
-        batch = map_tensors(lambda tensor: tensor.to(self.device, copy=True), self.samples.batches[name])
+        batch = map_tensors(self._copied, self.samples.batches[name])
         try:
-            with preserved_rng(self.device):
-                for module in self.modules:
+            with preserved_rng(self.device), self._around:
+                for module in self._modules:
                     if not training or isinstance(module, BatchNorm):
                         module.eval()
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
                 with within or contextlib.nullcontext():
-                    loss, count, _ = self.task(self.model, batch)
-                return Sums(float(loss), float(count), loss.dtype, before != self._generator_states())
+                    loss, count, metrics = self._compute(batch)
+                drawn = before != self._generator_states()
+                return Sums(float(loss), float(count), self._sums_of(metrics), drawn)
         finally:
-            self.snapshot.restore()
-            self.lost += [name for name in self.snapshot.lost if name not in self.lost]
+            self._snapshot.restore()
+            self.lost += [name for name in self._snapshot.lost if name not in self.lost]
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self._to if tensor.is_floating_point() else None, copy=True)
+
+    def _sums_of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        with contextlib.suppress(Exception):  # the first logged step raises it again
+            return {name: float(value) for name, value in evaluate_metrics(metrics, self._stateful_metrics).items()}
+        return {}
 
     def _generator_states(self) -> bytes:
-        """The states of the global generators and of those in attributes, for comparison."""
-        states = [random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device).numpy())
-        own = [owner.copy() for owner in self._generators]
-        return pickle.dumps((states, [state.numpy() if isinstance(state, Tensor) else state for state in own]))
+        states = [random.getstate(), np.random.get_state(), *(owner.copy() for owner in self._generators)]
+        return pickle.dumps([state for state in states if not isinstance(state, Tensor)])
+
+
+class Observed(TorchDispatchMode):
+    """Watches the operations inside. Attributes: `draws`, whether any draws random numbers, from whatever generator;
+    `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.epsilon = False, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.draws = self.draws or _draws(func, args, kwargs or {})
+        dtypes = [tensor.dtype for tensor in tensors_in(result) if tensor.is_floating_point()]
+        self.epsilon = max([self.epsilon, *(torch.finfo(dtype).eps for dtype in dtypes)])
+        return result
+
+
+def _draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers: attention is tagged like dropout, whatever its probability."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    arguments = operation._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    rates = [rate for name, rate in values.items() if name in ("dropout", "dropout_p")]
+    return any(rates) or not rates
+
+
+def in_double(task: CheckedTask, model: nn.Module, *arguments: Any) -> Trials:
+    """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
+    what cannot be converted, such as a tensor in an attribute, fails when called. arguments: of `Trials`.
+    """
+    originals = {id(module) for module in Stateful(model=model, task=task.unchecked).modules.values()}
+    doubled, own = copy.deepcopy((model, task.unchecked))
+    for module in (doubled, *Stateful(model=doubled, task=own).modules.values()):
+        if id(module) not in originals:  # such as a global variable's, which a copied function shares
+            module.double()
+    task = CheckedTask(own, task.setting)
+    return Trials(task, doubled, *arguments, around=_Double(), to=torch.float64)
+
+
+class _Double(contextlib.AbstractContextManager[None]):
+    """Inside, new tensors are in fp64 by default."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+class WithoutTF32(contextlib.AbstractContextManager[None]):
+    """Inside, matmuls and convolutions in fp32 do not use TF32."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        self._set("highest", False)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._before)
+
+    def _set(self, matmuls: str, convolutions: bool) -> None:
+        torch.set_float32_matmul_precision(matmuls)
+        torch.backends.cudnn.allow_tf32 = convolutions

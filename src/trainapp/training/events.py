@@ -33,11 +33,22 @@ class Verdict:
 
 
 def after_step(session: Session) -> None:
-    """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume."""
+    """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume. After one of
+    them, check the loss again: raises TrainingStopped.
+    """
     callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
+    if step == session.rehearsals.at and before not in (None, step):
+        _recheck(session)
     if callbacks.by_name and before not in (None, step):
         _call(session, "after_step")
+
+
+def _recheck(session: Session) -> None:
+    started = time.monotonic()
+    if session.rehearsals.recheck is not None:
+        session.rehearsals.recheck(session)
+    session.meter.pause(time.monotonic() - started)
 
 
 def after_evaluation(session: Session, metrics: Mapping[str, Any]) -> None:
