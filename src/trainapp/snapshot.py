@@ -278,6 +278,18 @@ class Snapshot:
             silent = {name for name, known in state.sums.items() if not torch.equal(checksum(unsure[name]), known)}
         return [name for name in unsure if name in moved or name in silent]
 
+    def has_changed(self) -> bool:
+        """Whether anything has changed since `take`, except for what owners hold."""
+        state = self._taken
+        before, now = (
+            state.references,
+            self._references(state.structure, list(map(dict.copy, state.structure.registries))),
+        )
+        pairs = zip((*before.contents, *before.attributes), (*now.contents, *now.attributes), strict=True)
+        is_same = all(a.keys() == b.keys() and all(b[name] is value for name, value in a.items()) for a, b in pairs)
+        constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
+        return not is_same or any(not torch.equal(t, c) for t, c in (*state.copies, *constants) if c is not None)
+
     def restore(self, but: Collection[str] = ()) -> None:
         """Return to the last `take`. Sets `lost`. but: kinds of owners to leave unchanged."""
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()

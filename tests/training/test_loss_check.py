@@ -20,9 +20,11 @@ from trainapp.data.sets.digits import Digits
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import losses
 from trainapp.parallel.ranks import SingleRank
+from trainapp.rng import Ledger
+from trainapp.training.evaluate import EVALUATION
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"
-UNCHECKED = "train.check_loss=false"
+UNCHECKED, PER_SAMPLE = "train.check_loss=false", "train.draws=per_sample"
 
 
 def model_of(name):
@@ -204,7 +206,7 @@ TEXTS = (*TEXTS, "objective=min loss", "batch.global_size=1", "data.num_workers=
 def test_padded_texts_whose_count_is_tokens(tmp_path):
     texts = (*TEXTS, "+data.size=3")
     runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
-    with pytest.raises(UserError, match="the loss is a mean, but a sum is required: for 3 samples"):
+    with pytest.raises(UserError, match="the loss is a mean, but a sum is required: for 2 samples"):
         runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
 
 
@@ -303,8 +305,8 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
         return cross_entropies(model, batch).sum(), len(batch["targets"]), {}
 
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
-    prepare(tmp_path, "task=own_tasks.task_of_the_test")
-    assert Calls.made == [(size, False, False) for size in (4, 2, 2)]
+    prepare(tmp_path, "task=own_tasks.task_of_the_test", "train.draws=device")
+    assert Calls.made == [(size, training, False) for training in (False, True) for size in (4, 2, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
@@ -327,7 +329,8 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
         "fp32": functools.partial(trials.Trials, *arguments),
         "bf16": functools.partial(trials.Trials, *arguments, **half),
     }
-    return checks.problem_of([known[way] for way in ways], "mine", SingleRank())
+    mode = checks.Mode(losses.CheckedTask(task, "mine"), EVALUATION, False)
+    return checks.problem_of([known[way] for way in ways], mode, Ledger(), SingleRank())
 
 
 def entropy_of_mean(logits, *_):
@@ -480,6 +483,73 @@ def test_draws_are_seen_from_whatever_generator():
     assert seen(lambda: F.scaled_dot_product_attention(values, values, values, dropout_p=0.1))
     assert not seen(lambda: F.scaled_dot_product_attention(values, values, values))
     assert not seen(lambda: F.dropout(values, 0.1, training=False))
+
+
+# --- training mode
+
+
+def mixed(model, batch):
+    """Mixup in the forward."""
+    inputs = batch["inputs"]
+    if model.training:
+        inputs = 0.9 * inputs + 0.1 * inputs[torch.randperm(len(inputs))]
+    return plain(model, {**batch, "inputs": inputs})
+
+
+def within_capacity(model, batch):
+    """Leaves out the samples that are too many for an expert."""
+    losses = cross_entropies(model, batch)
+    kept = (3 * len(losses) + 3) // 4 if model.training else None
+    return losses[:kept].sum(), len(losses), {}
+
+
+def normalised(model, batch):
+    inputs = batch["inputs"]
+    if model.training:
+        inputs = inputs / inputs.std()
+    return plain(model, {**batch, "inputs": inputs})
+
+
+class Initialised(own_tasks.Net):
+    """Its first forward sets its scale (Kingma and Dhariwal 2018)."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.scale, self.is_new = nn.Parameter(torch.ones(())), True
+
+    def forward(self, inputs):
+        if self.training and self.is_new:
+            self.scale.data.fill_(1 / inputs.std())
+            self.is_new = False
+        return super().forward(self.scale * F.dropout(inputs, 0.1, self.training))
+
+
+@pytest.mark.parametrize("task", [mixed, within_capacity, normalised], ids=lambda task: task.__name__)
+def test_what_is_no_sum_only_in_training(tmp_path, task):
+    message = runs.refusal(tmp_path, *OWN, PER_SAMPLE, f"task=test_loss_check.{task.__name__}")
+    assert "the loss is not a sum over samples in training mode" in message
+
+
+def noisy(model, batch):
+    return plain(lambda inputs: model(F.dropout(inputs + torch.randn_like(inputs), 0.1)), batch)
+
+
+def noisy_and_compared(model, batch):
+    loss, count, _ = noisy(model, batch)
+    return loss + 1e-3 * count * in_batch_negatives(None, model.features(batch["inputs"])), count, {}
+
+
+def test_each_sample_draws_the_same(tmp_path):
+    """So that a task that draws is compared, too, unless train.draws=device leaves the draws to torch."""
+    prepare(tmp_path, PER_SAMPLE, "task=test_loss_check.noisy")
+    compared = "task=test_loss_check.noisy_and_compared"
+    assert "not a sum" in runs.refusal(tmp_path, *OWN, PER_SAMPLE, compared)
+    prepare(tmp_path, "train.draws=device", compared)
+
+
+def test_a_forward_that_writes_state_is_not_compared_in_training(tmp_path):
+    model = (*model_of("test_loss_check.Initialised"), PER_SAMPLE, "data=digits")
+    runs.prepare(tmp_path, *model, "task=test_loss_check.plain").close()
 
 
 # --- metrics

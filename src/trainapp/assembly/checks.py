@@ -37,10 +37,12 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import CheckedTask, compares_samples, is_built_in
 from trainapp.memory.device import uncompiled
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.rng import Drawing, Ledger
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful, held_tensors
 from trainapp.torch_private import has_values
-from trainapp.training.engine import Engine
+from trainapp.training.engine import Engine, training_draws
+from trainapp.training.evaluate import EVALUATION
 from trainapp.training.session import Session
 from trainapp.units import listed
 
@@ -50,6 +52,7 @@ MOST_DOUBLED = 64 * 2**20  # bytes of a model that is copied in fp64
 # fp32 precision, and for metrics.
 LEAST, ROUNDING, FINE, COARSE = 1.2e-7, 8, 1e-3, 2e-2
 IN_DOUBLE = 1e-12  # epsilons below it are fp64's
+SHUFFLED = "draws of randperm.generator_out"  # the topic in a ledger of a permutation of the batch: it mixes samples
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 log = logging.getLogger(__name__)
@@ -105,23 +108,43 @@ def metric_adds_up(values: Mapping[str, float]) -> bool:
     return not abs(values["ab"] - values["a"] - values["b"]) > tolerance  # nan says nothing
 
 
-def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> None:
+class Mode(NamedTuple):
+    """How a task is called. work: the name in the ledger of what it draws."""
+
+    task: CheckedTask
+    work: str
+    training: bool
+
+
+def modes_of(parts: Parts, model: nn.Module) -> list[Mode]:
+    """The tasks in training and in evaluation, except for those that are known to be sums or to compare samples."""
+    task, updates = parts.components.task, parts.components.updates
+    trained = {training_draws(name): own for name, own in (updates or {"": task}).items()}
+    modes = [Mode(task, EVALUATION, False), *(Mode(own, work, False) for work, own in trained.items() if updates)]
+    modes += [Mode(own, work, True) for work, own in trained.items()]
+    # Of trainapp's models, samples do not interact.
+    is_own = type(model).__module__.startswith("trainapp.models.")
+    known = [own for own in (*trained.values(), task) if compares_samples(own) or (is_own and is_built_in(own))]
+    return [mode for mode in modes if mode.task not in known]
+
+
+def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, ledger: Ledger) -> None:
     """Raises UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
     was_checked = parts.resumes and is_stream(parts.components.train_data)  # which is not read from its start again
-    tasks = checked_tasks(parts, model)
-    if was_checked or not tasks:
+    modes = modes_of(parts, model)
+    if was_checked or not modes:
         return
     problem = None
     # With parallel.fsdp.meta_init there are no values yet.
     if all(map(has_values, model.parameters())) and parts.first_samples(config.train.seed) is not None:
-        stateful = Stateful(model=model, **{f"{task.setting}, a task": task.unchecked for task in tasks})
+        stateful = Stateful(model=model, **{f"{mode.work} task": mode.task.unchecked for mode in modes})
         for module in (model, *stateful.modules.values()):
             module.to(parts.device)  # modules of a task are moved later anyway
         with Snapshot.of(stateful).undone(), contextlib.suppress(Exception):  # the first step raises it again
-            for task in tasks:
-                problem = problem or problem_of(_ways(task, config, parts, model), task.setting, SingleRank())
+            for mode in modes:
+                problem = problem or problem_of(_ways(mode.task, config, parts, model), mode, ledger, SingleRank())
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
     if problem := _of_any_rank(problem, ranks):
@@ -132,9 +155,10 @@ def recheck(parts: Parts, session: Session) -> None:
     """Compare once more, between two steps. Raises TrainingStopped. Collective."""
     config, engine, problem = session.config, session.engine, None
     with contextlib.nullcontext() if engine.strategy.forward_is_collective else contextlib.suppress(Exception):
-        for task in checked_tasks(parts, engine.state.model):
-            ways = _ways(task, config, parts, engine.state.model, engine)
-            problem = problem or problem_of(ways, task.setting, session.eval_ranks)
+        for mode in modes_of(parts, engine.state.model):
+            if not mode.training:
+                ways = _ways(mode.task, config, parts, engine.state.model, engine)
+                problem = problem or problem_of(ways, mode, engine.ledger, session.eval_ranks)
     if engine.strategy.forward_is_collective:
         engine.strategy.finish_accumulation()
     if problem := _of_any_rank(problem, session.ranks):
@@ -143,14 +167,6 @@ def recheck(parts: Parts, session: Session) -> None:
             f"after step {session.state.progress.step}, {problem}. What has been trained so far depends on the "
             f"micro-batch; the newest checkpoint is {newest or 'none'}"
         )
-
-
-def checked_tasks(parts: Parts, model: nn.Module) -> list[CheckedTask]:
-    """The tasks of training and evaluation, except for those that are known to be sums or to compare samples."""
-    # Of trainapp's models, samples do not interact in evaluation mode.
-    is_own = type(model).__module__.startswith("trainapp.models.")
-    tasks = dict.fromkeys((*parts.components.training_tasks, parts.components.task))
-    return [task for task in tasks if not (is_own and is_built_in(task)) and not compares_samples(task)]
 
 
 def _of_any_rank(problem: str | None, ranks: Ranks) -> str | None:
@@ -177,15 +193,15 @@ def _ways(
     return ways
 
 
-def problem_of(ways: Sequence[Callable[[], Trials]], setting: str, ranks: Ranks) -> str | None:
+def problem_of(ways: Sequence[Callable[[], Trials]], mode: Mode, ledger: Ledger, ranks: Ranks) -> str | None:
     """The message about the task; None if its results add up or cannot be compared. Tries one way after another, and
-    raises the error of the last. ranks: those that call the model together.
+    raises the error of the last. ledger: of what forwards draw. ranks: those that call the model together.
     """
     for number, way in enumerate(ways, start=1):
         try:
             with uncompiled():
                 trial = way()
-                compared = _compared(trial, ranks)
+                compared = _compared(trial, mode, ledger, ranks)
         except Exception as error:
             if number == len(ways):
                 raise
@@ -193,25 +209,37 @@ def problem_of(ways: Sequence[Callable[[], Trials]], setting: str, ranks: Ranks)
             continue
         if trial.lost:
             log.warning("the check of the loss has written %s, frozen and in place", listed(trial.lost))
-        return None if compared is None else _verdict(compared, setting)
+        return None if compared is None else _verdict(compared, mode.task.setting, mode.training)
     return None
 
 
-def _compared(trial: Trials, ranks: Ranks) -> Comparison | None:
+def _compared(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> Comparison | None:
     """The results to compare; None if they cannot be compared. Raises errors of the task and the model."""
-    results = {name: trial(name) for name in ("ab", "a", "b")}
+    places = ledger.places.get(mode.work)
+    known = Ledger({} if places is None else {mode.work: places})
+
+    def result(name: str, observed: Observed | None = None) -> Sums:
+        positions = range(len(name) * trial.samples.number // 2)
+        alike = Drawing((0,), positions, known, mode.work, alike=True)  # each sample draws the same
+        return trial(name, mode.training, alike, observed)
+
+    results = {name: result(name) for name in ("ab", "a", "b")}
     compared = Comparison(trial.samples, results)
     if ranks.all_reduce_min(int(compared.all_add_up())):
         return compared
-    again = trial("ab", within=(observed := Observed()))
+    again = result("ab", observed := Observed())
     if observed.epsilon > IN_DOUBLE:
-        results |= {name: trial(name) for name in trial.samples.batches if name not in results}
+        results |= {name: result(name) for name in trial.samples.batches if name not in results}
     is_finite = all(math.isfinite(value) for sums in results.values() for value in (sums.loss, sums.divisor))
-    is_random = observed.draws or again.drawn or not math.isclose(again.loss, results["ab"].loss, rel_tol=1e-5)
-    return None if is_random or not is_finite else compared._replace(epsilon=observed.epsilon)
+    is_frozen = places is not None and known.draws and known.depends.keys() <= {SHUFFLED}
+    is_random = (observed.draws and not is_frozen) or again.drawn
+    is_random = is_random or not math.isclose(again.loss, results["ab"].loss, rel_tol=1e-5)
+    if is_random or not is_finite or (mode.training and observed.writes):
+        return None
+    return compared._replace(epsilon=observed.epsilon)
 
 
-def _verdict(compared: Comparison, setting: str) -> str | None:
+def _verdict(compared: Comparison, setting: str, training: bool = False) -> str | None:
     """The message; None if the results add up."""
     samples, whole, a, b = compared.samples, *(compared.results[name] for name in ("ab", "a", "b"))
     numbers = (
@@ -228,11 +256,12 @@ def _verdict(compared: Comparison, setting: str) -> str | None:
         )
     if samples.same and not compared.loss_adds_up():
         return (
-            f"{setting}: the loss is not a sum over samples: {numbers}. It would depend on the micro-batch, and so on "
-            "free memory. Do shapes broadcast, such as [B, 1] with [B]? If it compares the samples of its batch, or "
-            "has a term of the whole batch such as a mixture's load balance, declare `whole_batch = True` on the task: "
-            "its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). If the model "
-            f"normalises over the batch in evaluation mode, let it use running statistics there. {_IF_MEANT}"
+            f"{setting}: the loss is not a sum over samples{' in training mode' * training}: {numbers}. It would "
+            "depend on the micro-batch, and so on free memory. Do shapes broadcast, such as [B, 1] with [B]? If it "
+            "compares or mixes the samples of its batch, or has a term of the whole batch such as a mixture's load "
+            "balance, declare `whole_batch = True` on the task: its batch is then never cut (or give it embed and "
+            "loss_of_embeddings: docs/extending.md). If the model normalises over the batch in evaluation mode, let it "
+            f"use running statistics there. {_IF_MEANT}"
         )
     if samples.same and not math.isclose(whole.divisor, a.divisor + b.divisor, rel_tol=compared.most):
         return (

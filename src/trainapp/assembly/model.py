@@ -63,7 +63,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         if config.mode == "train" and not parts.resumes:  # a resumed run has its checkpoint's
             ledger = learned_draws.learnt(config, parts, model, ranks)
     if config.mode == "train" and config.train.check_loss:
-        checks.require_sum(config, parts, model, ranks)
+        checks.require_sum(config, parts, model, ranks, ledger)
         if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
             _require_same_forward(config, model, parts)
     if config.precision.mode in ("int8", "fp8"):

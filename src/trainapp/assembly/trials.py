@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
 def first_samples(data: Any, seed: int) -> Samples | None:
     """The first samples of a data set, in batches; None for a single sample."""
-    number = min(SAMPLES, len(data))
+    number = min(SAMPLES, len(data)) // 2 * 2
     if number < 2:
         return None
     first, second = list(range(number // 2)), list(range(number // 2, number))
@@ -144,11 +144,14 @@ class Trials:
 
     @torch.no_grad()
     def __call__(
-        self, name: str, training: bool = False, within: contextlib.AbstractContextManager[Any] | None = None
+        self,
+        name: str,
+        training: bool = False,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+        observed: "Observed | None" = None,
     ) -> Sums:
-        """The task's results for a batch. training: in training mode, except for BatchNorm. within: around the task.
-
-        Raises the task's errors.
+        """The task's results for a batch. training: in training mode, except for BatchNorm. within, observed: around
+        the task. Raises the task's errors.
         """
         batch = map_tensors(self._copied, self.samples.batches[name])
         try:
@@ -158,8 +161,10 @@ class Trials:
                         module.eval()
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
-                with within or contextlib.nullcontext():
+                with within or contextlib.nullcontext(), observed or contextlib.nullcontext():
                     loss, count, metrics = self._compute(batch)
+                if observed is not None:
+                    observed.writes = self._snapshot.has_changed()
                 drawn = before != self._generator_states()
                 return Sums(float(loss), float(count), self._sums_of(metrics), drawn)
         finally:
@@ -181,12 +186,13 @@ class Trials:
 
 class Observed(TorchDispatchMode):
     """Watches the operations inside. Attributes: `draws`, whether any draws random numbers, from whatever generator;
-    `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results.
+    `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results; `writes`, whether the
+    call has changed the model's or the task's state.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws, self.epsilon = False, 0.0
+        self.draws, self.epsilon, self.writes = False, 0.0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
