@@ -323,7 +323,7 @@ FOUR = trials.first_samples(Digits("train"), 0)
 def found(task, model, ways=("double", "fp32"), samples=FOUR):
     """What the check finds, trying these ways one after another."""
     arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
-    half = {"around": torch.autocast("cpu", torch.bfloat16)}
+    half = {"around": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
     known = {
         "double": functools.partial(trials.in_double, *arguments),
         "fp32": functools.partial(trials.Trials, *arguments),

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from trainapp.assembly.parts import Parts
-from trainapp.assembly.trials import Observed, Samples, Sums, Trials, WithoutTF32, in_double
+from trainapp.assembly.trials import Observed, Samples, Sums, Trials, in_double, without_tf32
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import TrainingStopped, UserError
@@ -101,11 +101,8 @@ def size_of(values: Mapping[str, float]) -> float:
 
 
 def metric_adds_up(values: Mapping[str, float]) -> bool:
-    """Whether the halves' values of a metric add up to the whole's. What changes when the halves change places, such as
-    the largest of equal logits, says nothing.
-    """
-    tolerance = max(COARSE * size_of(values), 4 * abs(values["ab"] - values.get("ba", values["ab"])))
-    return not abs(values["ab"] - values["a"] - values["b"]) > tolerance  # nan says nothing
+    """Whether the halves' values of a metric add up to the whole's. One that is not a number says nothing."""
+    return not abs(values["ab"] - values["a"] - values["b"]) > COARSE * size_of(values)
 
 
 class Mode(NamedTuple):
@@ -184,10 +181,10 @@ def _ways(
     new: Callable[..., Trials] = functools.partial(Trials, *arguments)
     if engine is not None:
         new = functools.partial(new, snapshot=engine.snapshot)  # without a second copy of the parameters
-    as_trained = functools.partial(new, around=parts.numerics.autocast)
+    as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
     if engine and engine.strategy.forward_is_collective:
         return [functools.partial(as_trained, compute=functools.partial(engine.strategy.evaluate, task))]
-    ways: list[Callable[[], Trials]] = [functools.partial(new, around=WithoutTF32()), as_trained]
+    ways: list[Callable[[], Trials]] = [functools.partial(new, around=without_tf32), as_trained]
     if sum(tensor.nbytes for tensor in held_tensors([model, task.unchecked])) <= MOST_DOUBLED:
         ways.insert(0, functools.partial(in_double, *arguments))
     return ways

@@ -56,7 +56,7 @@ def _learn_of(task: CheckedTask, config: Config, parts: Parts, model: nn.Module,
     if samples is None or not samples.same:
         return
     compute = functools.partial(_of_embeddings, task, model) if has_embeddings(task) else None
-    for around in (contextlib.nullcontext(), parts.numerics.autocast):
+    for around in (contextlib.nullcontext, lambda: parts.numerics.autocast):
         try:
             snapshot = Snapshot.of(Stateful(model=model, task=task.unchecked))
             options: dict[str, Any] = {"compute": compute, "snapshot": snapshot, "around": around}

@@ -11,7 +11,7 @@ import copy
 import functools
 import pickle
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ class Trials:
 
     stateful_metrics: names of metrics that are not numbers. compute: the task's results for a batch on the device; None
     calls the task with the model. snapshot: undoes what a call changes, to the state at construction; None makes one.
-    around: entered around each call. to: the dtype of floating-point tensors in batches; None: as it is.
+    around: makes what is entered around a call. to: the dtype of floating-point tensors in batches; None: as it is.
     Attribute: `lost`, parameters that a call has written and that could not be restored.
     """
 
@@ -129,14 +129,14 @@ class Trials:
         *,
         compute: Callable[[Any], tuple[Tensor, Any, Mapping[str, Any]]] | None = None,
         snapshot: Snapshot | None = None,
-        around: contextlib.AbstractContextManager[Any] | None = None,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         to: torch.dtype | None = None,
     ):
         stateful = Stateful(model=model, task=task.unchecked)
         self.samples, self.device, self.seed, self._to = samples, device, seed, to
         self._compute = compute or functools.partial(task, model)
         self._snapshot = snapshot or Snapshot.of(stateful)
-        self._around, self._stateful_metrics = around or contextlib.nullcontext(), stateful_metrics
+        self._around, self._stateful_metrics = around, stateful_metrics
         self._modules = [module for root in (model, *stateful.modules.values()) for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self.lost: list[str] = []
@@ -155,7 +155,7 @@ class Trials:
         """
         batch = map_tensors(self._copied, self.samples.batches[name])
         try:
-            with preserved_rng(self.device), self._around:
+            with preserved_rng(self.device), self._around():
                 for module in self._modules:
                     if not training or isinstance(module, BatchNorm):
                         module.eval()
@@ -223,30 +223,26 @@ def in_double(task: CheckedTask, model: nn.Module, *arguments: Any) -> Trials:
         if id(module) not in originals:  # such as a global variable's, which a copied function shares
             module.double()
     task = CheckedTask(own, task.setting)
-    return Trials(task, doubled, *arguments, around=_Double(), to=torch.float64)
+    return Trials(task, doubled, *arguments, around=_double_by_default, to=torch.float64)
 
 
-class _Double(contextlib.AbstractContextManager[None]):
-    """Inside, new tensors are in fp64 by default."""
+@contextlib.contextmanager
+def _double_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
 
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self._before)
-
-
-class WithoutTF32(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
     """Inside, matmuls and convolutions in fp32 do not use TF32."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        self._set("highest", False)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(*self._before)
-
-    def _set(self, matmuls: str, convolutions: bool) -> None:
-        torch.set_float32_matmul_precision(matmuls)
-        torch.backends.cudnn.allow_tf32 = convolutions
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
