@@ -2,18 +2,20 @@
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve. The results for the first four samples are therefore
-compared with those for their two halves, in evaluation mode and without gradients: before the first step, and once more
-at a later one, since some terms do not show at the start (a gate that is initialised with zeros is uniform).
+compared with those for their two halves, without gradients: before the first step in evaluation and in training mode
+(with BatchNorm in evaluation mode), and in evaluation mode once more at a later step, since some terms do not show at
+the start (a gate that is initialised with zeros is uniform). Each sample draws the same random numbers.
 
 So that rounding hides nothing, model and task are copied in fp64 if they are small; what cannot run in fp64 runs in
 fp32 without autocast, or as it is trained. Rounding is then measured: results change as much when the halves change
 places or one is repeated. (That also changes small terms of pairs and of unbiased variances, which are not noticed
 there below 0.1% of the loss; a load balance, an entropy of the mean or a centring are.)
 
-Costs three forwards, seven if they do not add up, and fetching eight to twelve samples. A stream's samples are read
-once and kept for training. What cannot be compared is skipped silently:
+Costs three forwards in each mode, more if they do not add up, and fetching eight to ten samples. A stream's samples are
+read once and kept for training. What cannot be compared is skipped silently:
 
-- a task that draws random numbers
+- a task that draws otherwise than by sample (`train.draws=device`, a generator of its own, NumPy)
+- in training mode, a forward that changes the model's or the task's state, such as running statistics
 - a loss that is not finite
 - a batch whose halves hold other values (then only a mean is reported)
 - a task or model that fails here: the first step reports the error
@@ -139,9 +141,10 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
         stateful = Stateful(model=model, **{f"{mode.work} task": mode.task.unchecked for mode in modes})
         for module in (model, *stateful.modules.values()):
             module.to(parts.device)  # modules of a task are moved later anyway
-        with Snapshot.of(stateful).undone(), contextlib.suppress(Exception):  # the first step raises it again
+        with Snapshot.of(stateful).undone():
             for mode in modes:
-                problem = problem or problem_of(_ways(mode.task, config, parts, model), mode, ledger, SingleRank())
+                with contextlib.suppress(Exception):  # the first step raises it again
+                    problem = problem or problem_of(_ways(mode.task, config, parts, model), mode, ledger, SingleRank())
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
     if problem := _of_any_rank(problem, ranks):
