@@ -142,8 +142,9 @@ tree_map = _pytree.tree_map
 # In a step of 1.6 ms on a CPU that code takes 0.15 ms, nearly a tenth (docs/benchmarks.md): 14 calls around each
 # backward, and a profiler record around the optimizer's step. Any unusual case uses the documented path.
 
-# The code object shared by every wrapped `step`. A `step` that is wrapped again or replaced has another.
+# The code objects shared by every wrapped `step`, outside and inside. One that is wrapped again or replaced has others.
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+_WITHOUT_GRADIENTS = torch_optimizer._use_grad_for_differentiable(lambda: None).__code__
 
 with torch.inference_mode(False), torch.enable_grad():  # independent of the modes at import
     _LEAF = torch.zeros((), device="cpu", requires_grad=True)
@@ -172,10 +173,13 @@ def step_optimizer(optimizer: Optimizer) -> None:
     """`optimizer.step()`, without a profiler record if no profiler is active and no hooks are registered."""
     method: Any = getattr(type(optimizer), "step", None)
     is_usual = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(optimizer)
-    if is_usual and not _is_observed(optimizer):
-        method.__wrapped__(optimizer)
-    else:
+    if not is_usual or _is_observed(optimizer):
         optimizer.step()
+    elif method.__wrapped__.__code__ is _WITHOUT_GRADIENTS and not optimizer.defaults["differentiable"]:
+        with torch.no_grad():
+            method.__wrapped__.__wrapped__(optimizer)
+    else:
+        method.__wrapped__(optimizer)
 
 
 def _is_observed(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ class Update:
     """The parameters, optimizer and schedule of one update. A step has one, or several in turn: see `updates`.
 
     name: empty for a step's only update. parameters: the parameters it trains. precision: with its own loss scale.
-    schedule: of its learning rates. number: its index in the step. every: its interval in steps, see `due_updates`.
+    schedule: of its learning rates. number: its index in the step. every: its interval in steps, see `update_after`.
     """
 
     optimizer: torch.optim.Optimizer

@@ -35,12 +35,15 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     opened = opened_container(batch)
-    return [] if opened is None else [tensor for child in opened[0] for tensor in tensors_in(child)]
+    tensors: list[torch.Tensor] = []
+    for child in opened[0] if opened else ():
+        tensors += [child] if isinstance(child, torch.Tensor) else tensors_in(child)  # one call less per tensor
+    return tensors
 
 
 def elements_in(batch: Any) -> int:
     """The number of elements in all of the batch's tensors."""
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    return sum(map(torch.Tensor.numel, tensors_in(batch)))
 
 
 def bucket_of(samples: int, elements: int) -> int:

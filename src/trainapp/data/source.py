@@ -21,12 +21,15 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with the others
 
 
-def due_updates(step: int, every: Sequence[int]) -> list[int]:
-    """The indices of the updates in the step after `step` finished ones; `every` is each update's interval in steps.
+def update_after(update: int, step: int, every: Sequence[int]) -> int | None:
+    """The index of the update after `update` in the step after `step` finished ones; None if `update` is its last.
 
-    The first step has all updates, so that their memory needs show at once.
+    every: each update's interval in steps; the first step has all updates, so that their memory needs show at once.
     """
-    return [number for number, own in enumerate(every) if step == 0 or (step + 1) % own == 0]
+    for number in range(update + 1, len(every)):
+        if step == 0 or (step + 1) % every[number] == 0:
+            return number
+    return None
 
 
 @dataclass
@@ -47,13 +50,13 @@ class Progress:
     applied: int = 0  # number of the step's finished updates that changed the parameters
 
     def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
-        """Count an update of the step, see `due_updates`. Returns whether it was the last, which finishes the step. A
+        """Count an update of the step, see `update_after`. Returns whether it was the last, which finishes the step. A
         step counts as skipped if none of its updates was applied.
         """
         self.applied += applied
-        later = [number for number in due_updates(self.step, every) if number > self.update]
-        if later:
-            self.update = later[0]
+        later = update_after(self.update, self.step, every)
+        if later is not None:
+            self.update = later
             return False
         self.step += self.applied > 0
         self.skipped += self.applied == 0
@@ -99,7 +102,8 @@ class TrainBatches:
         self._drop_last = drop_last
         self._loader = BatchLoader(self.source.fetched, seed, workers, device, split)
         self._open: Iterator[Any] = iter(())
-        self._position: tuple | None = None  # of the open iterator: `_requests`' arguments; None: unknown
+        self._pieces: Iterator[Any] = iter(())  # of its batches: see `_pieces_from`
+        self._position: tuple | None = None  # of the open iterator: `_pieces_from`'s arguments; None: unknown
 
     @property
     def epoch_samples(self) -> int:
@@ -136,21 +140,19 @@ class TrainBatches:
     ) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
-        sizes: micro-batch size per update; every: see `due_updates`. The next update's batches are prefetched. Batches
+        sizes: micro-batch size per update; every: see `update_after`. The next update's batches are prefetched. Batches
         prefetched for another position or other sizes are dropped, and their samples fetched again.
         """
         step = progress.step if max(every) > 1 else 0  # a skipped step does not count
         position = (progress.epoch, progress.consumed, step, progress.update, tuple(sizes), every)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
-            self._open = self._loader.batches(self._requests(*position))
-        self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._pieces(progress.epoch, progress.consumed, sizes[progress.update])
-        start = self.share(progress).start
-        for number, piece in enumerate(pieces, start=1):
-            positions, is_last = range(start, start + len(piece)), number == len(pieces)
-            yield _micro_batch(self._loader, next(self._open), progress.epoch, piece, positions, is_last)
-            start += len(piece)
+            asked, self._pieces = itertools.tee(self._pieces_from(*position))  # buffers the prefetched pieces
+            self._open = self._loader.batches(Request(epoch, numbers or DUMMY) for epoch, numbers, *_ in asked)
+        self._position, is_last = None, False  # an aborted step leaves the iterator mid-step
+        while not is_last:
+            epoch, numbers, positions, is_last = next(self._pieces)
+            yield _micro_batch(self._loader, next(self._open), epoch, numbers, positions, is_last)
         if self.source.looks_ahead:
             self._position = self._after_update(*position)
 
@@ -176,11 +178,21 @@ class TrainBatches:
         self._loader.close()
         self.source.close()
 
-    def _requests(self, *position: Any) -> Iterator[Request]:
+    def _pieces_from(self, *position: Any) -> Iterator[tuple[int, Sequence[int], range, bool]]:
+        """This rank's micro-batches, as many as on the rank with the most samples, so some may be empty: the epoch,
+        samples, their positions, and whether it is the step's last.
+        """
         while True:
             epoch, consumed, _, update, sizes, _ = position
-            for piece in self._pieces(epoch, consumed, sizes[update]):
-                yield Request(epoch, piece or DUMMY)
+            share = self.source.share(epoch, consumed, self.global_size)
+            count, pieces = -(-share.largest // sizes[update]), cut(share.numbers, sizes[update])
+            if len(pieces) < count:
+                pieces = cut_evenly(share.numbers, count)
+                pieces += [[]] * (count - len(pieces))
+            start = share.start
+            for number, piece in enumerate(pieces, start=1):
+                yield epoch, piece, range(start, start + len(piece)), number == count
+                start += len(piece)
             if not self.source.looks_ahead:
                 return
             position = self._after_update(*position)
@@ -189,20 +201,11 @@ class TrainBatches:
         self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], every: tuple[int, ...]
     ) -> tuple:
         """The position of the next update: on the same samples, or on the next step's."""
-        later = [number for number in due_updates(step, every) if number > update]
-        if later:
-            return epoch, consumed, step, later[0], sizes, every
+        later = update_after(update, step, every)
+        if later is not None:
+            return epoch, consumed, step, later, sizes, every
         after = self.source.share(epoch, consumed, self.global_size).after
         return *after, step + (max(every) > 1), 0, sizes, every
-
-    def _pieces(self, epoch: int, consumed: int, size: int) -> list[Sequence[int]]:
-        """This rank's micro-batches: as many as on the rank with the most samples, so some may be empty."""
-        share = self.source.share(epoch, consumed, self.global_size)
-        numbers, largest = share.numbers, share.largest
-        count, pieces = -(-largest // size), cut(numbers, size)
-        if len(pieces) < count:
-            pieces = cut_evenly(numbers, count)
-        return pieces + [[]] * (count - len(pieces))
 
 
 class EvalBatches:

@@ -45,15 +45,15 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, 
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
     own = targets.argmax(1) if targets.is_floating_point() else targets
-    count = len(own) if own.ndim < 2 else (own != IGNORED).sum()
-    return loss_sum, count, _metrics(logits.detach(), own, 1)
+    count = own.shape[0] if own.ndim < 2 else (own != IGNORED).sum()
+    return loss_sum, count, _metrics(logits, own, 1)
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding."""
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets, -1)
+    return loss_sum, (targets != IGNORED).sum(), _metrics(logits, targets, -1)
 
 
 next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count, for the log's tokens per second
@@ -61,7 +61,10 @@ next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count,
 
 def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
     """The accuracy, and `(logits, targets)` for each configured metric. dim: dimension of the classes."""
-    return {"accuracy": lambda: (logits.argmax(dim) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
+    return {
+        "accuracy": lambda: (logits.argmax(dim) == targets).sum(),
+        EVERY: lambda: (logits.detach().float(), targets),
+    }
 
 
 @dataclass(frozen=True)

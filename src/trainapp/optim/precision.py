@@ -178,18 +178,19 @@ class NonFiniteCheck:
         under either policy. update: the update's name, if a step has several. Raises TrainingStopped for "stop", or
         after too many skipped steps.
         """
-        values = {"count": count, "loss": loss} | ({} if self.scaled else {"gradient norm": norm})
-        # Some values are plain numbers even on a GPU, readable without a wait.
-        unread = {n: v for n, v in values.items() if isinstance(v, Tensor) and not self._reads_every_step}
-        numbers = {name: float(value) for name, value in values.items() if name not in unread}
-        if numbers.get("count") == 0:
-            why = "because the loss's count, which the task returns with the loss, was 0"
-            self.count(False, step, why, update)
-            return False
-        for name, value in numbers.items():
-            if not math.isfinite(value) or (name == "count" and value < 0):
-                if self.policy == "stop" or (name == "count" and value < 0):
-                    self._stop(step, f"the {name} is {'negative' if value < 0 else 'not finite'} ({value:g})", update)
+        unread = {}
+        for name, value in (("count", count), ("loss", loss), ("gradient norm", 0.0 if self.scaled else norm)):
+            if isinstance(value, Tensor) and not self._reads_every_step:
+                unread[name] = value
+                continue
+            number = float(value)  # some values are plain numbers even on a GPU, readable without a wait
+            if name == "count" and number == 0:
+                why = "because the loss's count, which the task returns with the loss, was 0"
+                self.count(False, step, why, update)
+                return False
+            if not math.isfinite(number) or (name == "count" and number < 0):
+                if self.policy == "stop" or (name == "count" and number < 0):
+                    self._stop(step, f"the {name} is {'negative' if number < 0 else 'not finite'} ({number:g})", update)
                 self.count(False, step, update=update)
                 return False
         if unread:

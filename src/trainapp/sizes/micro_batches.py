@@ -25,7 +25,7 @@ class Ran(NamedTuple):
 
     def merged(self, other: "Ran") -> "Ran":
         """The larger of each."""
-        if self is NOTHING:
+        if self is NOTHING or self == other:
             return other
         measured = self.measured.worst(other.measured) if self.measured else other.measured
         return Ran(max(self.samples, other.samples), max(self.elements, other.elements), measured)
@@ -151,7 +151,7 @@ class MicroBatchSizes:
         """
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
-        micro = micro._replace(bucket=bucket)
+        micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
         size = self.search(bucket).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1 and not self._all_alike():

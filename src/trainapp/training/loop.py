@@ -105,10 +105,11 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     news: whether any rank has seen a shape whose size is unvalidated or may grow.
     """
     sizes = session.sizes.train
-    was_searching = not sizes.search_has_ended
+    may_change = sizes.is_unvalidated or news
+    was_searching = may_change and not sizes.search_has_ended
     for bucket, size in sizes.succeeded(session.ranks, news).items():
         session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
-    if sizes.record(step.attempt):
+    if may_change and sizes.record(step.attempt):
         events.note_dependence(session, step)
     if was_searching and sizes.search_has_ended:
         session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")

@@ -23,6 +23,8 @@ from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
 
+Context = contextlib.AbstractContextManager[None]
+
 
 class SwallowedOutOfMemory(torch.OutOfMemoryError):
     """An allocation failed in the step, and the caller swallowed the error."""
@@ -92,37 +94,51 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train, session.ranks))
 
 
-@contextlib.contextmanager
-def around(session: Session, micro: MicroBatch) -> Iterator[None]:
+def around(session: Session, micro: MicroBatch) -> Context:
     """Around the forward and backward of a micro-batch. Only a step's last one sums gradients over ranks."""
-    sizes, step = session.sizes.train, session.engine.step
+    sizes, summing = session.sizes.train, session.strategy.micro_batch(micro.last)
     sizes.current_bucket = micro.bucket
-    watching = watched(session, sizes, session.ranks, micro.data, micro.samples)
-    flops: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if session.engine.is_first and not session.engine.draws_by_sample:
-        watching = noted_draws(session.engine.ledger, session.state.device, watching)
+    is_settled = not (session.engine.is_first or session.engine.step.is_logged or is_watched(session, sizes))
+    return summing if is_settled else _measured(session, micro, summing)
+
+
+@contextlib.contextmanager
+def _measured(session: Session, micro: MicroBatch, summing: Context) -> Iterator[None]:
+    engine, step = session.engine, session.engine.step
+    watching = watched(session, session.sizes.train, session.ranks, micro.data, micro.samples)
+    flops: Context = contextlib.nullcontext()
+    if engine.is_first and not engine.draws_by_sample:
+        watching = noted_draws(engine.ledger, session.state.device, watching)
     if step.is_logged and micro.real and (meter := session.meter.utilisation):
         flops = meter.counting(step.update.name, micro.samples * step.update.every)  # samples since the update last ran
-    with session.strategy.micro_batch(micro.last), watching, flops:
+    with summing, watching, flops:
         yield
 
 
 # --- watched memory
 
 
-@contextlib.contextmanager
-def watch_step(session: Session, step: Step) -> Iterator[None]:
+def watch_step(session: Session, step: Step) -> Context:
     """Use around a whole step."""
     # Watching runs a compiled step uncompiled: results would round differently in steps chosen by the clock.
     is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
-    if not (session.sizes.train.is_unvalidated or step.is_drawn or is_due):
-        yield
-        return
+    if session.sizes.train.is_unvalidated or step.is_drawn or is_due:
+        return _watched_step(session, step)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _watched_step(session: Session, step: Step) -> Iterator[None]:
     # Create the scale and weight tensors now, so they are not attributed to the step.
     session.engine.scaled(session.engine.weight_of(step.samples))
     with session.memory.watch(session.meter.resident()):
         yield
     session.memory.note_step()
+
+
+def is_watched(session: Session, sizes: MicroBatchSizes) -> bool:
+    """Whether the memory of the current micro-batch is tracked."""
+    return session.memory.watching or sizes.is_unvalidated or sizes.needs_watching
 
 
 @contextlib.contextmanager
@@ -140,7 +156,7 @@ def watched(
     sizes: the search that chose this size. ranks: ranks running this batch together. samples: reported with the peak;
     None if the peak is not representative. always: watch whatever the sizes say.
     """
-    if not (always or session.memory.watching or sizes.needs_watching or sizes.is_unvalidated):
+    if not (always or is_watched(session, sizes)):
         yield
         return
     # A step's first micro-batch is not typical: no gradients are in memory yet.
