@@ -376,6 +376,18 @@ def test_an_evaluation_is_cut_short_and_repeated(undisturbed, tmp_path, monkeypa
     assert helpers.result(run_dir)["stopped"] is None
 
 
+def test_a_stopped_evaluation_of_a_run_shows_no_numbers(undisturbed, tmp_path, monkeypatch, capsys):
+    """With `mode=eval`, which keeps nothing."""
+    words = ("mode=eval", f"checkpointing.resume={undisturbed}", "batch.eval_micro_size=90")
+    runs.run(tmp_path / "whole", *runs.TINY, *words)
+    assert "eval accuracy" in capsys.readouterr().out
+    signalled(monkeypatch, Engine, "evaluate", BATCHES - 1)
+    with pytest.raises(Interrupted) as stopped:
+        runs.run(tmp_path / "cut", *runs.TINY, *words)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert not re.search("eval accuracy|Resume with", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("without", ["hint", "new checkpoint"])
 def test_what_the_end_of_an_evaluation_rests_on(undisturbed, tmp_path, monkeypatch, without):
     """Negative controls of the test above."""
