@@ -37,6 +37,12 @@ def scratch(elements: int, device: str) -> int:
     return SCRATCH * min(elements, BLOCK.get(device, 0))
 
 
+def allocates_scratch(operation: Any) -> bool:
+    """Whether an operation, as a dispatch mode sees it, draws by sample. Fused kernels have their own numbers."""
+    is_fused = any(name in operation.__name__ for name in ("attention", "rnn"))
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and not is_fused
+
+
 # --- random numbers from keys: [k, 1] of them and `count` elements, from the `first` on, give [k, count]
 
 

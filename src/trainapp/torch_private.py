@@ -210,6 +210,15 @@ class DispatchMode(TorchDispatchMode):
 outside_dispatch_modes = _disable_current_modes
 
 
+def draw_as_uncompiled(on: bool) -> None:
+    """Whether compiled functions draw random numbers by the kernels that are called without compilation, in the same
+    order, instead of by inductor's own. Imports inductor.
+    """
+    from torch._inductor import config
+
+    config.fallback_random = on
+
+
 def fake_tensor_mode() -> Any:
     """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
 

@@ -7,6 +7,7 @@ import pytest
 import runs
 import torch
 
+from trainapp.assembly import model
 from trainapp.errors import UserError
 from trainapp.training import loop, transaction
 
@@ -14,9 +15,9 @@ BY_SAMPLE, OF_TORCH = "train.draws=per_sample", "train.draws=device"
 SIZES = (16, 7, 1)
 
 
-def of(model, *extra):
+def of(name, *extra):
     """The overrides of a run with a model of `own_draws`."""
-    own = runs.own_model(f"own_draws.{model}")
+    own = runs.own_model(f"own_draws.{name}")
     return (*runs.STEPS_ONLY, *own, "data=digits", "user_packages=[own_draws]", "task=own_draws.task", *extra)
 
 
@@ -40,25 +41,25 @@ def differences(folder, *overrides, sizes=SIZES, first=()):
 MODELS = ["Transformer", "TimeFirst", "Depth", "VAE", "Diffusion"]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, model):
-    loss, gradient, ledger = differences(tmp_path / "own", *of(model), BY_SAMPLE)
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, name):
+    loss, gradient, ledger = differences(tmp_path / "own", *of(name), BY_SAMPLE)
     assert loss < 1e-6
     assert gradient < 1e-5
     assert ledger.draws
     assert not ledger.depends
-    loss, gradient, _ = differences(tmp_path / "torchs", *of(model), OF_TORCH)
+    loss, gradient, _ = differences(tmp_path / "torchs", *of(name), OF_TORCH)
     assert loss > 1e-4
     assert gradient > 1e-2
 
 
-@pytest.mark.parametrize("model", ["VAE", "Diffusion"])
-def test_evaluations_do_not_depend_on_the_micro_batch(tmp_path, model):
+@pytest.mark.parametrize("name", ["VAE", "Diffusion"])
+def test_evaluations_do_not_depend_on_the_micro_batch(tmp_path, name):
     """Nor does a second evaluation of the same weights differ from the first."""
 
     def evaluated(draws, size):
         folder, sizes = tmp_path / f"{draws} {size}", (f"batch.eval_micro_size={size}", "batch.micro_size=16")
-        settings = (*of(model), draws, "every.eval=1", "train.max_steps=1", *sizes)
+        settings = (*of(name), draws, "every.eval=1", "train.max_steps=1", *sizes)
         runs.run(folder, *settings)
         (line,) = helpers.evaluations(folder)
         return [line["loss"], line["first"]]
@@ -76,6 +77,26 @@ def test_a_checkpointed_model_draws_the_same(tmp_path, mode):
     other = step(tmp_path / "other", *of("Transformer"), BY_SAMPLE, recomputed, "batch.micro_size=7")
     assert other[0] == pytest.approx(plain[0], rel=1e-6)
     assert runs.relative_error(other[1], plain[1]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.nightly)])
+def test_a_compiled_model_draws_the_same(tmp_path, monkeypatch, mode):
+    """For each size, and as the plain model, which the first steps run; not with inductor's own random numbers."""
+    torch.compiler.reset()
+    settings = (*of("Transformer"), BY_SAMPLE, "train.max_steps=6", "optimizer.lr=0.01")
+
+    def losses(name, *more):
+        runs.run(tmp_path / name, *settings, *more)
+        return [line["loss"] for line in helpers.metrics(tmp_path / name) if "grad_norm" in line]
+
+    plain = losses("plain", "batch.micro_size=16")
+    compiled = ("train.compile=true", f"activation_checkpointing={mode}")
+    assert losses("compiled", *compiled, "batch.micro_size=7") == pytest.approx(plain, rel=1e-4)
+    monkeypatch.setattr(model, "draw_as_uncompiled", lambda on: None)
+    monkeypatch.setattr(torch._inductor.config, "fallback_random", False)
+    torch.compiler.reset()
+    assert losses("inductor", *compiled, "batch.micro_size=16") != pytest.approx(plain, rel=1e-3)
 
 
 def test_steps_updates_and_seeds_draw_different_numbers(tmp_path):

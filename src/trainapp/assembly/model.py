@@ -36,6 +36,7 @@ from trainapp.rng import Ledger, preserved_rng, seed_everything
 from trainapp.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
+from trainapp.torch_private import draw_as_uncompiled
 from trainapp.training.cached_gradients import CachedGradients
 from trainapp.training.engine import Engine
 from trainapp.training.in_backward import InBackward
@@ -71,6 +72,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config)
     if config.train.compile:
+        draw_as_uncompiled(config.train.draws == "per_sample")
         # With FSDP, torch compiles each block separately, from shared code: for different shapes it would compile for
         # dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
         model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
