@@ -47,6 +47,24 @@ def test_a_view_knows_its_base():
     assert private.base_of(whole) is None
 
 
+def test_a_backward_has_a_number_of_its_own():
+    seen = []
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(lambda gradient: seen.append(private.graph_task()))
+    tensor.sum().backward()
+    assert seen[0] >= 0 > private.graph_task() == -1
+
+
+def test_compiled_functions_can_draw_by_torchs_kernels():
+    """What it does to numbers, training/test_draws_of_a_run.py shows."""
+    from torch._inductor import config
+
+    before = config.fallback_random
+    for on in (True, before):
+        private.draw_as_uncompiled(on)
+        assert config.fallback_random is on
+
+
 def test_version_counts_writes_but_not_batchnorms():
     """The latter is why the version alone does not show that a buffer of the state is unchanged."""
     norm = nn.BatchNorm1d(2)
