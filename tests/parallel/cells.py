@@ -91,8 +91,8 @@ class _Noting(Recorded):
 
         def noting_advance(progress: Any) -> None:
             """Samples where they are used: real micro-batches of committed steps."""
-            used = batches._pieces(progress.epoch, progress.consumed, session.sizes.train.size)
-            record.samples[len(record.samples)] = [index for piece in used for index in piece]
+            share = batches.source.share(progress.epoch, progress.consumed, batches.global_size)
+            record.samples[len(record.samples)] = list(share.numbers)
             advance(progress)
 
         def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
