@@ -67,11 +67,11 @@ class Pool:
         return [answer or ("hang", "") for answer in answers]
 
     def _stack(self, rank: int, traces: Path) -> str:
-        """The worker's current stack, which it writes on SIGUSR2."""
+        """The worker's current stack, which it writes on SIGQUIT: a run handles the other signals itself."""
         process = self._workers[rank][0]
         import signal
 
-        os.kill(process.pid, signal.SIGUSR2)
+        os.kill(process.pid, signal.SIGQUIT)
         time.sleep(0.3)
         path = traces / str(rank)
         return path.read_text() if path.exists() else ""
@@ -129,12 +129,12 @@ def _serve(pipe: Connection, rank: int) -> None:
             return
         os.environ.update(names)
         with open(Path(traces) / str(rank), "w") as file:
-            faulthandler.register(signal.SIGUSR2, file, all_threads=False)
+            faulthandler.register(signal.SIGQUIT, file, all_threads=False)
             try:
                 answer = ("result", function(rank, *args))
             except BaseException:
                 answer = ("error", traceback.format_exc())
-            faulthandler.unregister(signal.SIGUSR2)
+            faulthandler.unregister(signal.SIGQUIT)
         gc.collect()  # otherwise each cell's groups stay, with threads that wake 100 times a second: 1,900 of them
         if not gc.get_freeze_count():
             gc.freeze()  # imported objects need not be scanned again
