@@ -103,3 +103,20 @@ def test_the_loss_is_checked_later_together(cell, spread):
         assert "after step 8, task=own_tasks.balanced: the loss is not a sum over samples" in record.error
     for record in run(cell, 2, "balanced", *own, "train.check_loss=false"):
         assert record.error is None
+
+
+DRAWS = ("model=mlp", "model._target_=own_draws.Transformer", "~model.width", "~model.depth", "~model.dropout")
+DRAWS += ("data=digits", "user_packages=[own_draws]", "task=own_draws.task")
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_draws_by_sample_do_not_depend_on_the_ranks(cell, spread):
+    """On three uneven ones, with other micro-batches; torch's own draws are those of the rank."""
+    for way, is_same in (("per_sample", True), ("device", False)):
+        settings = (*DRAWS, f"train.draws={way}")
+        (reference,) = cell.reference(0, *settings, "batch.micro_size=16", tiny=TINY)
+        spread_out = cell.run(3, *settings, "batch.micro_size=4", f"parallel={spread}", tiny=TINY)
+        if is_same:
+            assert_same(spread_out, reference)
+        else:
+            assert error(spread_out[0].gradients[0], reference.gradients[0]) > 1e-2
