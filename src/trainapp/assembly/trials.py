@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
@@ -25,7 +24,7 @@ from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
-from trainapp.torch_private import BatchNorm
+from trainapp.torch_private import BatchNorm, DispatchMode, schema_of
 
 SAMPLES = 4
 
@@ -135,7 +134,8 @@ class Trials:
         stateful = Stateful(model=model, task=task.unchecked)
         self.samples, self.device, self.seed, self._to = samples, device, seed, to
         self._compute = compute or functools.partial(task, model)
-        self._snapshot = snapshot or Snapshot.of(stateful)
+        is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+        self._snapshot = snapshot or Snapshot.of(stateful, verified=2 * is_frozen)  # all others are copied
         self._around, self._stateful_metrics = around, stateful_metrics
         self._modules = [module for root in (model, *stateful.modules.values()) for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
@@ -184,7 +184,7 @@ class Trials:
         return pickle.dumps([state for state in states if not isinstance(state, Tensor)])
 
 
-class Observed(TorchDispatchMode):
+class Observed(DispatchMode):
     """Watches the operations inside. Attributes: `draws`, whether any draws random numbers, from whatever generator;
     `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results; `writes`, whether the
     call has changed the model's or the task's state.
@@ -206,7 +206,7 @@ def _draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     """Whether an operation draws random numbers: attention is tagged like dropout, whatever its probability."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    arguments = operation._schema.arguments
+    arguments = schema_of(operation).arguments
     values = {argument.name: argument.default_value for argument in arguments}
     values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     rates = [rate for name, rate in values.items() if name in ("dropout", "dropout_p")]
