@@ -26,9 +26,9 @@ def words_of_docs() -> int:
 @pytest.mark.parametrize(
     ("what", "measured", "most"),
     [
-        ("lines of the program", lambda: lines_of("src"), 24_700),
+        ("lines of the program", lambda: lines_of("src"), 25_000),
         ("files of the program", lambda: len(modules()), 130),
-        ("lines of tests", lambda: lines_of("tests"), 33_130),
+        ("lines of tests", lambda: lines_of("tests"), 32_000),
         ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_440),
         ("lines of scripts", lambda: lines_of("scripts"), 1_470),
         ("words of documentation", words_of_docs, 20_360),
