@@ -72,6 +72,9 @@ def stop(run: Path, settings: list[str], options: argparse.Namespace, generator:
     output, result = run.with_suffix(".out"), run / "result.json"
     begins = output.stat().st_size if output.exists() else 0
     process = start(run, *settings)
+    if generator.random() < 0.7:  # from the first step on: to start takes longest on a busy machine
+        while process.poll() is None and b"global batch" not in output.read_bytes()[begins:]:
+            time.sleep(0.1)
     time.sleep(generator.uniform(0.2, options.longest))
     number, sent = generator.choice(SIGNALS), time.monotonic()
     process.send_signal(number)
