@@ -24,9 +24,9 @@ ENV HOME=/home/trainapp USER=trainapp
 # The environment belongs to root. In variables, the pins also hold where pip builds packages.
 ENV PATH=/opt/venv/bin:$PATH \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
-    PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt
+    PIP_CONSTRAINT=/src/constraints.lock PIP_BUILD_CONSTRAINT=/src/constraints.lock PIP_NO_REQUIRE_HASHES=1
 WORKDIR /src
-COPY constraints.txt pyproject.toml ./
+COPY constraints.lock pyproject.toml ./
 
 # Where else pip may look, in its own variables; not kept in the image.
 ARG PIP_EXTRA_INDEX_URL
@@ -34,7 +34,8 @@ ARG PIP_FIND_LINKS
 
 # The dependencies come before the sources, so that a change of these installs nothing again.
 RUN python -m venv /opt/venv \
- && pip install -q pip \
+ && sed -n '/^pip==/,/[^\\]$/p' constraints.lock > pip.txt \
+ && env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT -u PIP_NO_REQUIRE_HASHES pip install -q --no-deps --require-hashes -r pip.txt \
  && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
  && pip install -q -r requirements.txt
 
