@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     ended = struck(tmp_path, *SABOTAGED, "parallel=fsdp", *wide, faults=[fault], code=1)
     assert "the checkpoint of step 4 could not be written to" in ended.text
     assert "rank 1" in ended.text
-    assert "is the disk full?" in ended.text
+    assert re.search(r"is the disk full\?|File too large", ended.text)  # before Python 3.14 torch hides the latter
     assert "step_00000002" in ended.text  # the last intact one
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)
