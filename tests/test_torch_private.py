@@ -338,8 +338,10 @@ def test_what_operators_are():
     assert not any(private.may_view(op) for op in (aten.add_.Tensor, aten.mm.default))
     assert {func.overloadpacket.__name__ for func in run.seen} & set(private.ATTENTION_OPERATORS)
     assert all(getattr(aten, name).__name__ == name for name in private.ATTENTION_OPERATORS)
-    assert private.schema_of(aten.relu_.default).is_mutable
-    assert [argument.name for argument in private.schema_of(aten.mm.default).arguments] == ["self", "mat2"]
+    calls = [(aten.bernoulli_.float, {}), (aten._cudnn_rnn.default, {"dropout": 0.1})]
+    assert all(private.draws_numbers(operation, [], options) for operation, options in calls)
+    calls = [(aten.mm.default, {}), (aten._cudnn_rnn.default, {"dropout": 0.0})]
+    assert not any(private.draws_numbers(operation, [], options) for operation, options in calls)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed
-from trainapp.torch_private import schema_of
+from trainapp.torch_private import draws_numbers
 
 # Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few. Box and
 # Muller's pairs are within such a block of a sample, so the numbers depend on it.
@@ -253,8 +253,7 @@ def _dropout(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...]
 
 
 def _fused(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    arguments = [own.name for own in schema_of(getattr(torch.ops.aten, name).default).arguments]
-    if any(value for value, own in zip(args, arguments, strict=False) if own in ("dropout", "dropout_p")):
+    if draws_numbers(getattr(torch.ops.aten, name).default, args, kwargs):
         drawing.ledger.draws = True
         drawing.note(name, f"{name.strip('_')} draws its dropout inside a fused kernel; see `sdpa_kernel` of torch")
     return torchs(*args, **kwargs)

@@ -9,7 +9,7 @@ import importlib
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 from unittest import mock
@@ -307,8 +307,16 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 # them for real, on zeros of the size of the parameters.
 FUSED_WITHOUT_META = frozenset({torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_})
 
-# operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
-schema_of = operator.attrgetter("_schema")
+
+def draws_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call draws random numbers. Attention and recurrent layers have the tag of dropout at every rate."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    arguments = operation._schema.arguments
+    place = next((place for place, own in enumerate(arguments) if own.name in ("dropout", "dropout_p")), None)
+    if place is None:
+        return True
+    return bool(args[place] if place < len(args) else kwargs.get(arguments[place].name, arguments[place].default_value))
 
 
 # --- the loss scaler

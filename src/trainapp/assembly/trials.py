@@ -24,7 +24,7 @@ from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
-from trainapp.torch_private import BatchNorm, DispatchMode, schema_of
+from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers
 
 SAMPLES = 4
 
@@ -196,21 +196,10 @@ class Observed(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.draws = self.draws or _draws(func, args, kwargs or {})
+        self.draws = self.draws or draws_numbers(func, args, kwargs or {})
         dtypes = [tensor.dtype for tensor in tensors_in(result) if tensor.is_floating_point()]
         self.epsilon = max([self.epsilon, *(torch.finfo(dtype).eps for dtype in dtypes)])
         return result
-
-
-def _draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers: attention is tagged like dropout, whatever its probability."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    arguments = schema_of(operation).arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    rates = [rate for name, rate in values.items() if name in ("dropout", "dropout_p")]
-    return any(rates) or not rates
 
 
 def in_double(task: CheckedTask, model: nn.Module, *arguments: Any) -> Trials:

@@ -21,7 +21,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.snapshot import Snapshot, State
 from trainapp.stateful import Owner, Stateful
-from trainapp.torch_private import ATTENTION_OPERATORS, schema_of, set_activation_memory_budget, version_of
+from trainapp.torch_private import ATTENTION_OPERATORS, draws_numbers, set_activation_memory_budget, version_of
 
 Mode = Literal["none", "selective", "full"]
 # Cost of a mode relative to recomputing a block in full: for choosing, not for predicting time.
@@ -122,20 +122,8 @@ def _checkpointed(
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether `selective` keeps an operation's result."""
     # Attention with dropout is recomputed: later operations draw the same numbers only if it draws its own again.
-    kept = operation.overloadpacket.__name__ in _KEPT and not draws(operation, args, kwargs)
+    kept = operation.overloadpacket.__name__ in _KEPT and not draws_numbers(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    arguments = schema_of(operation).arguments
-    names = [argument.name for argument in arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value))
 
 
 # --- the state from which a block is recomputed: that at the start of its forward
