@@ -211,10 +211,12 @@ def noted_draws(ledger: Ledger, device: torch.device, around: contextlib.Abstrac
         own = [torch.default_generator.get_state()]
         return [*own, torch.cuda.get_rng_state(device)] if device.type == "cuda" else own
 
-    before = states()
+    with outside_dispatch_modes():
+        before = states()
     with around:
         yield
-    ledger.draws |= not all(map(torch.equal, before, states()))
+    with outside_dispatch_modes():
+        ledger.draws |= not all(map(torch.equal, before, states()))
 
 
 class Drawing:

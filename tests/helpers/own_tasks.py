@@ -110,7 +110,7 @@ with_frozen_parameters = WithParameters().requires_grad_(False)
 def nan_in_evaluation(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Classification; in evaluation the metric divides zero by zero."""
     loss, count, _ = classification(model, batch)
-    return loss, count, {"ratio": torch.tensor(1.0 if model.training else float("nan"))}
+    return loss, count, {"ratio": torch.tensor(float(count) if model.training else float("nan"))}
 
 
 class InfOnce:

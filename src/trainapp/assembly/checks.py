@@ -141,9 +141,10 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
         stateful = Stateful(model=model, **{f"{mode.work} task": mode.task.unchecked for mode in modes})
         for module in (model, *stateful.modules.values()):
             module.to(parts.device)  # modules of a task are moved later anyway
-        with Snapshot.of(stateful).undone():
+        # Errors are raised again by the first step.
+        with contextlib.suppress(Exception), Snapshot.of(stateful).undone():
             for mode in modes:
-                with contextlib.suppress(Exception):  # the first step raises it again
+                with contextlib.suppress(Exception):
                     problem = problem or problem_of(_ways(mode.task, config, parts, model), mode, ledger, SingleRank())
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -152,8 +153,12 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
 
 
 def recheck(parts: Parts, session: Session) -> None:
-    """Compare once more, between two steps. Raises TrainingStopped. Collective."""
+    """Compare once more, between two steps, unless forwards write parameters, which an evaluation of shards does not
+    undo. Raises TrainingStopped. Collective.
+    """
     config, engine, problem = session.config, session.engine, None
+    if any(session.ranks.all_gather_object(engine.snapshot.written)):
+        return
     with contextlib.nullcontext() if engine.strategy.forward_is_collective else contextlib.suppress(Exception):
         for mode in modes_of(parts, engine.state.model):
             if not mode.training:
