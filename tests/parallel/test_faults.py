@@ -62,7 +62,8 @@ def test_restarts_are_bounded(tmp_path):
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 0]
     assert ended.code == 1
-    assert "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure; its log is in" in ended.text
+    told = "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure (at step 3); its log is in"
+    assert told in ended.text
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
 
 

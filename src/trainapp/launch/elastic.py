@@ -113,14 +113,16 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
+        self.left: dict[str, tuple[int, bool]] = {}  # the last workers' errors
         take_errors(run_dir), take_status(run_dir)  # discard those of an earlier run
         self._before: set[str] = set()
         self._recoveries = 0
 
     def decide(self) -> Restart:
         """Called after each failure, before the workers are restarted."""
-        left = take_errors(self.run_dir)
-        self.incurable = min((text for text, repeats in left.items() if repeats or text in self._before), default=None)
+        self.left = left = take_errors(self.run_dir)
+        repeated = (text for text, (_, repeats) in left.items() if repeats or text in self._before)
+        self.incurable = min(repeated, default=None)
         if self.incurable is not None:
             return Restart.REFUSED
         self._before = set(left)
@@ -142,6 +144,8 @@ def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
     rank, failure = error.get_first_failure()
     message = failure.message  # the traceback is in the rank's log, and elastic has printed it
     reason = message["message"] if isinstance(message, dict) else message
+    if failures.left:  # the launcher may first have seen a rank that lost its peer
+        reason, (rank, _) = next(iter(failures.left.items()))
     free = f" (and {failures.for_memory} with a smaller micro-batch)" if failures.for_memory else ""
     return (
         f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts{free}: {reason}; "
@@ -227,16 +231,16 @@ def leave_error(run_dir: Path, rank: int, error: Exception) -> None:
         (run_dir / "ranks" / f"rank_{rank}.error").write_text(left)
 
 
-def take_errors(run_dir: Path) -> dict[str, bool]:
-    """The errors left by the last workers, one line each with its step, and whether restarted workers would hit it
-    again. A killed worker leaves none.
+def take_errors(run_dir: Path) -> dict[str, tuple[int, bool]]:
+    """The errors left by the last workers, one line each with its step: the rank, and whether restarted workers would
+    hit it again. A killed worker leaves none.
     """
     taken = {}
     for path in sorted((run_dir / "ranks").glob("*.error")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             text, repeats = json.loads(path.read_text(errors="replace"))
             path.unlink()
-            taken[str(text)] = repeats is True
+            taken[str(text)] = int(path.stem.rpartition("_")[2]), repeats is True
     return taken
 
 
