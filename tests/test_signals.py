@@ -422,7 +422,7 @@ def test_ranks_leave_an_evaluation_together(tmp_path, parallel, to):
     os.kill(pids[{"launcher": 0, "busy rank": 1}.get(to, 2)], signal.SIGTERM)
     if to == "control":
         time.sleep(6.0)
-        assert process.poll() is None  # rank 0 goes on evaluating
+        assert process.poll() is None  # rank 0 is still evaluating
         process.kill()
         [own.kill() for own in workers]
         return
