@@ -178,7 +178,7 @@ class Ledger:
         """
         known, (kernel, shape, _) = self.places.get(work), drawn
         if known is None:
-            return Place(kernel, len(shape), 0 if shape and shape[0] == samples else None)
+            return Place(kernel, len(shape), 0) if shape[:1] == (samples,) else Place(kernel, len(shape), varies=True)
         if number in known and known[number].fits(drawn, samples):
             return known[number]
         if number >= 0:

@@ -5,7 +5,6 @@ is theirs. Where a sample has several rows they may be neighbours, as in the wei
 as in `cat([view, view])`: the loss of the four and those of their halves agree only if rows are read as they are meant.
 """
 
-import contextlib
 import functools
 import logging
 import math
@@ -14,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainapp.assembly.checks import modes_of
 from trainapp.assembly.parts import Parts
-from trainapp.assembly.trials import Samples, Trials
+from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.losses import contrastive
-from trainapp.losses.losses import CheckedTask, Metrics, compares_samples, has_embeddings, is_built_in
-from trainapp.memory.device import uncompiled
+from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import Drawing, Drawn, Ledger, places_of
-from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful
 from trainapp.torch_private import has_values
-from trainapp.training.engine import training_draws
 from trainapp.training.evaluate import EVALUATION
 
 CLEAR, CLOSE = 1e-6, 1e-3  # of the loss: other random numbers change it more, rounding less
@@ -35,38 +31,22 @@ log = logging.getLogger(__name__)
 
 def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledger:
     """The ledger of the first rank. Collective. Call before the model is compiled or sharded. Restores everything that
-    a Snapshot covers. Raises errors of reading a stream; what fails here is not learnt: the first step reports it.
+    a Snapshot covers. Raises errors of reading a stream.
     """
-    ledger, task = Ledger(), parts.components.task
-    updates = parts.components.updates or {"": task}
-    works = [(training_draws(name), own, True) for name, own in updates.items()] + [(EVALUATION, task, False)]
-    if all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
-        for work, own, training in works:
-            # The first dimension, which is assumed: draws of trainapp's models and losses.
-            is_known = is_built_in(own) and type(model).__module__.startswith("trainapp.models.")
-            if not is_known and (has_embeddings(own) or not compares_samples(own)):
-                _learn_of(own, config, parts, model, ledger, work, training)
+    ledger = Ledger()
+    modes = [mode for mode in modes_of(parts, model) if mode.training or mode.work == EVALUATION]
+    modes = [mode for mode in modes if not needs_whole_batch(mode.task)]
+    if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
+        samples = parts.first_samples(config.train.seed)
+        for task, work, training in modes if samples is not None and samples.same else ():
+            options = {"compute": functools.partial(_of_embeddings, task, model) if has_embeddings(task) else None}
+            learn = functools.partial(_learn, ledger=ledger, work=work, training=training)
+            try:
+                first_that_works(ways_of(task, config, parts, model, **options), learn)
+            except Exception as error:  # the first step raises it again, with its traceback
+                log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)
     (first, *_) = ranks.all_gather_object(ledger)
     return first
-
-
-def _learn_of(task: CheckedTask, config: Config, parts: Parts, model: nn.Module, *into: Any) -> None:
-    """By a task in fp32, or as it is trained."""
-    samples = parts.first_samples(config.train.seed)
-    if samples is None or not samples.same:
-        return
-    compute = functools.partial(_of_embeddings, task, model) if has_embeddings(task) else None
-    for around in (contextlib.nullcontext, lambda: parts.numerics.autocast):
-        try:
-            snapshot = Snapshot.of(Stateful(model=model, task=task.unchecked))
-            options: dict[str, Any] = {"compute": compute, "snapshot": snapshot, "around": around}
-            trial = Trials(task, model, samples, parts.device, config.train.seed, **options)
-            snapshot.take("all")  # in training mode, a teacher's frozen parameters may be written
-            with uncompiled():
-                _learn(trial, samples, *into)
-            return
-        except Exception as error:  # the first step raises it again, with its traceback
-            log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)
 
 
 def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
@@ -75,10 +55,10 @@ def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int
     return torch.stack([one.double().square().sum() for one in embeddings]).sum(), 1, {}
 
 
-def _learn(trial: Trials, samples: Samples, ledger: Ledger, work: str, training: bool) -> None:
+def _learn(trial: Trials, ledger: Ledger, work: str, training: bool) -> None:
     """Add what `work` draws to the ledger."""
-    half = samples.number // 2
-    positions = {"ab": range(samples.number), "a": range(half), "b": range(half, samples.number)}
+    number, half = trial.samples.number, trial.samples.number // 2
+    positions = {"ab": range(number), "a": range(half), "b": range(half, number)}
 
     def loss(batch: str, known: Ledger, drawn: dict[int, Drawn] | None = None) -> float:
         return trial(batch, training, Drawing((0,), positions[batch], known, work, drawn)).loss
@@ -86,15 +66,15 @@ def _learn(trial: Trials, samples: Samples, ledger: Ledger, work: str, training:
     whole, part = dict[int, Drawn](), dict[int, Drawn]()
     loss("ab", Ledger(), whole)
     loss("a", Ledger(), part)
-    ledger.places[work] = places = places_of(whole, part, samples.number, half)
+    ledger.places[work] = places = places_of(whole, part, number, half)
     if len(whole) != len(part):
         ledger.depends["number of draws"] = (
-            f"the forward draws {len(whole)} times for {samples.number} samples and {len(part)} times for {half}: what "
+            f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {half}: what "
             "it draws after that depends on the batch"
         )
     candidates = [places] if any(own.axis is not None for own in places.values()) else []
     if any(own.rows > 1 for own in places.values()):
-        candidates.append({number: own._replace(apart=own.rows > 1) for number, own in places.items()})
+        candidates.append({draw: own._replace(apart=own.rows > 1) for draw, own in places.items()})
     smallest = math.inf
     for candidate in candidates:
         together, first, second = (loss(batch, Ledger({work: candidate})) for batch in positions)
@@ -105,6 +85,6 @@ def _learn(trial: Trials, samples: Samples, ledger: Ledger, work: str, training:
             break
     if candidates and smallest > CLOSE:
         ledger.depends[f"draws of {work}"] = (
-            f"the loss of {samples.number} samples is not that of their halves, by {smallest:.1%}, though each sample "
+            f"the loss of {number} samples is not that of their halves, by {smallest:.1%}, though each sample "
             "draws the same: draws cannot be told apart by sample, or the loss compares samples"
         )

@@ -9,24 +9,31 @@ Every call has its own copy of the batch, and starts with the same state and the
 import contextlib
 import copy
 import functools
+import logging
 import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
+from trainapp.memory.device import uncompiled
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful
+from trainapp.stateful import Stateful, held_tensors
 from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers
+from trainapp.units import listed
 
 SAMPLES = 4
+MOST_COPIED = 64 * 2**20  # bytes of a model that is copied whole
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Samples(NamedTuple):
@@ -134,13 +141,17 @@ class Trials:
         stateful = Stateful(model=model, task=task.unchecked)
         self.samples, self.device, self.seed, self._to = samples, device, seed, to
         self._compute = compute or functools.partial(task, model)
-        is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
-        self._snapshot = snapshot or Snapshot.of(stateful, verified=2 * is_frozen)  # all others are copied
         self._around, self._stateful_metrics = around, stateful_metrics
-        self._modules = [module for root in (model, *stateful.modules.values()) for module in root.modules()]
+        roots = (model, *stateful.modules.values())
+        for root in roots:
+            root.to(device)  # modules of a task are moved later anyway
+        self._modules = [module for root in roots for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
-        self.lost: list[str] = []
-        self._snapshot.take("trained" if snapshot is None else "written")
+        self._snapshot, self.lost = snapshot or Snapshot.of(stateful), list[str]()
+        if snapshot is None:
+            self._snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
+        else:
+            self._snapshot.take()
 
     @torch.no_grad()
     def __call__(
@@ -202,6 +213,47 @@ class Observed(DispatchMode):
         return result
 
 
+def ways_of(
+    task: CheckedTask, config: Config, parts: Any, model: nn.Module, engine: Any = None, **options: Any
+) -> list[Callable[[], Trials]]:
+    """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
+    samples. engine: the model's, once it is built. options: of `Trials`; with any, there are no copies in fp64.
+    """
+    if parts.samples is None:
+        return []
+    metrics = frozenset(parts.components.hooks["metrics"])
+    arguments: Any = (task, model, parts.samples, parts.device, config.train.seed, metrics)
+    if engine is not None:
+        options["snapshot"] = engine.snapshot  # without a second copy of the parameters
+    new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
+    as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
+    if engine is not None and engine.strategy.forward_is_collective:
+        return [functools.partial(as_trained, compute=functools.partial(engine.strategy.evaluate, task))]
+    doubled = [functools.partial(in_double, *arguments)] if _is_small(task, model) and "compute" not in options else []
+    return [*doubled, new, as_trained]
+
+
+def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials], T]) -> T | None:
+    """What `use` returns for the first trial that raises no error; None without any. Raises the error of the last."""
+    for number, way in enumerate(ways, start=1):
+        try:
+            with uncompiled():
+                found = use(trial := way())
+        except Exception as error:
+            if number == len(ways):
+                raise
+            log.debug("trying another precision: %s", error)
+            continue
+        if trial.lost:
+            log.warning("a trial call of the task has written %s, frozen and in place", listed(trial.lost))
+        return found
+    return None
+
+
+def _is_small(task: CheckedTask, model: nn.Module) -> bool:
+    return sum(tensor.nbytes for tensor in held_tensors([model, task.unchecked])) <= MOST_COPIED
+
+
 def in_double(task: CheckedTask, model: nn.Module, *arguments: Any) -> Trials:
     """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
     what cannot be converted, such as a tensor in an attribute, fails when called. arguments: of `Trials`.
@@ -223,15 +275,3 @@ def _double_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Inside, matmuls and convolutions in fp32 do not use TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
