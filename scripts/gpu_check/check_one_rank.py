@@ -61,7 +61,6 @@ def test_collectives(ranks):
     assert ranks.all_reduce_max(2, 5) == [2, 5]
     assert ranks.all_gather_object({"a": 1}) == [{"a": 1}]
     assert ranks.vote(False) is False
-    ranks.barrier()
 
 
 def test_ddp_rewrapped_after_aborted_steps(tmp_path, device, got, ranks):

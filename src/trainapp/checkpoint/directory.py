@@ -49,11 +49,13 @@ class CheckpointDirectory:
         folder = self._temporary(step)
 
         def make() -> None:
+            if not self.ranks.is_rank_zero:
+                return
             for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
                 _delete(leftover)
             folder.mkdir(parents=True)
 
-        self._on_all_ranks(step, make if self.ranks.is_rank_zero else _nothing)
+        self._on_all_ranks(step, make)
         return folder
 
     def commit(self, step: int, write: Callable[[], dict[str, Any]], config: dict[str, Any], is_best: bool) -> None:
@@ -65,6 +67,8 @@ class CheckpointDirectory:
         by_rank = self._on_all_ranks(step, write)
 
         def publish() -> None:
+            if not self.ranks.is_rank_zero:
+                return
             temporary, final = self._temporary(step), self.folder / _name(step)
             files = {name: entry for part in by_rank for name, entry in part.items()}
             write_manifest(temporary, step, config, files, self.ranks.world)
@@ -78,7 +82,7 @@ class CheckpointDirectory:
                     file.write(final.name + "\n")
             self._prune(final)
 
-        self._on_all_ranks(step, publish if self.ranks.is_rank_zero else _nothing)
+        self._on_all_ranks(step, publish)
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f".tmp-{_name(step)}"
@@ -232,10 +236,6 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works."""
 
 
 def _name(step: int) -> str:

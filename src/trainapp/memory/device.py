@@ -19,7 +19,6 @@ from trainapp.config.schema import Memory
 from trainapp.errors import UserError
 from trainapp.memory.host import total_bytes
 from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, ModulePath, Resident
-from trainapp.optim.on_host import copies_of
 from trainapp.torch_private import local, storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
@@ -57,7 +56,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
     tensors = [value for key, value in by_parameter if not torch.is_tensor(key) or key.device.type == value.device.type]
     is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-    return [*tensors, *getattr(optimizer, "tables", ()), *(copies_of(optimizer) if is_on_cpu else [])]
+    return [*tensors, *getattr(optimizer, "tables", ()), *(getattr(optimizer, "host_copies", ()) if is_on_cpu else ())]
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

@@ -36,12 +36,6 @@ class LayerCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
 
-def lower_right_causal(query: Tensor, start: int) -> Tensor:
-    """bool [T, start + T]: position start + i sees positions up to its own. `is_causal` would align it upper left."""
-    length = query.shape[-2]
-    return torch.ones(length, start + length, dtype=torch.bool, device=query.device).tril(start)
-
-
 class Rotary(nn.Module):
     """Rotates the two halves of each head by angles that grow with the position, in float32.
 
@@ -107,6 +101,9 @@ class Attention(nn.Module):
         query, key = self.rotary(query, start), self.rotary(key, start)
         if cache is not None:
             key, value = cache.extended(key, value)
+        mask = None
+        if start and length > 1:  # position start + i sees positions up to its own; `is_causal` aligns upper left
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
         grouped = self.kv_heads != self.heads
         if grouped and not _native_gqa(query):
             group = self.heads // self.kv_heads
@@ -116,7 +113,7 @@ class Attention(nn.Module):
             query,
             key,
             value,
-            attn_mask=lower_right_causal(query, start) if start and length > 1 else None,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=start == 0,
             enable_gqa=grouped,

@@ -45,9 +45,6 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = _downsample(channels_in, channels, stride, norm)
 
-    def last_norm(self) -> nn.Module:
-        return self.bn2
-
     def forward(self, x: Tensor) -> Tensor:
         branch = self.relu(self.bn1(self.conv1(x)))
         branch = self.bn2(self.conv2(branch))
@@ -71,9 +68,6 @@ class Bottleneck(nn.Module):
         self.bn3 = norm(channels_out)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = _downsample(channels_in, channels_out, stride, norm)
-
-    def last_norm(self) -> nn.Module:
-        return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.relu(self.bn1(self.conv1(x)))
@@ -148,7 +142,7 @@ class ResNet(nn.Module):
             elif isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.Linear):
                 module.reset_parameters()
         for block in self.blocks():
-            nn.init.zeros_(block.last_norm().weight)
+            nn.init.zeros_((block.bn3 if isinstance(block, Bottleneck) else block.bn2).weight)
 
     def blocks(self) -> list[nn.Module]:
         """The residual blocks, first to last."""

@@ -36,22 +36,11 @@ class WeightAverage:
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """Swap the averages into the model inside the block; copies shards one at a time."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        swapped: list[tuple[Tensor, Tensor]] = []
-        try:
+        with contextlib.ExitStack() as swapped:  # swaps back, even if memory ends at a shard's copy
             for pair in zip(self.weights, self.averages, strict=True):
                 _exchange(*pair)
-                swapped.append(pair)
-        except BaseException:  # no memory for a shard's copy: swap all or none
-            for pair in swapped:
-                _exchange(*pair)
-            raise
+                swapped.callback(_exchange, *pair)
+            yield
 
 
 def _exchange(weight: Tensor, average: Tensor) -> None:

@@ -62,11 +62,9 @@ class AdamW(torch.optim.Optimizer):
         self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
         if any(p.is_complex() or p.dtype is torch.float64 for p in self._places):
             raise ValueError("complex and fp64 parameters would lose precision; use optimizer=adamw")
-        self._quantizers = {
-            (name, device): Quantizer(state_dtype, name == "exp_avg_sq", device)
-            for device in ({p.device for p in self._places} if self._kind in BLOCKS else ())
-            for name in _MOMENTS
-        }
+        self._device = next(iter(self._places)).device  # of all
+        names = _MOMENTS if self._kind in BLOCKS else ()
+        self._quantizers = {name: Quantizer(state_dtype, name == "exp_avg_sq", self._device) for name in names}
 
     @property
     def state_form(self) -> str:
@@ -81,14 +79,11 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
-        generators: dict[torch.device, torch.Generator] = {}
+        generator = torch.Generator(self._device)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    device = parameter.device
-                    if device not in generators:
-                        generators[device] = torch.Generator(device)
-                    self._update(parameter, group, generators[device])
+                    self._update(parameter, group, generator)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[parameter]
@@ -112,12 +107,6 @@ class AdamW(torch.optim.Optimizer):
         if not weight.is_contiguous():  # then `flat` may be a copy
             weight.copy_(flat.view(weight.shape))
 
-    def allocate_state(self) -> None:
-        """Allocate moments of 0 for all parameters, as the first step does."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._allocate(parameter, self.state[parameter])
-
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = 0
         if self._kind not in BLOCKS or parameter.numel() < SMALLEST:
@@ -126,15 +115,14 @@ class AdamW(torch.optim.Optimizer):
             return
         assert local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
-            quantizer = self._quantizers[name, parameter.device]
-            state[name], state[f"{name}_scale"] = quantizer.empty(parameter.numel())
+            state[name], state[f"{name}_scale"] = self._quantizers[name].empty(parameter.numel())
 
     def _read(self, state: dict[str, Any], name: str, piece: slice) -> Tensor:
         """A slice of a moment, flat, in fp32."""
         stored = local(state[name])
         if f"{name}_scale" not in state:
             return stored.view(-1)[piece].to(torch.float32, copy=True)
-        return self._quantizers[name, stored.device].read(stored, state[f"{name}_scale"], piece)
+        return self._quantizers[name].read(stored, state[f"{name}_scale"], piece)
 
     def _write(
         self, state: dict[str, Any], name: str, piece: slice, values: Tensor, generator: torch.Generator
@@ -144,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
         if f"{name}_scale" not in state:
             copy_rounded(stored.view(-1)[piece], values, generator)
         else:
-            self._quantizers[name, stored.device].write(stored, state[f"{name}_scale"], piece, values, generator)
+            self._quantizers[name].write(stored, state[f"{name}_scale"], piece, values, generator)
 
 
 def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:

@@ -23,17 +23,9 @@ class HostCopies:
     def __init__(self) -> None:
         self._all: list[tuple[Tensor, Tensor, Tensor]] = []  # the parameter, its copy, that of its gradient
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All copies."""
-        return [copy for _, *copies in self._all for copy in copies]
-
-    def of_groups(self, groups: list[Any]) -> list[Any]:
-        """Parameter groups, or plain parameters, with new copies in them."""
-        return [
-            {**group, "params": [self._of(p) for p in group["params"]]} if isinstance(group, dict) else self._of(group)
-            for group in groups
-        ]
+    def of_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with new copies in them."""
+        return [group | {"params": [self._of(p) for p in group["params"]]} for group in groups]
 
     def _of(self, parameter: Tensor) -> Tensor:
         options: dict[str, Any] = {"device": "cpu", "pin_memory": _on_cuda(parameter), "requires_grad": False}
@@ -48,7 +40,8 @@ class HostCopies:
         self._release(optimizer)
         optimizer.register_step_pre_hook(lambda optimizer, *_: self._fetch(optimizer))
         optimizer.register_step_post_hook(lambda optimizer, *_: self._give_back(optimizer))
-        optimizer.host_copies = self  # type: ignore[attr-defined]
+        # For the memory that they take where the host is the parameters' device.
+        optimizer.host_copies = [copy for _, *copies in self._all for copy in copies]  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -75,12 +68,6 @@ class HostCopies:
         for _, copy, _ in self._all:
             copy.grad = None
         _rename(optimizer, {id(copy): parameter for parameter, copy, _ in self._all})
-
-
-def copies_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Host copies that an offloaded optimizer keeps in addition to its state; none for others."""
-    copies: HostCopies | None = getattr(optimizer, "host_copies", None)
-    return [] if copies is None else copies.tensors
 
 
 def _on_cuda(tensor: Tensor) -> bool:

@@ -148,14 +148,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str) -> list[Any]:
-    """Arguments for the optimizer's constructor: parameter groups, or plain parameters if there is only one group."""
-    groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
+def _groups(
+    kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str
+) -> list[dict[str, Any]]:
+    """The parameter groups for the optimizer's constructor."""
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     if "weight_decay" in inspect.signature(kind).parameters:
         # An optimizer may define its own groups.
         groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
-    elif settings.groups or settings.layer_decay is not None:
-        groups = [{"params": groups}]
     parameters = all_names(model)
     names = divided(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
     for own, matches in zip(settings.groups, names.values(), strict=True):
@@ -247,9 +247,6 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
         return True
-    if hasattr(optimizer, "allocate_state"):  # trainapp's own, whose step is many operations
-        optimizer.allocate_state()
-        return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     step_without_effect(optimizer)
@@ -272,12 +269,9 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
     Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
-    kept: list[dict[str, Any]]
-    kept = [{name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups]
+    kept = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        if group.get("weight_decay"):
-            group["weight_decay"] = 0.0
+        group |= {name: 0.0 for name in ("lr", "weight_decay") if name in group}
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -30,13 +30,7 @@ from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling,
 
 MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and will not recover
 
-_AUTOCAST = {
-    "bf16": torch.bfloat16,
-    "bf16_pure": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": torch.bfloat16,
-    "fp8": torch.bfloat16,
-}
+_AUTOCAST = {"fp32": None, "tf32": None, "fp16": torch.float16}  # bf16 in all other modes
 
 
 @dataclass
@@ -98,7 +92,7 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     """The precision mode. Sets torch's TF32 and attention switches. Raises UserError if 8-bit matmuls fail."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
-    dtype = _AUTOCAST.get(settings.mode)
+    dtype = _AUTOCAST.get(settings.mode, torch.bfloat16)
     # On CUDA, torch itself disables nn.TransformerEncoder's fast path under autocast. The path is one operation that
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
     # would give another result.

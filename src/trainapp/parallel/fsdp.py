@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
-from trainapp.torch_private import clear_gathered_gradients, fsdp_collectives, prepare_fsdp, tree_map
+from trainapp.torch_private import (
+    clear_gathered_gradients,
+    fsdp_collectives,
+    is_shard,
+    outside_dispatch_modes,
+    prepare_fsdp,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 is slow to import
@@ -47,13 +54,16 @@ class FSDP(SingleDevice):
                 "replica is sharded over the same number of ranks"
             )
         _require_ties_within_units(model, blocks)
-        meshes = ranks.meshes(replicate=settings.replicas, shard=ranks.world // settings.replicas)
-        self._shard_group = meshes["shard"].get_group()
+        shape = settings.replicas, ranks.world // settings.replicas
+        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
+            mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+            replicate_mesh, shard_mesh = mesh["replicate"], mesh["shard"]
+        replicas = replicate_mesh.get_group() if settings.replicas > 1 else None
+        self._shard_group = shard_mesh.get_group()
         task_module = TaskModule(model)
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
-        self._root, sharded = _shard(task_module, blocks, meshes["shard"], settings, compute_dtype)
+        self._root, sharded = _shard(task_module, blocks, shard_mesh, settings, compute_dtype)
         self._sharded = [self._root, *sharded]
-        replicas = meshes["replicate"].get_group() if settings.replicas > 1 else None
         self.groups = (dist.group.WORLD, self._shard_group, replicas)
         _gate_collectives(task_module, ranks, replicas)
         _prefetch(sharded, settings.prefetch)
@@ -71,15 +81,18 @@ class FSDP(SingleDevice):
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Runs the task in the root's forward. Raises UserError if a block's parameter is read outside the block."""
+        result: tuple[Any, ...] = ()
         try:
             result = compute_within(self._root, task, batch)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise _read_outside() from error
-        if hasattr(result[0], "device_mesh"):  # numbers mix with shards without an error
-            raise _read_outside()
-        return result
+        if result and not is_shard(result[0]):  # numbers mix with shards without an error
+            return result
+        raise UserError(
+            "parallel=fsdp: the task or the model reads a parameter of one of the blocks outside the block's forward, "
+            "where only a shard of it exists; use it in the block, keep the block out of blocks(), or use parallel=ddp"
+        )
 
     def to_empty(self, device: torch.device) -> None:
         """Allocate the shards of a model that was built on the meta device."""
@@ -131,20 +144,15 @@ def _shard(
     compute_dtype: torch.dtype,
 ) -> tuple["FSDPModule", list["FSDPModule"]]:
     """Shard the blocks and the root. Returns them as FSDPModules."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    mixed = compute_dtype != torch.float32
-    param_dtype, reduce_dtype = (compute_dtype, torch.float32) if mixed else (None, None)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "offload_policy": (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.cpu_offload else OffloadPolicy()
-        ),
-    }
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    sharded = [fully_shard(block, mp_policy=policy, **options) for block in blocks]
-    return fully_shard(root, mp_policy=policy, **options), sharded
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": settings.reshard_after_forward}
+    if compute_dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if settings.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    sharded = [fully_shard(block, **options) for block in blocks]
+    return fully_shard(root, **options), sharded
 
 
 def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -161,13 +169,6 @@ def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> Non
                 f"parallel=fsdp: {' and '.join(names)} are one weight, in a block and outside, or in several blocks, "
                 "which are sharded one by one; leave such modules out of blocks(), untie them, or use parallel=ddp"
             )
-
-
-def _read_outside() -> UserError:
-    return UserError(
-        "parallel=fsdp: the task or the model reads a parameter of one of the blocks outside the block's forward, "
-        "where only a shard of it exists; use it in the block, keep the block out of blocks(), or use parallel=ddp"
-    )
 
 
 def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
@@ -130,15 +129,6 @@ class Ranks:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the values of rank 0, in place. Collective, and never preceded by a vote."""
 
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-
-    def meshes(self, **sizes: int) -> dict[str, DeviceMesh]:
-        """The ranks in a grid, as one mesh per dimension. Collective."""
-        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
-            mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            return {name: mesh[name] for name in sizes}
-
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         """Wraps a library's collective that needs real values; overridden when tracing."""
         return contextlib.nullcontext()
@@ -162,10 +152,8 @@ class DistributedRanks(Ranks):
         self._aborted = False
         self.enable_votes(True)
         limit = datetime.timedelta(seconds=timeout)
-        self._vote_group = dist.new_group(backend="gloo", timeout=limit)
-        self._side_group = dist.new_group(backend="gloo", timeout=limit)
-        self.saving_group = dist.new_group(backend="gloo", timeout=limit)
-        self._flag_group = dist.new_group(backend="gloo", timeout=limit)
+        groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(4)]
+        self._vote_group, self._side_group, self.saving_group, self._flag_group = groups
         # The group's own keys of the store, from torch 2.13 on; before, ranks hear of each other's signals in `agree`.
         self._store = getattr(self._side_group, "get_group_store", lambda: None)()
         self._announced, self._asked = 0, 0.0
@@ -267,9 +255,6 @@ class DistributedRanks(Ranks):
         with outside_dispatch_modes(), torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
-
-    def barrier(self) -> None:
-        dist.barrier(group=self._side_group)
 
 
 def _reduced(values: Sequence[int], op: Any, group: dist.ProcessGroup | None) -> list[int]:

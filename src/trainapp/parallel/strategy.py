@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import is_shard, local
+from trainapp.torch_private import is_shard
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
@@ -134,15 +134,6 @@ def warm_up_group(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # an error shows here rather than in the first step
-
-
-# Tensors that may be whole or this rank's shard (a DTensor), and conversions between the two.
-
-
-def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """`local` of each."""
-    # Runs in every step: comparing the type is faster than looking up a missing attribute.
-    return [t if type(t) is torch.Tensor else local(t) for t in tensors]
 
 
 @torch.no_grad()

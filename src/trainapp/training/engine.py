@@ -22,10 +22,10 @@ from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
 from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import SingleDevice, locals_of, trained_alone
+from trainapp.parallel.strategy import SingleDevice, trained_alone
 from trainapp.rng import Drawing, Ledger
 from trainapp.snapshot import MOVED_ON, Snapshot
-from trainapp.torch_private import backward
+from trainapp.torch_private import backward, local
 from trainapp.training.phase import PARTIAL, Phase, Step
 
 Number = Tensor | float
@@ -225,7 +225,8 @@ class Engine:
         update = self.step.update
         update.precision.unscale(update.optimizer, self.strategy.all_reduce_found_inf)
         self.phase = Phase.CLIP
-        gradients = locals_of(self.gradients())
+        # Comparing the type is faster than looking up a shard's attribute, which most gradients lack.
+        gradients = [g if type(g) is Tensor else local(g) for g in self.gradients()]
         norm = self.strategy.grad_norm(gradient_norm(gradients, self.norm_dtype(totals)))
         factor = count_factor(totals.count, self.step.samples, norm.device)
         if factor is not None:
