@@ -40,7 +40,7 @@ def test_the_model_is_transformers_own_drawn_from_the_seed():
 def test_blocks_are_found_by_themselves():
     model = build("causal_lm", CONFIG)
     assert blocks_of(model, "parallel=fsdp") == list(model.model.layers)
-    assert last_layer(model).head.out_features == 64
+    assert last_layer(model)[1].out_features == 64
     bert = build("sequence_classification", {**CONFIG, "model_type": "bert"}, num_classes=3)
     assert blocks_of(bert, "parallel=fsdp") == list(bert.bert.encoder.layer)
     assert bert.classifier.out_features == 3

@@ -218,7 +218,7 @@ def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
 
 def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record:
     """As before torch 2.13: FSDP2's half-done backward cannot be reset."""
-    with mock.patch.object(FSDP, "recovers_in_place", property(lambda self: False)):
+    with mock.patch.object(FSDP, "recovers_in_place", property(lambda self: False, lambda *_: None)):
         return train(rank, config, *arguments)
 
 

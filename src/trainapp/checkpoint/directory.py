@@ -134,10 +134,10 @@ class CheckpointDirectory:
         position = present.index(written)
         for path in present[:position]:
             log.warning("removing checkpoint %s: the run was rolled back before it, and saved %s", path, written.name)
-            _remove(path)
+            _delete(_hide(path))
         for path in present[position + self.keep_last :]:
             if path != best:
-                _remove(path)
+                _delete(_hide(path))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -260,12 +260,8 @@ def _refusal(error: BaseException, ranks: Ranks) -> str:
     return f"{where}a file could not be written to its end; is the disk full? (torch: {text})"
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder; renames it first, so that it disappears at once."""
-    _delete(_hide(path))
-
-
 def _hide(path: Path) -> Path:
+    """Rename a folder that will be deleted, so that it disappears at once. Returns its new path."""
     hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
     os.replace(path, hidden)
     return hidden

@@ -74,9 +74,6 @@ class SafeReader(FileSystemReader):
             ) from None
         if others:  # torch would unpickle them, whatever was requested
             raise UserError(f"checkpoint {self.path}: {others[0]} is not a tensor; not loaded")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

@@ -165,8 +165,7 @@ def require_loadable(optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The tensors in the state of each parameter, by the parameter's name."""
-    by_name = {name: _tensors_in(state) for name, state in _by_name(model, optimizer).items()}
-    return {name: tensors for name, tensors in by_name.items() if tensors}
+    return {name: _tensors_in(state) for name, state in _by_name(model, optimizer).items()}
 
 
 def optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> dict[str, Any]:

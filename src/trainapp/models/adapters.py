@@ -98,9 +98,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
         if parameter.is_floating_point():
             # Adapters stay in fp32: in lower precision their small updates would be lost.
             frozen = torch.bfloat16 if settings.base_dtype == "bf16" else parameter.dtype
-            dtype = torch.float32 if parameter.requires_grad else frozen
-            if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _bases[model] = Base(frozenset(base), digest_of(base))
 
@@ -183,8 +181,9 @@ def _targets(model: nn.Module, settings: Adapter) -> list[str]:
 def linear_layers(model: nn.Module) -> list[str]:
     """The layers to which `adapter.targets=auto` adds adapters. Raises UserError if there are none."""
     inside = {id(module) for block in blocks_of(model, "adapter.targets=auto") for module in block.modules()}
-    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    found = [name for name, module in linear.items() if id(module) in inside]
+    layers = {name: module for name, module in model.named_modules() if id(module) in inside}
+    # Conv1D is GPT-2's, with a transposed weight.
+    found = [name for name, m in layers.items() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
     if not found:
         raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
     return found
@@ -198,10 +197,6 @@ def _new_modules(model: nn.Module) -> list[str]:
         if owner and not f"{owner}.".startswith(tuple(f"{other}." for other in found)):
             found.append(owner)
     return found
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # GPT-2's, with a transposed weight
 
 
 def _found_in(model: nn.Module, wanted: list[str]) -> list[str]:

@@ -167,8 +167,7 @@ def _follow_classes(settings: Any, given: dict[str, Any], count: int, classes: S
     wanted = given.get("num_labels", len(given["id2label"]) if "id2label" in given else count)
     if wanted != count:
         raise UserError(f"model.config.num_labels={wanted}: the data has {count} classes; omit it")
-    if settings.num_labels != count:
-        settings.num_labels = count
+    settings.num_labels = count
     if classes is not None and "id2label" not in given:
         settings.id2label = dict(enumerate(classes))
         settings.label2id = {name: number for number, name in enumerate(classes)}

@@ -8,7 +8,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -74,19 +74,14 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
     return list(method())
 
 
-class LastLayer(NamedTuple):
-    """A model in two parts, whose forward should be `head(features(inputs))`, which the caller must check."""
-
-    features: Callable[..., Any]
-    head: nn.Module
-
-
-def last_layer(model: nn.Module) -> LastLayer | None:
-    """The model's `features` and `head`, or those of a Transformers model; None for any other."""
+def last_layer(model: nn.Module) -> tuple[Callable[..., Any], nn.Module] | None:
+    """The model's `features` and `head`, or those of a Transformers model; None for any other. Its forward should be
+    `head(features(inputs))`, which the caller must check.
+    """
     given: Any = model
     features, head = getattr(given, "features", None), getattr(given, "head", None)
     if callable(features) and isinstance(head, nn.Module):
-        return LastLayer(features, head)
+        return features, head
     if not is_of_transformers(model):
         return None
     head, base = given.get_output_embeddings(), given.base_model
@@ -96,7 +91,7 @@ def last_layer(model: nn.Module) -> LastLayer | None:
     def hidden(inputs: Tensor, **others: Tensor) -> Any:
         return base(inputs, **others).last_hidden_state
 
-    return LastLayer(hidden, head)
+    return hidden, head
 
 
 # --- models of Transformers

@@ -3,7 +3,7 @@
 import json
 import logging
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,7 @@ def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, 
         content = wrapped[0]
     found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     for prefix in WRAPPER_PREFIXES * 2:  # in either order
-        if found and _all_start(found, prefix) and not _all_start(own, prefix):
+        is_wrapped, is_own = (all(name.startswith(prefix) for name in names) for names in (found, own))
+        if is_wrapped and not is_own:
             found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     return found
-
-
-def _all_start(names: Iterable[str], prefix: str) -> bool:
-    return all(name.startswith(prefix) for name in names)

@@ -65,16 +65,9 @@ class AdamW(torch.optim.Optimizer):
         self._device = next(iter(self._places)).device  # of all
         names = _MOMENTS if self._kind in BLOCKS else ()
         self._quantizers = {name: Quantizer(state_dtype, name == "exp_avg_sq", self._device) for name in names}
-
-    @property
-    def state_form(self) -> str:
-        """The form of moments stored as codes, which a checkpoint must match. Empty for plain values."""
-        return self._kind if self._kind in BLOCKS else ""
-
-    @property
-    def tables(self) -> list[Tensor]:
-        """Tensors needed to read the state."""
-        return [table for own in self._quantizers.values() for table in (own.levels, own.by_code)]
+        self.state_form = self._kind if names else ""  # of codes: a checkpoint must match it
+        # Needed to read the state.
+        self.tables = [table for own in self._quantizers.values() for table in (own.levels, own.by_code)]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

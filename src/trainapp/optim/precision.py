@@ -47,11 +47,6 @@ class Precision:
         """Whether parameters and gradients are also in `compute_dtype`."""
         return self.mode == "bf16_pure"
 
-    @property
-    def norm_dtype(self) -> torch.dtype | None:
-        """Accumulation dtype of the gradient norm; None: the gradients' dtype."""
-        return torch.float32 if self.is_pure else None
-
     def cast_parameters(self, model: nn.Module) -> None:
         """Cast the parameters in place; tied ones stay tied. Buffers keep their dtype."""
         if self.is_pure:

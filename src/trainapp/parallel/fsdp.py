@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
@@ -46,6 +46,8 @@ class FSDP(SingleDevice):
         settings: Fsdp,
         compute_dtype: torch.dtype,
     ):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
         super().__init__(model, ranks)
         self.settings = settings
         if ranks.world % settings.replicas:
@@ -60,10 +62,16 @@ class FSDP(SingleDevice):
             replicate_mesh, shard_mesh = mesh["replicate"], mesh["shard"]
         replicas = replicate_mesh.get_group() if settings.replicas > 1 else None
         self._shard_group = shard_mesh.get_group()
+        options: dict[str, Any] = {"mesh": shard_mesh, "reshard_after_forward": settings.reshard_after_forward}
+        if compute_dtype != torch.float32:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        if settings.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
         task_module = TaskModule(model)
-        self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
-        self._root, sharded = _shard(task_module, blocks, shard_mesh, settings, compute_dtype)
+        sharded = [fully_shard(block, **options) for block in blocks]
+        self._root: Any = fully_shard(task_module, **options)  # an FSDPModule, mixed into the TaskModule
         self._sharded = [self._root, *sharded]
+        self.recovers_in_place = hasattr(self._root, "reset_iter_state")  # from torch 2.13 on
         self.groups = (dist.group.WORLD, self._shard_group, replicas)
         _gate_collectives(task_module, ranks, replicas)
         _prefetch(sharded, settings.prefetch)
@@ -73,11 +81,6 @@ class FSDP(SingleDevice):
     def turn_to(self, update: int) -> None:
         """Call while the parameters of all updates require gradients: FSDP2 reads that once, in its first forward."""
         prepare_fsdp(self._root)
-
-    @property
-    def recovers_in_place(self) -> bool:
-        """False before torch 2.13, which cannot reset an interrupted backward."""
-        return hasattr(self._root, "reset_iter_state")
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Runs the task in the root's forward. Raises UserError if a block's parameter is read outside the block."""
@@ -134,25 +137,6 @@ class FSDP(SingleDevice):
         self.ranks.check_peers()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-
-
-def _shard(
-    root: nn.Module,
-    blocks: list[nn.Module],
-    mesh: DeviceMesh,
-    settings: Fsdp,
-    compute_dtype: torch.dtype,
-) -> tuple["FSDPModule", list["FSDPModule"]]:
-    """Shard the blocks and the root. Returns them as FSDPModules."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": settings.reshard_after_forward}
-    if compute_dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    if settings.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    sharded = [fully_shard(block, **options) for block in blocks]
-    return fully_shard(root, **options), sharded
 
 
 def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -23,15 +23,11 @@ class SingleDevice:
     """One process. `model` holds the parameters and their names, and is passed to the task."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
+    recovers_in_place = True  # whether `abort_step` works; if not, all workers restart after an out-of-memory error
     groups: Sequence[dist.ProcessGroup | None] = ()  # those in use
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
-
-    @property
-    def recovers_in_place(self) -> bool:
-        """Whether `abort_step` works. Otherwise all workers restart after an out-of-memory error."""
-        return True
 
     def turn_to(self, update: int) -> None:
         """Select an update, if a step has several: only its parameters get gradients from now on."""
@@ -57,9 +53,29 @@ class SingleDevice:
         self.ranks.reset_votes()
 
     def warm_up(self) -> None:
-        """Make libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
+        """Use every collective of a run once before training, while memory is plentiful.
+
+        NCCL creates a group's communicator in its first collective, and since 2.22 connects the peers of an algorithm,
+        with buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates outside
+        torch's allocator, so the first step that fills the device could fail there; and an error in NCCL cannot be
+        recovered in place, since the other ranks have queued the same collective.
+
+        Collective; waits for the device. Takes at most twice the larger of WARM_UP_BYTES, which stays in the
+        allocator's cache.
+        """
+        device = self.ranks.device
         for group in {group.group_name: group for group in self.groups if group is not None}.values():
-            warm_up_group(group, self.ranks.device)
+            for size in WARM_UP_BYTES:
+                part = torch.zeros(max(1, size // 4 // group.size()), device=device)
+                whole = torch.zeros(len(part) * group.size(), device=device)
+                dist.all_gather_into_tensor(whole, part, group=group)
+                dist.reduce_scatter_tensor(part, whole, group=group)
+                dist.broadcast(whole, group_src=0, group=group)
+                dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(whole, group=group)
+            dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # an error shows here rather than in the first step
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
         """Tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
@@ -108,32 +124,6 @@ def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...
         return loss
 
     return (wrapper(call), *others)
-
-
-def warm_up_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Use every collective of a run once before training, while memory is plentiful, on one group.
-
-    NCCL creates a group's communicator in its first collective, and since 2.22 connects the peers of an algorithm, with
-    buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates outside torch's
-    allocator, so the first step that fills the device could fail there; and an error in NCCL cannot be recovered in
-    place, since the other ranks have queued the same collective.
-
-    Collective; waits for the device. Takes at most twice the larger of WARM_UP_BYTES, which stays in the allocator's
-    cache.
-    """
-    world = dist.get_world_size(group)
-    for size in WARM_UP_BYTES:
-        elements = max(1, size // 4 // world)
-        whole = torch.zeros(elements * world, device=device)
-        part = torch.zeros(elements, device=device)
-        dist.all_gather_into_tensor(whole, part, group=group)
-        dist.reduce_scatter_tensor(part, whole, group=group)
-        dist.broadcast(whole, group_src=0, group=group)
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(whole, group=group)
-    dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # an error shows here rather than in the first step
 
 
 @torch.no_grad()

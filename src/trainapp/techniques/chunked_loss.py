@@ -68,9 +68,9 @@ def features_only(model: nn.Module) -> Iterator[Any]:
     assert parts is not None, "see require_head"
     attributes = vars(model)
     own = attributes.pop("forward", None)
-    attributes["forward"] = parts.features
+    attributes["forward"], head = parts
     try:
-        yield parts.head
+        yield head
     finally:
         attributes.pop("forward")
         if own is not None:
@@ -86,7 +86,7 @@ def require_head(config: Config, model: nn.Module) -> None:
             f"{setting}: {name} does not separate its last layer; give it a method `features(self, inputs)` and an "
             "nn.Linear `head` with forward(inputs) == head(features(inputs)), or omit the setting"
         )
-    head = parts.head
+    _, head = parts
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_forward_hooks(head):
         hooks = " with hooks" if has_forward_hooks(head) else ""
         raise UserError(
