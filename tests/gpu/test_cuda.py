@@ -16,6 +16,7 @@ from trainapp.config import schema
 from trainapp.data.sets.digits import Digits
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.memory import device as device_memory
+from trainapp.memory.cuda import refused_allocations
 from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -176,13 +177,13 @@ def test_without_a_limit_the_cap_is_below_what_is_free():
 
 
 def test_a_refused_allocation_is_counted_though_the_error_is_caught():
-    memory = device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
-    before = memory.refused_allocations()
+    device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
+    before = refused_allocations()
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
-    assert memory.refused_allocations() == before + 1
+    assert refused_allocations() == before + 1
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
-    assert memory.refused_allocations() == before + 1
+    assert refused_allocations() == before + 1
 
 
 def kernels(work):

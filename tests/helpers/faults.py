@@ -25,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.checkpoint import directory
 from trainapp.data.loader import Fetcher
 from trainapp.data.stream import Stream
-from trainapp.memory.device import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
-from trainapp.training import loop
+from trainapp.training import loop, transaction
 from trainapp.training.session import Session
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
@@ -217,7 +216,7 @@ def injected(injector: Injector) -> Iterator[Injector]:
 
         return wrapper
 
-    def refused(memory: CpuMemory) -> int:
+    def refused() -> int:
         return injector.refused
 
     all_gather, reduce_scatter = fsdp_collectives()
@@ -234,5 +233,5 @@ def injected(injector: Injector) -> Iterator[Injector]:
         for owner, name, place in places:
             patches.enter_context(mock.patch.object(owner, name, striking(place, getattr(owner, name))))
         patches.enter_context(mock.patch.object(loop, "train", watched))
-        patches.enter_context(mock.patch.object(CpuMemory, "refused_allocations", refused))
+        patches.enter_context(mock.patch.object(transaction, "refused_allocations", refused))
         yield injector

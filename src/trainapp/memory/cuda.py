@@ -18,12 +18,13 @@ MAX_HISTORY = 20_000  # recorded allocations and frees, the last of a step; some
 HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which allocate outside torch's allocator
 
 
-def refused_allocations(device: torch.device | None = None) -> int:
-    """The caching allocator's `num_ooms`. 0 before CUDA has started. device: None for the current one.
+def refused_allocations() -> int:
+    """The number of failed allocations on the current device, including errors that were caught: the caching
+    allocator's `num_ooms`. 0 before CUDA has started. Does not wait for kernels.
 
     The nested form is what C++ returns; `torch.cuda.memory_stats` also flattens and sorts two hundred counters.
     """
-    return torch.cuda.memory_stats_as_nested_dict(device).get("num_ooms", 0)
+    return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
 
 
 class CudaMemory(DeviceMemory):
@@ -62,9 +63,6 @@ class CudaMemory(DeviceMemory):
             available = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
             self._cap = available - min(HEADROOM, available // 8)
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
-
-    def refused_allocations(self) -> int:
-        return refused_allocations(self.device)
 
     def lap(self) -> tuple[int, int] | None:
         """Allocated bytes. The limit bounds reserved bytes, so a size chosen by this may still fail."""

@@ -37,11 +37,7 @@ _MESSAGES = [
         r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
     )
 ]
-
-
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
-
-
 # Errors with several possible causes, including memory. They count if torch's allocator has refused an allocation
 # meanwhile, or if the device is full, which it never is under a limit. The last line is from cuDNN's plan search, which
 # catches the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
@@ -51,11 +47,7 @@ _AMBIGUOUS = re.compile(
     r"|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR|ncclUnhandledCudaError"
     r"|unable to find an engine to execute this computation|[Uu]nable to find a valid cuDNN algorithm"
 )
-
-
 _FULL = 256 * 2**20  # bytes free on the device; library handles and workspaces need about this much
-
-
 # Out-of-memory errors after which a part of this process keeps failing.
 _BREAKING = {
     # The driver refuses to map memory that the allocator has already recorded as mapped, so later maps fail on an

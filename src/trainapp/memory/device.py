@@ -155,12 +155,6 @@ class DeviceMemory:
     def enforce(self) -> None:
         """Enforce the limit from now on. Call again after libraries have allocated their own memory."""
 
-    def refused_allocations(self) -> int:
-        """The number of failed allocations in this process, including errors that were caught. 0 if the allocator does
-        not count them. Does not wait for kernels.
-        """
-        return 0
-
     def window(self) -> dict[str, float]:
         """Scalars since the last call: memory allocated, its peak, the limit and so on. Resets the window's peak."""
         raise NotImplementedError

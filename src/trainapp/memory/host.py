@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def prepare_allocator() -> None:
     """Use one malloc arena, so that memory freed by one thread can serve another. Call before torch is imported."""
-    _mallopt(_M_ARENA_MAX, 1)
+    _malloc("mallopt", _M_ARENA_MAX, 1)
 
 
 def give_memory_back() -> None:
@@ -39,10 +39,8 @@ def give_memory_back() -> None:
     Otherwise malloc keeps freed memory in fragments, and a run that fits at 512 falls to 8. Costs speed (a step took
     1.7 times as long with every allocation a new mapping), hence only after an out-of-memory error.
     """
-    _mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    _malloc("mallopt", _M_MMAP_THRESHOLD, 64 * 1024)
+    _malloc("malloc_trim", 0)
 
 
 @contextlib.contextmanager
@@ -87,10 +85,10 @@ def data_size() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 
 
-def _mallopt(parameter: int, value: int) -> None:
+def _malloc(function: str, *arguments: int) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library has no mallopt
-            ctypes.CDLL(None).mallopt(parameter, value)
+        with contextlib.suppress(OSError, AttributeError):  # another C library has neither function
+            getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def total_bytes() -> int:

@@ -197,16 +197,13 @@ def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
         reason = out_of_memory_in(error, refused_allocations() - refused)
         if reason is None:
             raise
+        limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
+        # The first line is always the same, so the launcher recognises that a restart does not help.
+        message = (
+            f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use "
+            "a smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 "
+            "optimizer.nesterov=false) or parallel=fsdp on more devices, or free what other processes use\n"
+            f"{type(reason).__name__}: {str(reason).strip()}"
+        )
         kind = TrainingStopped if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
-        raise kind(_while_building(config, reason)) from error
-
-
-def _while_building(config: Config, reason: BaseException) -> str:
-    """The message. Its first line is always the same, so the launcher recognises that a restart does not help."""
-    limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
-    return (
-        f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use a "
-        "smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false) or "
-        "parallel=fsdp on more devices, or free what other processes use\n"
-        f"{type(reason).__name__}: {str(reason).strip()}"
-    )
+        raise kind(message) from error

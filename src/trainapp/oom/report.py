@@ -1,7 +1,6 @@
 """The report of an out-of-memory error: where it happened and what filled the memory."""
 
 import traceback
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from torch import nn
 from trainapp.files import strict_json
 from trainapp.losses import losses
 from trainapp.memory.detection import broken_part, requested_bytes
+from trainapp.memory.device import size_of
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.techniques.catalogue import Situation, available
-from trainapp.torch_private import local, storage_id
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import SwallowedOutOfMemory
@@ -110,10 +109,10 @@ def _by_category(
     """`used` by category; everything without another category counts as activations."""
     memory, meter = session.memory, session.meter
     sizes: dict[Category, int] = {kind: size for kind, size in meter.static.items() if kind is not Category.GRADIENTS}
-    buffers, gradients = _storages(meter.communication_buffers()), _storages(session.engine.gradients())
-    sizes[Category.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
-    if buffers:  # gradients may be views of them
-        sizes[Category.COMMUNICATION_BUFFERS] = sum(buffers.values())
+    buffers = list(meter.communication_buffers())
+    if buffers:
+        sizes[Category.COMMUNICATION_BUFFERS] = size_of(buffers)
+    sizes[Category.GRADIENTS] = size_of([*buffers, *session.engine.gradients()]) - size_of(buffers)  # may be views
     for kind in (Category.BATCH, Category.KEPT):
         sizes[kind] = sum(size for number, size in events if kinds.get(number) is kind)
     sizes[Category.ACTIVATIONS] = max(0, used - sum(sizes.values()))
@@ -121,12 +120,6 @@ def _by_category(
         free, total = torch.cuda.mem_get_info(memory.device)
         sizes[Category.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return sizes
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes by storage."""
-    storages = (local(tensor).untyped_storage() for tensor in tensors)
-    return {storage_id(storage): storage.nbytes() for storage in storages}
 
 
 def _place(session: Session, error: BaseException) -> tuple[Phase, str]:

@@ -6,8 +6,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -15,9 +14,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -58,16 +54,11 @@ _CONVOLUTIONS = (
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = F.scaled_dot_product_attention
-# Functions that CUDA's autocast computes in fp32, that keep activations and are not in the CPU's list.
-_IN_FP32 = (
-    *((F, name) for name in ("layer_norm", "softmax", "log_softmax", "group_norm", "cross_entropy")),
-    *((torch, name) for name in ("softmax", "log_softmax")),
-)
 
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """memory: bytes. on_cpu: traced on CPU tensors with CUDA's rules, if CUDA tensors cannot be faked.
+    """memory: bytes. margin: the relative error of a peak.
 
     The plan is in allocated bytes; `margin` of them leaves room for the allocator's cache, which was 1.04 to 1.29 times
     the live memory in public records.
@@ -76,17 +67,8 @@ class AbsentGpu:
     name: str
     memory: int
     capability: tuple[int, int]
-    on_cpu: bool = False
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the trace's tensors."""
-        return torch.device("cpu") if self.on_cpu else torch.device("cuda", 0)
-
-    @property
-    def margin(self) -> float:
-        """The relative error of a peak."""
-        return 0.3 if self.on_cpu else 0.1
+    device = torch.device("cuda", 0)  # of the trace's tensors
+    margin = 0.1
 
     def limit(self, config: Config) -> int:
         """The bytes that a run on the device may reserve; without `memory.limit`, those of an unused device."""
@@ -100,35 +82,13 @@ class AbsentGpu:
     @contextlib.contextmanager
     def pretended(self) -> Iterator[None]:
         """Enter before the fake tensor mode."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))
-            )
-            if self.on_cpu:
-                for owner, name in _IN_FP32:
-                    stack.enter_context(mock.patch.object(owner, name, _in_fp32(getattr(owner, name))))
-                stack.enter_context(mock.patch.object(F, "dropout", _dropout))
-            else:
-                stack.enter_context(pretend.pretended(self.name, self.capability, self.memory))
-                stack.enter_context(mock.patch.object(torch, "Generator", _HostGenerator))
-                # Optimizers and clipping use loops instead of foreach kernels for subclasses of Tensor. The lists must
-                # stay the same objects: DTensor adds itself to them on its first import (2.13).
-                for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-                    kinds.append(FakeTensor)
-                    stack.callback(kinds.remove, FakeTensor)
+        patch = mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))
+        with patch, pretend.pretended(self.name, self.capability, self.memory):
             yield
-
-    def engine(self) -> AbstractContextManager[Any]:
-        """Enter after the fake tensor mode and the mode that answers reads."""
-        return contextlib.nullcontext() if self.on_cpu else _EngineOnCuda()
-
-    def fake(self, from_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`from_tensor`, with results on the device."""
-        return lambda tensor: from_tensor(tensor).to(self.device)
 
     def prepare(self, engine: Engine) -> None:
         """Prepare an engine. Raises NotImplementedError for a model whose kernels are known only on a GPU."""
-        if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
+        if any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
             raise NotImplementedError("what cuDNN keeps for a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
@@ -140,19 +100,22 @@ class AbsentGpu:
         of_one = 32 * MIB if self.capability[0] in (9, 10, 12) or config.train.deterministic else 8320 * 2**10
         libraries = THREADS * of_one
         phases = {name: size + libraries for name, size in found.phases.items()}
-        found = dataclasses.replace(found, total=found.total + libraries, phases=phases)
-        found = dataclasses.replace(found, categories=found.categories | {"libraries": libraries})
+        categories = found.categories | {"libraries": libraries}
+        found = dataclasses.replace(found, total=found.total + libraries, phases=phases, categories=categories)
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
         if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and engine.ranks.world > 1:
             whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor counts all ranks
+            found = dataclasses.replace(found, phases={"building": whole} | found.phases)
             if whole > found.total:
                 notes.append(
                     f"each rank has the whole model on its device, {bytes_text(whole)}, before it is sharded; "
                     "parallel.fsdp.meta_init=true builds only the shards"
                 )
-            building = {Category.PARAMETERS.value: whole}
-            found = Breakdown(whole, "building", phases={"building": whole}, categories=building).joined(found)
+                categories = {Category.PARAMETERS.value: whole}
+                found = dataclasses.replace(
+                    found, total=whole, phase="building", module="", categories=categories, events=[]
+                )
         return dataclasses.replace(found, notes=tuple(notes))
 
 
@@ -193,16 +156,15 @@ def _unnamed(name: str) -> AbsentGpu:
     return AbsentGpu(name, memory, (int(version[1]), int(version[2])))
 
 
-def spelled(device: torch.device | None) -> str:
-    """The name of this machine's device in `plan.device`; None for the current device."""
+def spelled(device: torch.device) -> str:
+    """The name of this machine's device in `plan.device`."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.total_memory}@{properties.major}.{properties.minor}"
 
 
-def named(config: Config, own: torch.device | None) -> Config:
-    """The configuration to plan in a process that sees no GPU. own: this machine's device, if it is planned for."""
-    device = config.plan.device or spelled(own)
-    plan = dataclasses.replace(config.plan, device=device, world=world_of(config))
+def named(config: Config, own: torch.device) -> Config:
+    """The configuration to plan for this machine's GPU in a process that does not see it."""
+    plan = dataclasses.replace(config.plan, device=spelled(own), world=world_of(config))
     return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="auto"))
 
 
@@ -251,7 +213,7 @@ def attention(
     torch uses the plain product, which keeps all attention weights for the backward.
     """
     q, k, v, kind = query, key, value, query.device.type
-    if kind != gpu.device.type:
+    if kind != "cuda":
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(kind):  # the operations below are not in its list; the function is
         dtype = torch.get_autocast_dtype(kind)
@@ -263,8 +225,6 @@ def attention(
         return _aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if gpu.on_cpu:  # the CPU's fused kernel keeps the same, without dropout
-        return _ATTENTION(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if kernel == "flash":
         width = q.size(-1)
@@ -283,33 +243,6 @@ def attention(
     ]
 
 
-def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function computed in fp32, as under CUDA's autocast."""
-
-    def widened(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
-
-    @functools.wraps(function)
-    def cast(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
-        return function(*args, **kwargs)
-
-    return cast
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout with a mask of one byte per element."""
-    return torch.native_dropout(input, p, True)[0] if training else input
-
-
-class _HostGenerator(torch.Generator):
-    """A host generator that stands for any device's: no numbers are drawn from it."""
-
-    def __new__(cls, device: Any = None) -> Any:
-        return super().__new__(cls)
-
-
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
 # The engine adds up gradients, and some of its formulas fill zeros, in place, but not for subclasses of Tensor, which
 # fake tensors are (2.13, input_buffer.cpp and FunctionsManual.cpp): else they would be in memory twice.
@@ -322,8 +255,8 @@ _IN_PLACE: dict[Any, Any] = {
 _OWNERS = 3  # of a gradient's storage that only the engine holds: the tensor, and two here
 
 
-class _EngineOnCuda(DispatchMode):
-    """Emulates what C++ does on a GPU but omits for fake tensors. Enter it inside the fake tensor mode."""
+class EngineOnCuda(DispatchMode):
+    """Emulates what C++ does on a GPU but omits for fake tensors. Enter it after `MadeUpValues`."""
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:

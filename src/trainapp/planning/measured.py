@@ -48,9 +48,7 @@ class Measured:
         """The bytes that a run may use."""
         if self._instead_of is not None:
             return self._instead_of.limit(config)
-        memory = device_memory.build(config.memory, self.device)
-        memory.enforce()
-        return memory.enforced
+        return device_memory.build(config.memory, self.device).enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """As `Traced.peak`. Measured if that is cheap, otherwise on the line through two sizes."""

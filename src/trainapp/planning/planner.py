@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainapp.assembly.components import choose_device, load_components
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most
@@ -19,7 +17,7 @@ from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded, Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.measured import Measured
-from trainapp.planning.process import AGAIN, Plan
+from trainapp.planning.process import Plan, answer_of
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
@@ -174,14 +172,16 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
 
 
 def answer(config: Config, picture: Path | None, only_modes: bool, method: str) -> Facts:
-    """The answer for `process.ask`: the facts of `plan`, or AGAIN with the configuration to plan in a process that sees
-    no GPU. Raises as `plan`.
+    """The answer for `process.ask`: the facts of `plan`. A trace for this machine's GPU is taken in a process that does
+    not see it. Raises as `plan`.
 
     picture: also draw the step to this PNG.
     """
     own = choose_device(config.train.device) if config.plan.device is None else None
-    if method == "traced" and torch.cuda.is_available() and (own is None or own.type == "cuda"):
-        return {AGAIN: absent_gpu.named(config, own)}
+    if method != "measured" and own is not None and own.type == "cuda":
+        named = absent_gpu.named(config, own)
+        facts: Facts = answer_of(f"{__name__}.answer", named, picture, only_modes, method, sees_devices=False)
+        return facts
     if method == "traced" and own is not None and own.type == "mps":
         raise NotImplementedError("no trace knows what MPS allocates")
     with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
@@ -194,16 +194,12 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
 
 def estimator_of(config: Config, method: str) -> Estimator:
     """The estimator for a method. Raises UserError for settings that contradict each other."""
-    world = world_of(config)
+    world, gpu = world_of(config), None
     if config.plan.device is not None:
-        gpu, components = absent_gpu.find(config), load_components(absent_gpu.on_cpu(config))
-        if method == "measured":
-            return Measured(components, world, torch.device("cpu"), gpu)
-        if method == "traced":
-            pretend.give_autograd_a_device()
-        gpu = replace(gpu, on_cpu=method != "traced")
-        return Traced(components, world, gpu, refuses=method != "made up")
-    components, device = load_components(config), choose_device(config.train.device)
+        gpu, config = absent_gpu.find(config), absent_gpu.on_cpu(config)
+    components = load_components(config)
     if method == "measured":
-        return Measured(components, world, device)
-    return Traced(components, world, refuses=method != "made up")
+        return Measured(components, world, choose_device(config.train.device), gpu)
+    if gpu is not None:
+        pretend.give_autograd_a_device()
+    return Traced(components, world, gpu, refuses=method != "made up")

@@ -19,6 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
     "x86_64": ("31c0c3", "b801000000c3", "b80100000031d2c3"),
@@ -37,6 +40,13 @@ class Idle:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args: self
+
+
+class _HostGenerator(torch.Generator):
+    """A host generator that stands for any device's: no numbers are drawn from it."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
 
 
 def can_pretend() -> bool:
@@ -67,6 +77,7 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
             current_stream=Idle,
             stream=lambda stream: contextlib.nullcontext(),
         ),
+        mock.patch.object(torch, "Generator", _HostGenerator),
         mock.patch.object(torch.accelerator, "current_stream", Idle),
         # Autocast and GradScaler switch themselves off without CUDA, with only a warning.
         mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
@@ -80,6 +91,11 @@ def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[N
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        # Optimizers and clipping use loops instead of foreach kernels for subclasses of Tensor. The lists must stay the
+        # same objects: DTensor adds itself to them on its first import (2.13).
+        for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
         yield
 
 

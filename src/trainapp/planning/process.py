@@ -24,10 +24,8 @@ from trainapp.errors import UserError
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
 
-# Tried in this order: a trace; for an absent GPU, a trace on the CPU with CUDA's rules; real steps; a trace with
-# made-up answers when the model reads values.
-METHODS = ("traced", "traced as on the CPU", "measured", "made up")
-AGAIN = "again"  # in an answer: the configuration to plan in a process that sees no GPU
+# Tried in this order: a trace; real steps; a trace with made-up answers when the model reads values.
+METHODS = ("traced", "measured", "made up")
 _PLANNER = "trainapp.planning.planner.answer"
 # Variables that tell a process its rank: the planner would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -82,17 +80,10 @@ def ask(
         # For a named device, tensors only claim to be on it.
         return answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
 
-    named, reasons = config, list[str]()  # named: with the GPU's name, if the plan is for one
+    reasons = list[str]()
     for method in METHODS:
-        if method == "traced as on the CPU" and named.plan.device is None:
-            continue
         try:
-            facts: dict[str, Any] = call(
-                _PLANNER, config if method == "measured" else named, picture, only_modes, method
-            )
-            if AGAIN in facts:
-                named = facts[AGAIN]
-                facts = call(_PLANNER, named, picture, only_modes, method)
+            facts: dict[str, Any] = call(_PLANNER, config, picture, only_modes, method)
             break
         except NoAnswer as error:
             reasons.append(str(error))
@@ -127,13 +118,11 @@ def with_modes(config: Config, ranks: "Ranks") -> Config:
 def _modes(config: Config, world: int) -> list[str] | None:
     """Choose modes for this process's device, which the planner's process need not see."""
     from trainapp.assembly.components import choose_device
-    from trainapp.planning.absent_gpu import spelled
+    from trainapp.planning.absent_gpu import named
 
-    device, plan = choose_device(config.train.device), schema.Plan(techniques=False, world=world)
-    if device.type == "cuda":
-        plan.device = spelled(device)
-    train = replace(config.train, device="cpu" if device.type == "cpu" else "auto")
-    facts = ask(replace(config, plan=plan, train=train), only_modes=True, patience=PATIENCE)
+    device = choose_device(config.train.device)
+    config = replace(config, plan=schema.Plan(techniques=False, world=world))
+    facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True, patience=PATIENCE)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])
         log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)
@@ -179,10 +168,7 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
             last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise NoAnswer(f"the planner's process ended with {ending}: {last_line}".removesuffix(": "))
-    try:
-        outcome = pickle.loads(content)
-    except Exception as error:  # something else has printed
-        raise NoAnswer(f"the planner's process printed something else: {content[:200]!r}") from error
+    outcome = pickle.loads(content)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -192,15 +178,15 @@ def main() -> None:
     """Run in the process that `answer_of` starts: answer the request on stdin, on stdout, with the function's result,
     its UserError, or NoAnswer for any other error.
     """
-    function, arguments = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of data sets
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of users' modules and data sets
+    function, arguments = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
     called = pkgutil.resolve_name(function)
     gc.freeze()  # walking all of torch in every collection took a tenth of a large plan's time
     try:
         outcome = called(*arguments)
-    except UserError as error:
+    except (UserError, NoAnswer) as error:
         outcome = error
     except Exception as error:
         log.debug("%s: no answer", function, exc_info=True)

@@ -43,16 +43,11 @@ class Variant:
         """How the training's result changes."""
         return RESULTS[self.harm]
 
-    @property
-    def overrides(self) -> list[str]:
-        """Overrides to paste into a shell."""
-        return overrides_of(self.techniques)
-
     def entry(self, is_searched: bool) -> Facts:
         """The variant's entry in plan.json."""
         return {
             "names": [technique.setting for technique in self.techniques],
-            "overrides": " ".join(self.overrides),
+            "overrides": " ".join(overrides_of(self.techniques)),
             "peak_bytes": self.found.total,
             "largest_micro_size": self.planner.largest if is_searched else None,
             "result": self.result,
@@ -132,7 +127,7 @@ def _best(variants: Sequence[Variant]) -> Facts:
         size = planner.smallest
     peak = planner.peak(size).total
     return {
-        "overrides": " ".join([*variant.overrides, *size_overrides(planner.config, size)]),
+        "overrides": " ".join([*overrides_of(variant.techniques), *size_overrides(planner.config, size)]),
         "peak_bytes": peak,
         "missing_bytes": max(0, math.ceil(peak * (1 + planner.estimator.spare)) - planner.limit),
         "micro_size": size,

@@ -57,15 +57,8 @@ class Breakdown:
     def joined(self, other: "Breakdown") -> "Breakdown":
         """The higher of both, with the phases of both."""
         names = dict.fromkeys([*self.phases, *other.phases])
-        return replace(
-            self if self.total >= other.total else other,
-            phases={name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names},
-            seconds=self.seconds or other.seconds,
-            notes=tuple(dict.fromkeys(self.notes + other.notes)),
-            smallest=max(self.smallest, other.smallest),
-            blocks=max(self.blocks, other.blocks),
-            techniques=self.techniques or other.techniques,
-        )
+        phases = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
+        return replace(self if self.total >= other.total else other, phases=phases)
 
 
 class Recorder(CpuMemory):
@@ -96,9 +89,6 @@ class Recorder(CpuMemory):
             for tensor in tensors:
                 self.counter.label(kind, tensor)
         self.highest = self.highest.joined(_breakdown(self.counter))
-
-    def lap(self) -> None:
-        """None: no peaks in between are needed."""
 
     def bytes_between_steps(self) -> int:
         """Bytes of the tensors that exist now, and of those that the last block has left."""

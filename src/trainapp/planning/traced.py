@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,10 @@ from trainapp.assembly.components import Components
 from trainapp.assembly.model import assemble, materialise
 from trainapp.assembly.parts import Parts, load_parts
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors
 from trainapp.memory.host import total_bytes
-from trainapp.models.inspect import is_of_transformers, smallest_micro_batch
+from trainapp.models.inspect import is_of_transformers
 from trainapp.optim import precision
-from trainapp.parallel.ranks import Ranks
+from trainapp.planning.absent_gpu import AbsentGpu, EngineOnCuda
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
@@ -30,14 +29,10 @@ from trainapp.torch_private import (
     convertible_fakes,
     fake_tensor_mode,
     is_shard,
-    local,
     outside_dispatch_modes,
     parameters_of,
 )
 from trainapp.units import parse_memory_size
-
-if TYPE_CHECKING:
-    from trainapp.planning.absent_gpu import AbsentGpu
 
 _VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with real ones it may need more"
@@ -52,7 +47,7 @@ class Traced:
 
     method = "traced"
 
-    def __init__(self, components: Components, world: int, gpu: "AbsentGpu | None" = None, refuses: bool = True):
+    def __init__(self, components: Components, world: int, gpu: AbsentGpu | None = None, refuses: bool = True):
         self.components, self.world, self.gpu, self.refuses = components, world, gpu, refuses
         self._is_of_transformers = False
 
@@ -83,74 +78,57 @@ class Traced:
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
         with simulated(0, self.world, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
-            return self._traced(config, size, ranks, stack)
-
-    def _traced(self, config: Config, size: int, ranks: Ranks, stack: contextlib.ExitStack) -> Breakdown:
-        """ranks: on the host, where the data is opened. stack: enters the modes."""
-        components, gpu, samples = self.components, self.gpu, config.batch.global_size
-        # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of fewer
-        # than three, the second need not be full); all of them where each leaves memory for the next.
-        if not components.has_embeddings and -(-samples // ranks.world) >= 3 * size:
-            samples = 2 * size * ranks.world
-        planned = planned_config(config, size, samples)
-        longest_batch = longest(load_parts(planned, ranks, components).batches, size)
-        parts = load_parts(planned, ranks, components)
-        host = parts.device
-        if gpu is not None:
-            parts.device = gpu.device
-            stack.enter_context(gpu.pretended())
-        parts.memory = recorder = Recorder(parts.device)
-        parts.initial_device = str(parts.device)
-        fake: Callable[[Tensor], Tensor] = stack.enter_context(fake_tensor_mode()).from_tensor
-        fake = _views_uncounted(fake) if gpu is None else gpu.fake(fake)
-        values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
-        stack.enter_context(values)
-        if gpu is not None:
-            stack.enter_context(gpu.engine())
-            parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
-        if ranks.world > 1:
-            ranks.device = parts.device
-        parts.components = dataclasses.replace(components, model=_model_without_data(parts, fake, host))
-        engine = assemble(planned, parts, ranks)
-        stack.enter_context(document_borders(bool(components.spec.get("packed"))))
-        engine.is_first = False  # the first step's additional checks read values
-        self._is_of_transformers = is_of_transformers(engine.state.model)
-        work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
-        if gpu is not None:
-            gpu.prepare(engine)
-        _settle_shards(work, fake)
-        found = work.peak(recorder)
-        notes = [*([_VARIES] if longest_batch else []), *([_MADE_UP] if values.reads else [])]
-        found = dataclasses.replace(found, notes=(*found.notes, *notes))
-        return found if gpu is None else gpu.completed(found, engine, config)
-
-
-def _views_uncounted(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Fake a view of a data set's table as a view, which is not counted."""
-
-    def made(tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return fake(tensor)
-        with outside_dispatch_modes():  # creating it would be counted
-            return fake(tensor)
-
-    return made
+            components, gpu, samples = self.components, self.gpu, config.batch.global_size
+            # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of
+            # fewer than three, the second need not be full); all of them where each leaves memory for the next.
+            if not components.has_embeddings and -(-samples // ranks.world) >= 3 * size:
+                samples = 2 * size * ranks.world
+            planned = planned_config(config, size, samples)
+            longest_batch = longest(load_parts(planned, ranks, components).batches, size)
+            parts = load_parts(planned, ranks, components)
+            host = parts.device
+            if gpu is not None:
+                parts.device = gpu.device
+                stack.enter_context(gpu.pretended())
+            parts.memory = recorder = Recorder(parts.device)
+            parts.initial_device = str(parts.device)
+            fake = _faking(stack.enter_context(fake_tensor_mode()).from_tensor, parts.device)
+            values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
+            stack.enter_context(values)
+            if gpu is not None:
+                stack.enter_context(EngineOnCuda())
+                parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
+            if ranks.world > 1:
+                ranks.device = parts.device
+            parts.components = dataclasses.replace(components, model=_model_without_data(parts, fake, host))
+            engine = assemble(planned, parts, ranks)
+            stack.enter_context(document_borders(bool(components.spec.get("packed"))))
+            engine.is_first = False  # the first step's additional checks read values
+            self._is_of_transformers = is_of_transformers(engine.state.model)
+            work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
+            if gpu is not None:
+                gpu.prepare(engine)
+            # In their first forward FSDP2 pads fake shards again, while it recognises real ones as padded (torch 2.13,
+            # fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param).
+            if any(is_shard(p) for p in engine.state.model.parameters()):
+                work.train_step()
+                recorder.highest = Breakdown()
+            found = work.peak(recorder)
+            notes = [*([_VARIES] if longest_batch else []), *([_MADE_UP] if values.reads else [])]
+            found = dataclasses.replace(found, notes=(*found.notes, *notes))
+            return found if gpu is None else gpu.completed(found, engine, config)
 
 
-def _settle_shards(work: Work, fake: Callable[[Tensor], Tensor]) -> None:
-    """Replace fake shards once: in its first forward FSDP2 pads them again, while it recognises real ones as padded
-    (torch 2.13, fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Nothing may keep the old ones alive.
-    """
-    engine = work.engine
-    shards = [local(p) for p in engine.state.model.parameters() if is_shard(p)]
-    if not any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards):
-        return
-    with outside_dispatch_modes():
-        batch = work.parts.batches.example(smallest_micro_batch(engine.state.model))
-    batch = map_tensors(lambda tensor: fake(tensor).to(engine.state.device), batch)
-    with torch.no_grad(), engine.state.precision.autocast:
-        engine.strategy.evaluate(engine.evaluated_task, batch)
-    engine.strategy.finish_accumulation()
+def _faking(from_tensor: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Makes fake tensors on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        can_view = device.type == "cpu" and tensor.layout is torch.strided
+        is_view = can_view and tensor.untyped_storage().nbytes() != tensor.nbytes
+        with outside_dispatch_modes() if is_view else contextlib.nullcontext():  # creating it would be counted
+            return from_tensor(tensor).to(device)
+
+    return fake
 
 
 # --- models without data
@@ -187,18 +165,14 @@ def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by one without data. Shared memory stays shared."""
     replaced: dict[int, Any] = {}
     for module in model.modules():
-        for own in (parameters_of(module), buffers_of(module)):
-            for name, tensor in list(own.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in replaced:
-                    new = fake(tensor.detach())
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                        if type(tensor) is nn.Parameter:
-                            vars(new).update(vars(tensor))  # attributes set by the model
-                    replaced[id(tensor)] = new
-                own[name] = replaced[id(tensor)]
-        if isinstance(module, nn.RNNBase):  # also holds its weights in a list, which assignment fills
-            for name, parameter in list(parameters_of(module).items()):
-                setattr(module, name, parameter)
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            if tensor is None:
+                continue
+            if id(tensor) not in replaced:
+                new = fake(tensor.detach())
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, tensor.requires_grad)
+                    if type(tensor) is nn.Parameter:
+                        vars(new).update(vars(tensor))  # attributes set by the model
+                replaced[id(tensor)] = new
+            setattr(module, name, replaced[id(tensor)])  # an RNN also keeps its weights in a list

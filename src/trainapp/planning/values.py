@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ class MadeUpValues(DispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-@contextlib.contextmanager
-def document_borders(packed: bool) -> Iterator[None]:
+def document_borders(packed: bool) -> contextlib.AbstractContextManager[Any]:
     """Inside the block, tell Transformers models whether a sequence holds several documents.
 
     They infer it from position ids that they generate, and without values would assume restarts and build an attention
@@ -74,16 +74,11 @@ def document_borders(packed: bool) -> Iterator[None]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     own = getattr(masking, "find_packed_sequence_indices", None)
     if own is None:  # another version of Transformers: such a plan is then marked as an estimate
-        yield
-        return
+        return contextlib.nullcontext()
 
     def known(position_ids: Tensor) -> Any:
         documents = own(position_ids)
         are_its_own = not packed and (len(position_ids) == 1 or position_ids.stride(0) == 0)  # one row for all samples
         return None if are_its_own and is_fake(position_ids) else documents
 
-    masking.find_packed_sequence_indices = known
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = own
+    return mock.patch.object(masking, "find_packed_sequence_indices", known)

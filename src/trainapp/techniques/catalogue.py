@@ -1,7 +1,7 @@
 """The catalogue of techniques: every setting that trades time, precision or results for memory.
 
-Read by the advice of a run that cannot continue, by plans, by checks when a run is assembled, and by the table in
-docs/memory.md. Pairs of settings that exclude each other are in `config.excludes`.
+Read by the advice of a run that cannot continue, by plans, and by checks when a run is assembled. docs/memory.md has
+the table. Pairs of settings that exclude each other are in `config.excludes`.
 """
 
 import dataclasses
@@ -150,12 +150,6 @@ def available(situation: Situation) -> list[Technique]:
     if own.optimizer.target in ("torch.optim.AdamW", IN_FEWER_BITS) and not own.optimizer.arguments.get("amsgrad"):
         return found  # low-precision AdamW is the same algorithm only for AdamW
     return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
-
-
-def table() -> list[str]:
-    """The rows of the table in docs/memory.md."""
-    rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
-    return rows + [f"| `{one.setting}` | {one.saves} | {one.costs} | {one.applies} |" for one in TECHNIQUES]
 
 
 # Requirements of techniques on the model: UserError if it does not meet them

@@ -26,7 +26,7 @@ from trainapp.torch_private import ATTENTION_OPERATORS, draws_numbers, set_activ
 Mode = Literal["none", "selective", "full"]
 # Cost of a mode relative to recomputing a block in full: for choosing, not for predicting time.
 _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
-_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm")  # the last: torchao's
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

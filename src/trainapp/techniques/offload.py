@@ -8,7 +8,7 @@ view, and also moves parameters.
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from trainapp.models.inspect import blocks_of
 from trainapp.torch_private import base_of, local, storage_id, version_of
 
 LEAST = 2**20  # bytes; smaller tensors are not worth copying
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def apply(model: nn.Module, config: Config) -> "Offload | None":
@@ -53,7 +51,7 @@ class Offload:
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
         self._last: Callable[[], _Stored | None] = lambda: None
 
-    def around(self, forward: F) -> F:
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a model, or of a part of one, whose activations move."""
 
         @functools.wraps(forward)
@@ -68,7 +66,7 @@ class Offload:
             finally:
                 self._known.clear()
 
-        return moving  # type: ignore[return-value]
+        return moving
 
     def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import noted_draws, seed_from
@@ -177,12 +178,12 @@ def watched(
 
 def note_refused(session: Session) -> None:
     """Record the number of refused allocations so far. Only in unvalidated and logged steps: reading it takes time."""
-    session.attempt.refused = session.memory.refused_allocations()
+    session.attempt.refused = refused_allocations()
 
 
 def refused_in_attempt(session: Session) -> int:
     """The number of allocations that the device's allocator has refused since `note_refused`."""
-    return session.memory.refused_allocations() - session.attempt.refused
+    return refused_allocations() - session.attempt.refused
 
 
 def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Ranks) -> None:
