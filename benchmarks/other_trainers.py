@@ -120,7 +120,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.sampler import Permutation
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -130,7 +130,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
         tries["train"] += 1
         model = oom_job.build_model(train_data.spec, **MODEL)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0, fused=True)
-        order, reported = epoch_order(0, 0, len(train_data)), 0
+        order, reported = Permutation(0, len(train_data)).indices(0, 0, len(train_data)), 0
         for start in range(0, len(order), batch_size):
             loss_sum, count, _ = oom_job.next_token(model, train_data.__getitems__(order[start : start + batch_size]))
             (loss_sum / count).backward()
@@ -152,14 +152,14 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.sampler import Permutation
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
 
     class SameOrder(Sampler):
         def __iter__(self):
-            return iter(epoch_order(0, 0, len(train_data)))
+            return iter(Permutation(0, len(train_data)).indices(0, 0, len(train_data)))
 
         def __len__(self):
             return len(train_data)

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainapp.config import compose
-from trainapp.data.sampler import epoch_order
+from trainapp.data.sampler import Permutation
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -330,7 +330,7 @@ def adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
 def epochs(samples: int) -> Iterator[list[list[int]]]:
     """Each epoch's micro-batches: trainapp's sample order, full steps only."""
     for epoch in itertools.count():
-        order = epoch_order(0, epoch, samples)
+        order = Permutation(0, samples).indices(epoch, 0, samples)
         whole = samples - samples % GLOBAL
         yield [order[start : start + MICRO] for start in range(0, whole, MICRO)]
 

@@ -166,7 +166,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.nn import functional
 
     from trainapp.config import schema
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.sampler import Permutation
     from trainapp.parallel.ranks import SingleRank
     from trainapp.run import runner
     from trainapp.signals import StopRequest
@@ -188,7 +188,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     def steps() -> Iterator[None]:
         epoch, step, share = 0, 0, SAMPLES // ranks.world
         while True:
-            order = epoch_order(0, epoch, len(data))
+            order = Permutation(0, len(data)).indices(epoch, 0, len(data))
             epoch += 1
             for start in range(0, len(order), SAMPLES):
                 chunk = order[start : start + SAMPLES]

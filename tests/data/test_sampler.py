@@ -10,9 +10,9 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import cut, cut_evenly, pieces_of
+from trainapp.data.batch import cut, pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
-from trainapp.data.sampler import epoch_order
+from trainapp.data.sampler import Permutation
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.data.source import EvalBatches, Progress, TrainBatches
@@ -62,16 +62,16 @@ def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("size", [16, 1437, 5000])
 def test_the_order_does_not_depend_on_the_batch_size(size):
     batches = TrainBatches(Digits("train"), global_size=size, seed=3, device=CPU)
-    steps = indices_of(batches, 2 * batches.steps_per_epoch)
+    steps = indices_of(batches, 2 * batches.steps_left())
     seen = [i for step in steps for i in step]
-    assert seen == epoch_order(3, 0, 1437) + epoch_order(3, 1, 1437)
-    assert len(steps[batches.steps_per_epoch - 1]) == 1437 - (batches.steps_per_epoch - 1) * size
+    assert seen == Permutation(3, 1437).indices(0, 0, 1437) + Permutation(3, 1437).indices(1, 0, 1437)
+    assert len(steps[batches.steps_left() - 1]) == 1437 - (batches.steps_left() - 1) * size
 
 
 @pytest.mark.parametrize(("world", "size"), [(1, 64), (1, 7), (3, 16), (3, 5), (2, 1)])
 def test_a_sample_has_the_same_position_however_the_step_is_cut(world, size):
     """Also where a micro-batch is cut again, and where a rank has fewer samples than the others and keeps in step."""
-    data, step = Numbers(200), epoch_order(0, 0, 200)[:37]  # 37: uneven on two and three ranks
+    data, step = Numbers(200), Permutation(0, 200).indices(0, 0, 37)  # 37: uneven on two and three ranks
     found = []
     for rank in range(world):
         batches = TrainBatches(data, global_size=37, seed=0, device=CPU, ranks=Place(rank, world))
@@ -109,9 +109,9 @@ def test_the_ranks_parts_together_are_the_steps_samples(world):
 def test_drop_last_leaves_the_partial_batch_out():
     batches = TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, drop_last=True)
     steps = indices_of(batches, 23)
-    assert batches.steps_per_epoch == 22
+    assert batches.steps_left() == 22
     assert {len(step) for step in steps} == {64}
-    assert steps[22] == epoch_order(0, 1, 1437)[:64]
+    assert steps[22] == Permutation(0, 1437).indices(1, 0, 64)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -270,12 +270,14 @@ def test_batches_of_the_next_update_are_fetched_ahead():
         cut = [micro.data.tolist() for micro in batches.micro_batches(progress, sizes, every)]
         opened.append(batches._open)
         assert [len(piece) for piece in cut] == ([8] if size == 8 else [3, 3, 2])
-        assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
+        assert [number for piece in cut for number in piece] == Permutation(0, 20).indices(0, 0, 8)
     assert opened[0] is opened[1]
     assert data.fetched == 16
     progress.update = 0
     batches.advance(progress)
-    assert next(iter(batches.micro_batches(progress, sizes, every))).data.tolist() == epoch_order(0, 0, 20)[8:16]
+    assert next(iter(batches.micro_batches(progress, sizes, every))).data.tolist() == Permutation(0, 20).indices(
+        0, 8, 16
+    )
 
 
 class Counted(Numbers):
@@ -307,7 +309,7 @@ def test_cut_keeps_every_sample_in_order():
             assert len(parts) == -(-samples // size)
             assert size <= 2 or samples == 1 or min(map(len, parts)) >= 2
             assert max(map(len, parts)) <= size
-            pieces = cut_evenly(list(range(samples)), size)
+            pieces = cut(list(range(samples)), samples, size)
             assert [i for piece in pieces for i in piece] == list(range(samples))
-            assert len(pieces) == min(size, samples)  # no empty micro-batch
+            assert len(pieces) == size
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1

@@ -59,7 +59,7 @@ def test_rows_of_both_kinds_are_read_once(make, monkeypatch, tmp_path, tokenizer
     rows = [{"prompt": "the fox:", "answer": " the dog"}, {"messages": turns}]
     data = make(rows)
     assert [answers(data, index)[0] for index in range(2)] == [" the dog<|endoftext|>", "jumps<|endoftext|>"]
-    monkeypatch.setattr(SupervisedFineTuning, "_pair", None)  # would be called
+    monkeypatch.setattr(SupervisedFineTuning, "_example", None)  # would be called
     again = SupervisedFineTuning("train", str(tmp_path / "chat.jsonl"), tokenizer, context_length=64, val_fraction=0.0)
     assert torch.equal(again[0]["inputs"], data[0]["inputs"])
 

@@ -232,7 +232,7 @@ def test_shapes_that_may_be_read_both_ways(tmp_path):
     own = "task=own_inference.per_pixel"
     with pytest.raises(UserError, match=r"\[12, 8, 8, 8\].* dimension 1 or the last; .*return classes from a method"):
         predict(tmp_path, tmp_path / "run", *OWN, own)
-    with pytest.raises(ValueError, match=r"dimension 1 or the last; .*class_dim=1"):
+    with pytest.raises(UserError, match=r"dimension 1 or the last; .*class_dim=1"):
         runs.run(tmp_path / "refused", *cube, own, "callbacks=predictions")
     runs.run(tmp_path / "given", *cube, own, "callbacks=predictions", "+metrics.predictions.class_dim=1")
 

@@ -119,5 +119,5 @@ def test_rows_without_labels_are_predicted(tmp_path):
     assert wrong.returncode == 2
     assert "dog (now fox)" in wrong.stderr
     refused = ("data.label=null", "data.classes=[dog,fox,none]", f"data.path={new}")
-    with pytest.raises(UserError, match="the batches have no 'targets'"):  # it cannot be trained on
+    with pytest.raises(UserError, match="the batches have no targets"):  # it cannot be trained on
         runs.run(tmp_path / "again", *model, *data, *refused, "train.max_steps=1", "batch.global_size=4")

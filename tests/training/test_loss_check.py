@@ -643,8 +643,6 @@ WRONG = {
     "no count": ((SCALAR, None, {}), "(torch.float32[], NoneType, {})"),
     "counts": ((SCALAR, torch.ones(4), {}), "(torch.float32[], torch.float32[4], {})"),
     "a list": ((SCALAR, 4, []), "(torch.float32[], int, [])"),
-    "a vector": ((SCALAR, 4, {"x": torch.ones(4)}), "(torch.float32[], int, {'x': torch.float32[4]})"),
-    "a metric's name": ((SCALAR, 4, {3: torch.ones(())}), "(torch.float32[], int, {3: torch.float32[]})"),
 }
 
 

@@ -16,7 +16,7 @@ from helpers import metrics, result, run_cli
 from runs import end
 from zoo.gans import discriminate, generate
 
-from trainapp.data.sampler import epoch_order
+from trainapp.data.sampler import Permutation
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
 from trainapp.training import loop
@@ -66,7 +66,7 @@ def test_it_is_the_loop_that_a_user_would_write(tmp_path, own):
     model, data = copy.deepcopy(run.state.model), run.batches.dataset
     loop.train(run)
     run.close()
-    orders = [epoch_order(0, epoch, len(data)) for epoch in range(3)]
+    orders = [Permutation(0, len(data)).indices(epoch, 0, len(data)) for epoch in range(3)]
     samples = [{"inputs": data.inputs[order[start : start + 16]]} for order in orders for start in (0, 16, 32)]
     losses = by_hand(model, samples[:7], lambda step: own is OWN or step in (1, 3, 6))
     names = ("discriminator", "generator")

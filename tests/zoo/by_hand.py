@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.data.sampler import epoch_order
+from trainapp.data.sampler import Permutation
 
 from . import catalogue
 from .harness import Training
@@ -31,7 +31,7 @@ def train_by_hand(training: Training) -> ByHand:
     optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=settings[0]["betas"], eps=settings[0]["eps"])
     losses = []
     for (epoch, consumed), _ in sorted(training.trained.items()):
-        order = epoch_order(config.train.seed, epoch, len(train))
+        order = Permutation(config.train.seed, len(train)).indices(epoch, 0, len(train))
         batch = collated(train, order[consumed:][: config.batch.global_size])
         optimizer.zero_grad()
         loss, count, _ = task(model, batch)

@@ -78,7 +78,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
             engine.gradients,
             engine.strategy.communication_buffers,
             metrics.tensors,
-            losses.counts_tokens(components.training_tasks[-1]),  # whose count is the finished step's
+            losses.attribute(components.training_tasks[-1], "counts") == "tokens",  # whose count is the finished step's
             hooks.utilisation_of(config, engine),
         ),
         tracker=SilentTracker(Path(config.run_dir), components.hooks["tracker"]),

@@ -11,14 +11,13 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
-from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name
+from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name, no_such_metric
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.engine import Engine
-from trainapp.training.evaluate import no_such_metric
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
@@ -155,7 +154,7 @@ def _require_known(session: Session, found: set[str]) -> None:
         if metric in known or (owner in known and owner.rpartition("/")[2] in session.metrics.names):
             continue
         if losses.is_built_in(session.task):
-            raise no_such_metric(Objective(direction, metric), known, setting)
+            raise no_such_metric(setting, direction, metric, known)
         if progress.step == 0:
             progress.evaluated_at = -1  # makes an evaluation due before the first step
             log.info("%s=%s: not among the metrics of the first samples, so evaluating first", setting, text)

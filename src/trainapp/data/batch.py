@@ -6,7 +6,6 @@ Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses
 
 import copy
 import dataclasses
-import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,9 +120,14 @@ class MicroBatch(NamedTuple):
         return len(self.positions)
 
 
-def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Split indices into micro-batches of `size` samples; see `ranges`."""
-    return [indices[start:end] for start, end in ranges(0, len(indices), size)]
+def cut(indices: Sequence[int], size: int, least: int = 0) -> list[Sequence[int]]:
+    """Split indices into micro-batches of `size` samples, see `ranges`; if that gives fewer than `least`, into `least`
+    whose sizes differ by at most one: 10 in 3 gives 4, 3, 3. With fewer samples than that, the last are empty.
+    """
+    pieces = [indices[start:end] for start, end in ranges(0, len(indices), size)]
+    if len(pieces) >= least:
+        return pieces
+    return [indices[slice(*own_part(len(indices), part, least))] for part in range(least)]
 
 
 def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -137,12 +141,6 @@ def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
             stop -= 1
         yield start, stop
         start = stop
-
-
-def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """Split indices into up to `parts` micro-batches whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
-    parts = min(parts, len(indices))
-    return [indices[slice(*own_part(len(indices), part, parts))] for part in range(parts)]
 
 
 def own_part(samples: int, part: int, parts: int) -> tuple[int, int]:
@@ -159,9 +157,8 @@ def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[Mi
     for number, piece in enumerate(ranges, start=1):
         start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
-        own = functools.partial(_piece_of_piece, micro.piece, start)
+
+        def own(first: int, last: int, start: int = start) -> Any:
+            return micro.piece(start + first, start + last)
+
         yield MicroBatch(micro.piece(start, end), is_last, is_real, micro.positions[start:end], own, micro.bucket)
-
-
-def _piece_of_piece(piece: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:
-    return piece(first + start, first + end)

@@ -1,6 +1,7 @@
 """Fetches batches and moves them to the device: worker processes, per-sample seeds, copies from pinned memory."""
 
-import contextlib
+import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -12,19 +13,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from trainapp.data.batch import map_tensors
+from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.sampler import Draw
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import outside_dispatch_modes
 
+DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with the others
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of only its samples [start, end)
 
 
 class Request(NamedTuple):
-    """A micro-batch to fetch: indices into the data set, and the epoch, on which augmentation depends."""
+    """A micro-batch to fetch: the epoch, on which augmentation depends; indices into the data set, none for a dummy;
+    `positions` and `last` of `MicroBatch`.
+    """
 
     epoch: int
     indices: Sequence[int]
+    positions: Sequence[int] = ()
+    last: bool = False
 
 
 class Fetcher(Dataset):
@@ -48,14 +54,13 @@ class Fetcher(Dataset):
             self._epoch = request.epoch
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
-        if not self._batched:
-            with preserved_rng(CPU):
-                return self._collate([self._sample(index) for index in request.indices], request.indices)
-        samples = self.dataset.__getitems__(request.indices)
-        if not isinstance(samples, list):
-            return samples
-        with contextlib.nullcontext() if self._own_collate is None else preserved_rng(CPU):
-            return self._collate(samples, request.indices)
+        indices, samples = request.indices or DUMMY, None
+        if self._batched:
+            samples = self.dataset.__getitems__(indices)
+            if not isinstance(samples, list):
+                return samples
+        with preserved_rng(CPU):
+            return self._collate(samples or [self._sample(index) for index in indices], indices)
 
     def _sample(self, index: int) -> Any:
         # A sample drawn again gets other random transforms.
@@ -164,11 +169,12 @@ class BatchLoader:
         """The first `samples` samples of an indexable data set as a batch, on the CPU, fetched in this process."""
         return Fetcher(dataset, self.seed)[Request(0, list(range(min(samples, len(dataset)))))]
 
-    def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Batches on the device, in the order of the requests; copies from pinned memory do not block the host.
+    def batches(self, requests: Iterator[Request]) -> Iterator[MicroBatch]:
+        """The requested batches on the device, in order; copies from pinned memory do not block the host.
 
         Starts a new iteration, which ends the previous one. Raises the data set's errors.
         """
+        requests, used = itertools.tee(requests)  # buffers those of prefetched batches
         fetched: Iterator[Any]
         if self._loader is None:
             fetched = map(self.fetcher.__getitem__, requests)
@@ -178,14 +184,19 @@ class BatchLoader:
             self._requests.coming = requests
             with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
                 fetched = iter(self._loader)
-        return map(self._move, fetched)
+        return map(self._micro_batch, fetched, used)
 
     def close(self) -> None:
         """End the processes. Discards prefetched batches."""
         self._requests.coming = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
 
-    def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
+    def _micro_batch(self, batch: Any, request: Request) -> MicroBatch:
+        batch = self._move(batch)
+        piece = functools.partial(self._piece, batch, request)
+        return MicroBatch(batch, request.last, bool(request.indices), request.positions or DUMMY, piece)
+
+    def _piece(self, batch: Any, request: Request, start: int, end: int) -> Any:
         """The batch of only the samples [start, end) of a fetched batch, on the device.
 
         They are fetched and collated again, in this process, unless `split` cuts the batch. No other way works for
@@ -193,7 +204,7 @@ class BatchLoader:
         """
         if self._split is not None:
             return self._split(batch, start, end)
-        return self._move(self.fetcher[Request(epoch, indices[start:end])])
+        return self._move(self.fetcher[Request(request.epoch, request.indices[start:end])])
 
     def _move(self, batch: Any) -> Any:
         if self.device.type == "cpu":

@@ -154,11 +154,6 @@ class Permutation:
         return permuted(self.seed, epoch, positions, self.samples).tolist()
 
 
-def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
-    """The whole order of an epoch, a permutation of range(samples)."""
-    return Permutation(seed, samples).indices(epoch, 0, samples)
-
-
 class Weighted:
     """Every position of an epoch is a draw with replacement, with probabilities proportional to the weights.
 

@@ -3,7 +3,6 @@
 A `Source` chooses a step's samples: `data.sampler` for indexable data, `data.stream` for streams.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,12 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import MicroBatch, cut, cut_evenly, own_part, ranges
+from trainapp.data.batch import MicroBatch, cut, own_part, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.sampler import Sampler, Share, Source
 from trainapp.data.stream import EvalStream, Stream
 from trainapp.data.stream_reader import is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
-
-DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with the others
 
 
 def update_after(update: int, step: int, every: Sequence[int]) -> int | None:
@@ -101,22 +98,18 @@ class TrainBatches:
         self.samples = self.source.samples  # in the data set; 0 if unknown
         self._drop_last = drop_last
         self._loader = BatchLoader(self.source.fetched, seed, workers, device, split)
-        self._open: Iterator[Any] = iter(())
-        self._pieces: Iterator[Any] = iter(())  # of its batches: see `_pieces_from`
-        self._position: tuple | None = None  # of the open iterator: `_pieces_from`'s arguments; None: unknown
+        self._open: Iterator[MicroBatch] = iter(())
+        self._position: tuple | None = None  # of the open iterator: `_requests`' arguments; None: unknown
 
     @property
     def epoch_samples(self) -> int:
         """Samples in an epoch: fewer than `samples` if `drop_last` drops some."""
         return self.samples - self.samples % self.global_size if self._drop_last else self.samples
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Optimizer steps per epoch, the last possibly with fewer samples; None if unknown."""
-        return self.steps_left(0)
-
-    def steps_left(self, consumed: int) -> int | None:
-        """Optimizer steps left in an epoch after its first `consumed` samples; None if unknown."""
+    def steps_left(self, consumed: int = 0) -> int | None:
+        """Optimizer steps left in an epoch after its first `consumed` samples, the last possibly with fewer samples;
+        None if unknown.
+        """
         return self.source.steps_left(consumed, self.global_size)
 
     def epochs(self, progress: Progress) -> float:
@@ -147,12 +140,12 @@ class TrainBatches:
         position = (progress.epoch, progress.consumed, step, progress.update, tuple(sizes), every)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
-            asked, self._pieces = itertools.tee(self._pieces_from(*position))  # buffers the prefetched pieces
-            self._open = self._loader.batches(Request(epoch, numbers or DUMMY) for epoch, numbers, *_ in asked)
-        self._position, is_last = None, False  # an aborted step leaves the iterator mid-step
-        while not is_last:
-            epoch, numbers, positions, is_last = next(self._pieces)
-            yield _micro_batch(self._loader, next(self._open), epoch, numbers, positions, is_last)
+            self._open = self._loader.batches(self._requests(*position))
+        self._position = None  # an aborted step leaves the iterator mid-step
+        for micro in self._open:
+            yield micro
+            if micro.last:
+                break
         if self.source.looks_ahead:
             self._position = self._after_update(*position)
 
@@ -178,20 +171,14 @@ class TrainBatches:
         self._loader.close()
         self.source.close()
 
-    def _pieces_from(self, *position: Any) -> Iterator[tuple[int, Sequence[int], range, bool]]:
-        """This rank's micro-batches, as many as on the rank with the most samples, so some may be empty: the epoch,
-        samples, their positions, and whether it is the step's last.
-        """
+    def _requests(self, *position: Any) -> Iterator[Request]:
+        """This rank's micro-batches, as many as on the rank with the most samples, so some may be dummies."""
         while True:
             epoch, consumed, _, update, sizes, _ = position
             share = self.source.share(epoch, consumed, self.global_size)
-            count, pieces = -(-share.largest // sizes[update]), cut(share.numbers, sizes[update])
-            if len(pieces) < count:
-                pieces = cut_evenly(share.numbers, count)
-                pieces += [[]] * (count - len(pieces))
-            start = share.start
-            for number, piece in enumerate(pieces, start=1):
-                yield epoch, piece, range(start, start + len(piece)), number == count
+            count, start = -(-share.largest // sizes[update]), share.start
+            for number, piece in enumerate(cut(share.numbers, sizes[update], count), start=1):
+                yield Request(epoch, piece, range(start, start + len(piece)), number == count)
                 start += len(piece)
             if not self.source.looks_ahead:
                 return
@@ -249,10 +236,7 @@ class EvalBatches:
         pieces = self._pieces(done, size, ranks) if self._stream is None else self._stream.pieces(done, size)
         if self.equal and self._stream is not None:
             pieces = _while_any_has_one(pieces, ranks)
-        asked, used = itertools.tee(pieces)  # buffers the prefetched pieces
-        batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers in asked)
-        for numbers in used:
-            yield _micro_batch(self._loader, next(batches), 0, numbers, numbers)
+        yield from self._loader.batches(Request(0, numbers, numbers) for numbers in pieces)
 
     def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
         """The samples of each batch. Lazy: a list would grow with the data set."""
@@ -267,19 +251,6 @@ class EvalBatches:
         self._loader.close()
         if self._stream is not None:
             self._stream.close()
-
-
-def _micro_batch(
-    loader: BatchLoader,
-    batch: Any,
-    epoch: int,
-    numbers: Sequence[int],
-    positions: Sequence[int],
-    last: bool = False,
-) -> MicroBatch:
-    """A fetched batch of these samples, with their `MicroBatch.positions`; a dummy without any."""
-    piece = functools.partial(loader.piece, batch, epoch, numbers or DUMMY)
-    return MicroBatch(batch, last, bool(numbers), positions or DUMMY, piece)
 
 
 def _while_any_has_one(pieces: Iterator[Sequence[int]], ranks: Ranks) -> Iterator[Sequence[int]]:

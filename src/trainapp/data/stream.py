@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_convert
 
 from trainapp.data.batch import own_part, tensors_in
 from trainapp.data.sampler import Share, Source
-from trainapp.data.stream_reader import Place, Shard, has_shards
+from trainapp.data.stream_reader import Place, Shard
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.snapshot import checksum
@@ -78,7 +78,7 @@ class Stream(Source):
 
     def _open(self, shards: int) -> None:
         count, rank = self.ranks.world * shards, self.ranks.rank
-        self.is_sharded = count > 1 and has_shards(self.dataset)
+        self.is_sharded = count > 1 and callable(getattr(self.dataset, "shard", None))  # Hugging Face's have it
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
         self._turn, self._step = 0, _Step()
@@ -140,17 +140,19 @@ class Stream(Source):
                 self.close()
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            shard.go_to(epoch, number, Place(*base))
+            shard.go_to(epoch, number, place := Place(*base))
+            if number and place.state is None:
+                log.info(
+                    "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
+                    "the first %d samples of epoch %d are read again and skipped",
+                    number,
+                    epoch,
+                )
         self._turn, self._step = state["turn"], _Step()
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
         """Read the step's samples: all of them, to keep this rank's share, or those of this rank's shards."""
         world, rank = self.ranks.world, self.ranks.rank
-        if self.is_sharded and size < world:
-            raise UserError(
-                f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
-                "one sample of each step"
-            )
         start, end = own_part(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))

@@ -8,9 +8,7 @@ before each sample, so that random transforms and shuffles repeat.
 
 import contextlib
 import copy
-import logging
 import pickle
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from trainapp.torch_private import become_main_process, outside_dispatch_modes
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
 _END = object()  # takes the place of a sample after the last
-log = logging.getLogger(__name__)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -42,11 +39,6 @@ def is_empty(dataset: Any) -> bool:
 def at_most(samples: int, dataset: Any) -> int:
     """`samples`, or the size of the data set if it is known to be smaller."""
     return samples if is_stream(dataset) else min(samples, len(dataset))
-
-
-def has_shards(source: Any) -> bool:
-    """Whether the source can be read in shards: a Hugging Face data set, or a method `shard(index, count)`."""
-    return _is_of_datasets(source) or callable(getattr(source, "shard", None))
 
 
 def _shard_of(source: Any, index: int, count: int) -> Any:
@@ -155,7 +147,6 @@ class Shard(IterableDataset):
 
     def _read(self) -> None:
         """Read the next sample, or the end of the epoch."""
-        started, is_first = time.monotonic(), self._reads is None
         try:
             if self._reads is None:
                 self._reads = iter(self) if self._in_process else self._ahead()
@@ -164,14 +155,6 @@ class Shard(IterableDataset):
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.close()
             raise
-        if is_first and self.number and self.base.state is None:
-            log.info(
-                "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): the "
-                "first %d samples of epoch %d were read again and skipped, in %.1f s",
-                self.number,
-                self.epoch,
-                time.monotonic() - started,
-            )
         if read is None:
             self._ended = True
         else:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import logged_name
+from trainapp.hooks.metrics import no_such_metric
 from trainapp.tracking.tracker import Tracker
 from trainapp.validation import NonNegativeInt, PositiveInt
 
@@ -73,14 +73,6 @@ class View:
     def labels(self) -> Sequence[str]:
         """The first set's class names, if it has `class_names`; otherwise empty."""
         return labels_of(self.data)
-
-    def computed(self, metric: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-        """A metric's results, as `(name, data set, result)` per data set; result is None if it has none.
-
-        metrics: the argument of `after_evaluation`.
-        """
-        for name, data in self.evaluated.items():
-            yield name, data, metrics.get(logged_name(name, metric))
 
     def new_file(self, folder: str, name: str, suffix: str) -> Path:
         """A path in this folder of the run directory, for this step's evaluation of the set `name`."""
@@ -138,6 +130,7 @@ class EarlyStopping:
 
     def __init__(self, patience: int, min_delta: float, direction: str, metric: str):
         self.patience, self.min_delta, self.direction, self.metric = patience, min_delta, direction, metric
+        self._watched = f"{direction} {metric}"
         self.best: float | None = None
         self.best_step = 0
         self.bad = 0  # evaluations since the last improvement
@@ -145,12 +138,8 @@ class EarlyStopping:
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Count this evaluation. Raises UserError for a metric that does not exist or is not a number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        is_first = self.best is None and not self.bad
-        if self.metric not in metrics and is_first:  # later evaluations may lack it
-            raise UserError(
-                f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
-                f"{', '.join(metrics)}"
-            )
+        if self.metric not in metrics and self.best is None and not self.bad:  # later evaluations may lack it
+            raise no_such_metric("stopping.metric", self.direction, self.metric, metrics)
         value = metrics.get(self.metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
         if math.isfinite(value) and gain > self.min_delta:
@@ -170,10 +159,6 @@ class EarlyStopping:
         """Ignores the state of another metric or direction."""
         if state.get("watched") == self._watched:
             self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
-
-    @property
-    def _watched(self) -> str:
-        return f"{self.direction} {self.metric}"
 
 
 class Profile:

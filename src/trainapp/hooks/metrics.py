@@ -7,7 +7,7 @@ It is updated once per finished batch of an evaluation, merged over ranks, and c
 import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
 from trainapp.stateful import held_tensors
 from trainapp.torch_private import tree_map
+from trainapp.units import suggest
 
 EVERY = "*"  # the name under which a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # longest vector whose values are logged individually
@@ -26,6 +27,14 @@ MOST_VALUES = 100  # longest vector whose values are logged individually
 def logged_name(name: str, metric: str) -> str:
     """A metric's logged name: `NAME/loss` for the validation set NAME, `loss` for the data's own split, ""."""
     return f"{name}/{metric}" if name else metric
+
+
+def no_such_metric(setting: str, direction: str, metric: str, known: Iterable[str]) -> UserError:
+    """The error for a metric, named by this setting, that the task does not have."""
+    names = sorted(known)
+    return UserError(
+        f"{setting}={direction} {metric}: there is no such metric; there are {', '.join(names)}{suggest(metric, names)}"
+    )
 
 
 class StatefulMetrics:
@@ -48,8 +57,7 @@ class StatefulMetrics:
 
     def tensors(self) -> list[Tensor]:
         """All tensors retained between batches, and the copies for undoing an update in progress."""
-        roots = [*(held.metric for held in self._held.values()), self._before]
-        return list(held_tensors(roots))
+        return list(held_tensors([*(held.metric for held in self._held.values()), self._before]))
 
     def reset(self) -> None:
         """Call before an evaluation, and after it to free the metrics' states."""
@@ -97,9 +105,7 @@ class StatefulMetrics:
         finally:
             self._before = {}
 
-    def results(
-        self, ranks: Ranks, around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    ) -> dict[str, Any]:
+    def results(self, ranks: Ranks, around: Callable[[], contextlib.AbstractContextManager[None]]) -> dict[str, Any]:
         """Each metric's result for the samples of all ranks, equal on every rank. Collective.
 
         around: a context manager around each metric's `compute`. Raises UserError, on all ranks, for a metric to which

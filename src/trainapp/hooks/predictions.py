@@ -5,7 +5,6 @@ torchmetrics).
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,19 +21,12 @@ SHOWN = 60  # characters per cell in the trackers' table
 MOST_LABELS = 30  # with more classes, an image is too small for names and numbers
 
 
-@dataclass
-class Rows:
-    """The metric's result: one mapping per sample, in the order of the data set."""
-
-    rows: list[dict[str, Any]]
-
-
 def dim_of_classes(output: Tensor, targets: Any, known: int | None = None) -> int | None:
     """The dimension of the classes in an output, 1 or -1, for targets [B, ...] and logits [B, ..., classes] or
     [B, classes, ...]. None if the output is not logits, which includes one value per sample.
 
     known: a built-in task's, or an earlier batch's; used if both fit, as for [B, T, T], and where no class numbers are
-    in the targets. Raises ValueError if both fit and `known` is None.
+    in the targets. Raises UserError if both fit and `known` is None.
     """
     if not output.is_floating_point() or output.ndim < 2:
         return None
@@ -45,10 +37,10 @@ def dim_of_classes(output: Tensor, targets: Any, known: int | None = None) -> in
     is_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
     is_second = (output.shape[0], *output.shape[2:]) == targets.shape and output.shape[1] > 1
     if is_last and is_second and output.ndim > 2 and known is None:
-        raise ValueError(
-            f"of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be dimension 1 or "
-            "the last; give the metric class_dim=1 or -1, or return classes from a method `predict(model, batch)` of "
-            "the task"
+        raise UserError(
+            f"predictions: of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be "
+            "dimension 1 or the last; set metrics.predictions.class_dim=1 or -1 or, for mode=predict, return "
+            "classes from a method `predict(model, batch)` of the task"
         )
     if is_last and is_second:
         return known or -1
@@ -59,19 +51,20 @@ class FirstPredictions:
     """A metric that keeps targets and predictions of the first `samples` samples: the likeliest class and its
     probability for logits, otherwise the output itself.
 
-    class_dim: dimension of the classes if the logits' shape is ambiguous; None: a built-in task's own.
+    class_dim: dimension of the classes if the logits' shape is ambiguous; None: a built-in task's own. Attribute:
+    `rows`, a mapping per sample, in the order of the data set.
     """
 
     def __init__(self, samples: PositiveInt = 8, class_dim: Literal[1, -1] | None = None):
         self.samples = samples
         self.class_dim: int | None = class_dim
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """outputs: logits [B, ..., classes] or [B, classes, ...] for integer targets [B, ...]; other values are kept
-        unchanged. Raises ValueError for ambiguous shapes.
+        unchanged. Raises UserError for ambiguous shapes.
         """
-        left = self.samples - len(self._rows)
+        left = self.samples - len(self.rows)
         if left <= 0:
             return
         outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
@@ -79,16 +72,16 @@ class FirstPredictions:
         if (dim := dim_of_classes(outputs, targets, self.class_dim)) is not None:
             columns["probability"], columns["prediction"] = torch.softmax(outputs, dim).max(dim)
         rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-        self._rows += [dict(zip(columns, row, strict=True)) for row in rows]
+        self.rows += [dict(zip(columns, row, strict=True)) for row in rows]
 
     def merge(self, other: "FirstPredictions") -> None:
-        self._rows = (self._rows + other._rows)[: self.samples]  # ranks have consecutive parts of a data set
+        self.rows = (self.rows + other.rows)[: self.samples]  # ranks have consecutive parts of a data set
 
-    def compute(self) -> Rows:
-        return Rows(list(self._rows))
+    def compute(self) -> "FirstPredictions":
+        return self  # no number, so only callbacks get it
 
     def reset(self) -> None:
-        self._rows = []
+        self.rows = []
 
 
 class SamplePredictions:
@@ -98,8 +91,9 @@ class SamplePredictions:
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError if the metric is not configured."""
-        for name, data, kept in view.computed("predictions", metrics):
-            if not isinstance(kept, Rows):
+        for name, data in view.evaluated.items():
+            kept = metrics.get(logged_name(name, "predictions"))
+            if not isinstance(kept, FirstPredictions):
                 raise UserError("callbacks.predictions: needs metrics.predictions, which callbacks=predictions sets")
             if view.is_rank_zero:
                 rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
@@ -142,7 +136,8 @@ class ConfusionMatrix:
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError if the metric is not configured, or does not compute a matrix."""
-        for name, data, matrix in view.computed("confusion_matrix", metrics):
+        for name, data in view.evaluated.items():
+            matrix = metrics.get(logged_name(name, "confusion_matrix"))
             if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 raise UserError(
                     "callbacks.confusion_matrix: needs metrics.confusion_matrix, which computes a square matrix, as "

@@ -26,7 +26,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import dim_of_classes
-from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, unchecked
+from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, form_of, part_of, unchecked
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
@@ -55,8 +55,7 @@ def predict(session: Session) -> None:
             "data with data=... or eval.NAME"
         )
     batches = session.eval_sets[name]
-    names = labels_of(batches.dataset) or list(getattr(batches.dataset, "spec", {}).get("classes") or ())
-    predictor = Predictor(unchecked(session.task), config.task, names)
+    predictor = Predictor(unchecked(session.task), config.task, labels_of(batches.dataset))
     write_rows(
         session,
         "predictions",
@@ -217,26 +216,22 @@ class Predictor:
 
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One row per sample. Raises UserError for outputs that cannot be split into samples."""
-        output, targets = self._output(model, micro.data), _part(micro.data, "targets")
+        output, targets = self._output(model, micro.data), part_of(micro.data, "targets")
         dim = None
         if isinstance(output, Tensor) and output.ndim and len(output) == micro.samples:
-            try:
-                dim = dim_of_classes(output, targets, self._dim)
-            except ValueError as error:
-                raise UserError(f"mode=predict with task={self.setting}: {error}") from None
+            dim = dim_of_classes(output, targets, self._dim)
         if dim is None:
             return [{"prediction": value} for value in self._by_sample(output, micro.samples)]
         self._dim = dim  # a later batch may have as many positions as classes
         return self._classified(output, targets, dim)
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
-        own = attribute(self.task, "predict")
+        own = attribute(self.task, "predict") or attribute(self.task, "embed")
         if callable(own):
             return own(model, batch)
-        inputs, others = _part(batch, "inputs"), beside_inputs(model, batch)
+        inputs, others = part_of(batch, "inputs"), beside_inputs(model, batch)
         if inputs is None:
-            kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise self._refused(f"it is not known which part of its batches ({kind}) the model takes")
+            raise self._refused(f"it is not known which part of its batches, {form_of(batch)}, the model takes")
         output = model(inputs, **others)
         return getattr(output, "logits", output)
 
@@ -281,14 +276,3 @@ class Predictor:
             if row["prediction"] < len(self.names):
                 row["prediction_name"] = str(self.names[row["prediction"]])
         return rows
-
-
-def _part(batch: Any, name: str) -> Any:
-    """A batch's "inputs" or "targets", by name or position; None if it has none. A tensor holds only inputs."""
-    if isinstance(batch, Mapping):
-        return batch.get(name)
-    if hasattr(batch, name):
-        return getattr(batch, name)
-    if isinstance(batch, (tuple, list)):
-        return dict(zip(("inputs", "targets"), batch, strict=False)).get(name) if len(batch) < 3 else None
-    return batch if isinstance(batch, Tensor) and name == "inputs" else None

@@ -38,10 +38,6 @@ class EmbeddingTask:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         return self.loss_of_embeddings(self.embed(model, batch))
 
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        """The embeddings, which `mode=predict` writes."""
-        return self.embed(model, batch)
-
 
 class Contrastive(EmbeddingTask):
     """The symmetric cross-entropy of InfoNCE between two views of each sample (in CLIP: an image and its text).
@@ -66,8 +62,7 @@ class Contrastive(EmbeddingTask):
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
                 f"task=contrastive: needs inputs of shape [samples, 2, ...], two views of each sample, but they have "
-                f"{list(inputs.shape)}; data._target_=trainapp.data.sets.digits.DigitPairs "
-                "has them"
+                f"{list(inputs.shape)}; data._target_=trainapp.data.sets.digits.DigitPairs has them"
             )
         features = model(inputs.flatten(0, 1)).flatten(1).float()
         first, second = F.normalize(features, dim=1).unflatten(0, (-1, 2)).unbind(1)

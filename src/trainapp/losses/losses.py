@@ -28,8 +28,7 @@ from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
 
-Number = float | int | bool  # or a NumPy scalar
-Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
+Metrics = Mapping[str, Any]  # sums: scalar tensors, numbers, or functions of no arguments; or arguments of an `update`
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
@@ -73,13 +72,8 @@ class InChunks:
     techniques/chunked_loss.py.
     """
 
-    task: Task
+    unchecked: Task
     rows: int | Literal["auto"]
-
-    @property
-    def counts(self) -> str | None:
-        """The task's attribute."""
-        return attribute(self.task, "counts")
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
         inputs, targets = inputs_and_targets(batch)
@@ -92,52 +86,47 @@ class InChunks:
         with features_only(model) as head:
             features = model(inputs, **others)
         loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
-        count = len(targets) if self.task is classification else (targets != IGNORED).sum()
+        count = len(targets) if self.unchecked is classification else (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}
 
 
 def unchecked(task: Any) -> Any:
-    """The task of the configuration, without the checks around it."""
-    return getattr(task, "unchecked", task)
+    """The task of the configuration, without the checks around it, or what computes its loss in chunks."""
+    while hasattr(task, "unchecked"):
+        task = task.unchecked
+    return task
 
 
-def attribute(task: Any, name: str, default: Any = None) -> Any:
+def attribute(task: Any, name: str) -> Any:
     """An attribute of a task (`whole_batch`, `counts`, `split`, `predict`, `embed`), or of the function in a
-    `functools.partial`; `default` if neither has it.
+    `functools.partial`; None if neither has it.
     """
     own = unchecked(task)
     while isinstance(own, functools.partial) and not hasattr(own, name):
         own = own.func
-    return getattr(own, name, default)
+    return getattr(own, name, None)
 
 
 def is_built_in(task: Task) -> bool:
     """Whether the task's loss is one of this module's, which can be computed in chunks."""
-    plain = unchecked(task)
-    return plain in (classification, next_token) or isinstance(plain, InChunks)
+    return unchecked(task) in (classification, next_token)
 
 
 def class_dim(task: Any) -> int | None:
     """The dimension of the classes in a built-in task's logits; None for other tasks."""
     plain = unchecked(task)
-    plain = plain.task if isinstance(plain, InChunks) else plain
     return 1 if plain is classification else -1 if plain is next_token else None
 
 
-def counts_tokens(task: Task) -> bool:
-    """Whether the task's count is a number of tokens, declared by its attribute `counts = "tokens"`."""
-    return bool(attribute(task, "counts") == "tokens")
-
-
 class CheckedTask:
-    """Wraps a task; raises UserError for a result that cannot be trained on or added up. Costs half a microsecond.
+    """Wraps a task; raises UserError for a result that cannot be trained on or added up. Costs half a microsecond. The
+    values of metrics are checked when they are added up: see `evaluate_metrics`.
 
-    The values of metrics are checked only in the first result; later ones when they are added up.
     setting: the setting that names the task, with its value, for messages. Attributes: `unchecked`, the task itself.
     """
 
     def __init__(self, task: Task, setting: str):
-        self.unchecked, self.setting, self._is_first = task, setting, True
+        self.unchecked, self.setting = task, setting
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
         return self._checked(self.unchecked(model, batch))
@@ -151,14 +140,13 @@ class CheckedTask:
         return self._checked(attribute(self, "loss_of_embeddings")(embeddings))
 
     def _checked(self, result: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
-        if not _is_addable(result, with_metrics=self._is_first):
+        if not _is_addable(result):
             raise UserError(
                 f"{self.setting}: must return (loss_sum, count, metrics): the sum of the micro-batch's losses, a real "
                 "scalar tensor; the number of samples or tokens, or the sum of their weights, a number or a scalar "
                 "tensor; and a dict of names and sums (numbers or scalar tensors), which may be empty. It returned "
-                f"{_form(result)}"
+                f"{form_of(result)}"
             )
-        self._is_first = False
         loss, count, metrics = result
         if not loss.requires_grad and torch.is_grad_enabled():
             refuse_without_gradient(self.setting)
@@ -172,29 +160,25 @@ def in_chunks(task: CheckedTask, rows: int | Literal["auto"] | None) -> CheckedT
     return CheckedTask(InChunks(task.unchecked, rows), task.setting)
 
 
-def _is_addable(result: Any, with_metrics: bool) -> bool:
-    """Whether a task's result has the right form. with_metrics: whether to check its metrics' values as well."""
+def _is_addable(result: Any) -> bool:
+    """Whether a task's result has the right form."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         return False
     loss, count, metrics = result
     if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex() or not isinstance(metrics, (dict, Mapping)):
         return False
     is_array = isinstance(count, (Tensor, np.ndarray))
-    if type(count) is not int and (count.ndim if is_array else not isinstance(count, numbers.Real)):
-        return False
-    return not with_metrics or all(
-        isinstance(name, str) and not (isinstance(value, Tensor) and value.ndim) for name, value in metrics.items()
-    )
+    return type(count) is int or (not count.ndim if is_array else isinstance(count, numbers.Real))
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
     """Types and shapes, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_form(own)}" for name, own in value.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {form_of(own)}" for name, own in value.items()) + "}"
     if isinstance(value, (tuple, list)) and len(value) < 10:
-        return ("({})" if isinstance(value, tuple) else "[{}]").format(", ".join(map(_form, value)))
+        return ("({})" if isinstance(value, tuple) else "[{}]").format(", ".join(map(form_of, value)))
     return type(value).__name__
 
 
@@ -219,7 +203,7 @@ def has_embeddings(task: Any) -> bool:
 
 def needs_whole_batch(task: Any) -> bool:
     """Whether the task's batch is never cut: it declares `whole_batch = True`, and has no embedding loss."""
-    return bool(attribute(task, "whole_batch", False)) and not has_embeddings(task)
+    return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 
 # Names that the log records in addition to metrics: see `training.events` and `Meter.scalars`.
@@ -256,7 +240,7 @@ def _metric_sum(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim:
         raise UserError(
             f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, but is "
-            f"{_form(found)}; return its .sum()"
+            f"{form_of(found)}; return its .sum()"
         )
     return value.detach()
 
@@ -265,21 +249,27 @@ def _metric_sum(name: str, value: Any) -> Tensor:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a mapping with these keys, an object with these attributes, or a pair. Raises UserError for
-    a mapping that lacks one of them.
+    """Inputs and targets of a batch, see `part_of`. Raises UserError for one that lacks any of them."""
+    inputs, targets = part_of(batch, "inputs"), part_of(batch, "targets")
+    if inputs is None or targets is None:
+        raise UserError(
+            f"the batches have no {'inputs' if inputs is None else 'targets'}, only {form_of(batch)}: this loss needs "
+            "inputs and targets; use data that has both, or your own task"
+        )
+    return inputs, targets
+
+
+def part_of(batch: Any, name: str) -> Any:
+    """A batch's "inputs" or "targets", by key, by attribute, or as the first or second of a pair; None if it has none.
+    A tensor holds only inputs.
     """
     if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
-        try:
-            return batch["inputs"], batch["targets"]
-        except KeyError as error:
-            raise UserError(
-                f"the batches have no {error}, only {', '.join(map(str, batch))}: this loss needs inputs and targets; "
-                "use data that has both, or your own task"
-            ) from None
-    if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in any order
-        return batch.inputs, batch.targets
-    inputs, targets = batch
-    return inputs, targets
+        return batch.get(name)
+    if hasattr(batch, name):  # a dataclass; a namedtuple, in any order
+        return getattr(batch, name)
+    if isinstance(batch, (tuple, list)):
+        return dict(zip(("inputs", "targets"), batch, strict=False)).get(name) if len(batch) < 3 else None
+    return batch if isinstance(batch, Tensor) and name == "inputs" else None
 
 
 # Entries of a batch besides inputs and targets that models accept under these names, which are Transformers'.

@@ -141,7 +141,7 @@ def opening_lines(session: Session) -> list[str]:
     if config.mode not in ("train", "lr_find"):
         return [model]
     micro_size = sizes.train.size
-    epoch = batches.steps_per_epoch
+    epoch = batches.steps_left()
     data = "a stream" if epoch is None else f"{batches.samples} samples, {epoch} steps per epoch"
     lines = [
         f"{model}; global batch {config.batch.global_size} = micro-batch {micro_size} x "

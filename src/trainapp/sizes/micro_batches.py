@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainapp.data.batch import MicroBatch, bucket_of, cut, cut_evenly, elements_in, pieces_of
+from trainapp.data.batch import MicroBatch, bucket_of, cut, elements_in, pieces_of
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.search import Measured, SizeSearch
 
@@ -159,8 +159,7 @@ class MicroBatchSizes:
             if any_unvalidated:  # memory may run out
                 ranks.enable_votes(True)
             if count != len(pieces):
-                pieces = cut_evenly(range(samples), count)
-                pieces += [range(0)] * (count - len(pieces))
+                pieces = cut(range(samples), size, count)
         elif ranks.world > 1:
             pieces = [range(samples)]
         own, longest = self.seen[bucket], len(pieces[0])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import MicroBatch, ranges, tensors_in
 from trainapp.data.source import EvalBatches
-from trainapp.errors import UserError
-from trainapp.hooks.metrics import as_scalars, logged_name
+from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
@@ -23,9 +22,8 @@ from trainapp.signals import Stopped
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.phase import Phase
-from trainapp.training.session import Evaluation, Objective, Session
+from trainapp.training.session import Evaluation, Session
 from trainapp.training.transaction import note_refused, watched
-from trainapp.units import suggest
 
 T = TypeVar("T")
 EVALUATION = "evaluation"  # the name in the ledger of what its forwards draw
@@ -194,7 +192,7 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     metric = session.objective.metric
     if metric not in means:  # only some batches may have it
         if progress.objective is None:
-            raise no_such_metric(session.objective, means)
+            raise no_such_metric("objective", *session.objective, means)
         session.tracker.warn_once(
             f"objective={direction} {session.objective.metric}: the evaluation at step {progress.step} has no such "
             f"metric, which counts as nan; it has {', '.join(means)}",
@@ -207,15 +205,6 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:
         progress.best, progress.best_step = value, progress.step
-
-
-def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "objective") -> UserError:
-    """The error for a metric that the task does not have."""
-    names = sorted(known)
-    return UserError(
-        f"{setting}={objective.direction} {objective.metric}: there is no such metric; there are {', '.join(names)}"
-        f"{suggest(objective.metric, names)}"
-    )
 
 
 # --- embedding losses

@@ -96,7 +96,7 @@ def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLe
     The same at every position unless the data or the global batch has changed: skipped steps also count.
     """
     rest = batches.steps_left(progress.consumed)
-    steps_per_epoch = batches.steps_per_epoch
+    steps_per_epoch = batches.steps_left()
     ends = [] if train.max_steps is None else [train.max_steps]
     if train.max_epochs is not None and steps_per_epoch is not None and rest is not None:
         epochs = train.max_epochs - progress.epoch

@@ -53,7 +53,7 @@ class Digits(BatchedDataset):
         self.seed = seed
         self.epoch = 0
         self.augment = augment and split == "train"
-        self._labels = labels[chosen].astype(np.int64)
+        self.targets = labels[chosen].astype(np.int64)  # also for `data.sampling.weights=balanced`
         pixels = (images[chosen] / STD).astype(np.float32)
         self._images = (pixels - np.float32(MEAN / STD))[:, None]
         padding = (MAX_SHIFT, MAX_SHIFT)
@@ -61,12 +61,7 @@ class Digits(BatchedDataset):
         self._shifted = sliding_window_view(np.pad(pixels, ((0, 0), padding, padding)), (8, 8), axis=(1, 2))
 
     def __len__(self) -> int:
-        return len(self._labels)
-
-    @property
-    def targets(self) -> np.ndarray:
-        """The class of each sample, for `data.sampling.weights=balanced`."""
-        return self._labels
+        return len(self.targets)
 
     def set_epoch(self, epoch: int) -> None:
         """The augmentation is a function of (seed, epoch, sample index)."""
@@ -77,7 +72,7 @@ class Digits(BatchedDataset):
         positions = self._positions(indices)
         # For small batches numpy's take is 3-6 times quicker than indexing a tensor with a list or a tensor.
         pixels = self._augmented(positions) if self.augment else self._images.take(positions, axis=0)
-        targets = self._labels.take(positions)
+        targets = self.targets.take(positions)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(targets)}
 
     def _augmented(self, positions: np.ndarray, view: int = 0) -> np.ndarray:
@@ -104,4 +99,4 @@ class DigitPairs(Digits):
         """See `Digits`."""
         positions = self._positions(indices)
         pixels = np.stack([self._augmented(positions, view) for view in range(2)], axis=1)
-        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(self._labels.take(positions))}
+        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(self.targets.take(positions))}

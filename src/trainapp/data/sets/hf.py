@@ -22,6 +22,7 @@ from trainapp.validation import Fraction, PositiveInt, Str
 log = logging.getLogger(__name__)
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+Classes = tuple[list[str], torch.Tensor | None]  # their names, and the class of each row, int64 [N], if known
 VALIDATION = ("validation", "valid", "val", "dev", "eval")  # usual names of the split
 
 
@@ -58,8 +59,8 @@ def open_dataset(
         tokenizer = str(trained_bpe(lambda: _texts(train[text], text), key, vocab_size, directory))
     if label is None and classes is None:
         return Blocks(rows, text, tokenizer, context_length, directory, split)
-    names, targets = (list(classes or ()), None) if label is None else numbered_classes(rows, train, label, classes)
-    return Labelled(rows, text, tokenizer, context_length, directory, names, targets)
+    found = (list(classes or ()), None) if label is None else numbered_classes(rows, train, label, classes)
+    return Labelled(rows, text, tokenizer, context_length, directory, found)
 
 
 # --- rows
@@ -139,7 +140,7 @@ def _texts(values: Iterable[Any], column: str, first: int = 0) -> Iterator[str]:
         yield value
 
 
-def numbered_classes(rows: Any, train: Any, label: str, names: list[str] | None) -> tuple[list[str], torch.Tensor]:
+def numbered_classes(rows: Any, train: Any, label: str, names: list[str] | None) -> Classes:
     """The class names, and the class of each row, int64 [N]. Raises UserError for a label without a class, or a value
     that cannot be a label.
     """
@@ -214,13 +215,14 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
 class Tokenized(BatchedDataset):
     """The base of data sets with a tokenizer. name: a folder, a tokenizer.json or a name on the hub.
 
-    Attributes: `tokenizer`; `padding`, the token that pads batches, never counted in a loss; `vocabulary`, a digest of
-    the tokens' meaning, stable across versions of the packages.
+    Attributes: `tokenizer`; `padding`, the token that pads batches, never counted in a loss; `end_of_text`, the token
+    that ends a text, or None; `vocabulary`, a digest of the tokens' meaning, stable across versions of the packages.
     """
 
     def __init__(self, name: str):
         self.tokenizer = load_tokenizer(name)
         self.padding = int(self.tokenizer.pad_token_id or 0)
+        self.end_of_text: int | None = self.tokenizer.eos_token_id
         self.vocabulary = key_of(sorted(self.tokenizer.get_vocab().items()))
 
     def _tokenize(self, rows: Any, function: Callable[..., dict[str, Any]], directory: Path, *parts: Any) -> None:
@@ -266,12 +268,6 @@ class Tokenized(BatchedDataset):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens, without special ones."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token that ends a text, if the tokenizer has one."""
-        end: int | None = self.tokenizer.eos_token_id
-        return end
 
 
 class Blocks(Tokenized):
@@ -321,18 +317,9 @@ class Labelled(Tokenized):
 
     task = "classification"
 
-    def __init__(
-        self,
-        rows: Any,
-        text: str,
-        tokenizer: str,
-        context_length: int,
-        directory: Path,
-        classes: list[str],
-        targets: torch.Tensor | None,
-    ):
+    def __init__(self, rows: Any, text: str, tokenizer: str, context_length: int, directory: Path, classes: Classes):
         super().__init__(tokenizer)
-        self.class_names, self._targets = classes, targets
+        self.class_names, self._targets = classes
 
         def cut(batch: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
             texts = list(_texts(batch[text], text, numbers[0]))
@@ -343,8 +330,8 @@ class Labelled(Tokenized):
         self.spec: dict[str, Any] = {
             "vocab_size": len(self.tokenizer),
             "context_length": context_length,
-            "num_classes": len(classes),
-            "classes": classes,
+            "num_classes": len(self.class_names),
+            "classes": self.class_names,
             "pad_token_id": self.padding,
         }
 

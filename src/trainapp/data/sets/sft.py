@@ -89,28 +89,27 @@ class SupervisedFineTuning(Tokenized):
         if messages in row:
             return self._conversation(place, row[messages])
         if isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
-            return self._pair(row[prompt], row[answer])
+            # Tokenised separately, so that no token spans both: when the model is used, only the prompt is given.
+            given, end = self._prompt(row[prompt]), self.end_of_text
+            own = super().encode(row[answer]) + ([] if end is None else [end])
+            return _marked(given + own, [False] * len(given) + [True] * len(own))
         raise UserError(
             f"data.files: {place}: an example needs texts under {prompt!r} and {answer!r} (data.prompt, data.answer), "
             f"or a list under {messages!r} (data.messages); this one has {', '.join(map(repr, row)) or 'nothing'}"
         )
 
-    def _pair(self, prompt: str, answer: str) -> np.ndarray:
-        """The prompt with the model's start-of-text tokens, then the answer and the end of the text. Tokenised
-        separately, so that no token spans both: when the model is used, only the prompt is given.
-        """
-        given, end = self._prompt(prompt), self.end_of_text
-        own = super().encode(answer) + ([] if end is None else [end])
-        return _marked(given + own, [False] * len(given) + [True] * len(own))
-
     def _prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the model's start-of-text tokens."""
         given = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
         ends = bool(given) and given[-1] == self.end_of_text  # the end token goes after the answer
         return given[:-1] if ends else given
 
     def _conversation(self, place: str, turns: Any) -> np.ndarray:
         """All messages as the chat template writes them; the text added for an assistant's message is an answer."""
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) and _is_message(turn) for turn in turns):
+        content = {"content", "tool_calls"}  # a tool call has no text, which templates with support for tools expect
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, dict) and "role" in turn and content & turn.keys() for turn in turns
+        ):
             raise UserError(
                 f"data.files: {place}: messages must be a list of objects with a role and a content, or tool_calls; "
                 'give each message a text ("" for none), or drop the example'
@@ -230,11 +229,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(own) for key, own in value.items() if own is not None}
     return [_without_nulls(own) for own in value] if isinstance(value, list) else value
-
-
-def _is_message(turn: dict[str, Any]) -> bool:
-    """Whether a turn is a message. A tool call has no text, which templates with support for tools expect."""
-    return "role" in turn and not turn.keys().isdisjoint(("content", "tool_calls"))
 
 
 def _marked(ids: list[int], is_answer: list[bool]) -> np.ndarray:
