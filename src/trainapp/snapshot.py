@@ -207,9 +207,9 @@ class Snapshot:
             sums=self._sums() if self._steps_to_verify else {},
         )
 
-    def _references(self, structure: Structure, contents: list[dict[str, Any]]) -> _References:
+    def _references(self, structure: Structure, contents: list[dict[str, Any]] | None = None) -> _References:
         return _References(
-            contents,
+            contents or list(map(dict.copy, structure.registries)),
             list(map(dict.copy, structure.attributes)) + list(map(_plain, structure.objects)),
             list(map(_IS_TRAINING, structure.modules)),
             {name: owner.copy() for name, owner in self._owners.items()},
@@ -281,10 +281,7 @@ class Snapshot:
     def has_changed(self) -> bool:
         """Whether anything has changed since `take`, except for what owners hold."""
         state = self._taken
-        before, now = (
-            state.references,
-            self._references(state.structure, list(map(dict.copy, state.structure.registries))),
-        )
+        before, now = state.references, self._references(state.structure)
         pairs = zip((*before.contents, *before.attributes), (*now.contents, *now.attributes), strict=True)
         is_same = all(a.keys() == b.keys() and all(b[name] is value for name, value in a.items()) for a, b in pairs)
         constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
@@ -344,7 +341,7 @@ class Snapshot:
         is written, since autograd may have saved it: copies take their place.
         """
         structure, before = state.structure, state.references
-        now = self._references(structure, list(map(dict.copy, structure.registries)))
+        now = self._references(structure)
         stand_ins: dict[int, Any] = {key: copy.clone() for key, copy in state.copies_by_id().items()}
         stand_ins |= {id(array): kept.copy() for array, kept in state.arrays}
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainapp.errors import UserError
+
 DURATIONS = ("steps", "epochs", "samples", "percent")  # of the run; all are converted to steps, as in big_vision
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 _TIME = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[a-z]+\s*)+")
@@ -37,13 +39,11 @@ def parse_memory_size(value: int | float | str, total: int) -> int:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The lengths that durations refer to. `total_steps` is None if the run's end is not known in steps,
-    `steps_per_epoch` for a stream.
-    """
+    """The lengths that durations refer to. `steps_per_epoch` is None for a stream."""
 
     steps_per_epoch: int | None
     global_size: int
-    total_steps: int | None
+    total_steps: int
 
 
 def parse_duration(value: int | str) -> tuple[float, str]:
@@ -77,18 +77,19 @@ def parse_time(value: int | str | None) -> float | None:
     return seconds if seconds > 0 and None not in units else None
 
 
-def to_steps(value: int | str | None, run: RunLength) -> int:
-    """A duration in optimizer steps, rounded to the nearest, at least 1 unless it is zero. None gives 0: never."""
+def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:
+    """A duration in optimizer steps, rounded to the nearest, at least 1 unless it is zero. None gives 0: never.
+
+    Raises UserError for epochs of a stream.
+    """
     if value is None:
         return 0
     amount, unit = parse_duration(value)
     if unit == "percent":
-        if run.total_steps is None:
-            raise ValueError(f"{value} needs a run whose end is known: set train.max_steps or train.max_epochs")
         steps = amount / 100 * run.total_steps
     elif unit == "epochs":
         if run.steps_per_epoch is None:
-            raise ValueError(f"{value} needs epochs of known length, which a stream lacks: use steps or samples")
+            raise UserError(f"{setting}={value}: a stream's epochs have no known length; use steps or samples")
         steps = amount * run.steps_per_epoch
     elif unit == "samples":
         steps = amount / run.global_size

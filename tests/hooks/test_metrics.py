@@ -173,7 +173,7 @@ def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch)
     run = runs.prepare(tmp_path, *MLP, own("Keeps"), "batch.eval_micro_size=50")
     before, seen = sum(t.nbytes for t in run.metrics.tensors()), []
     monkeypatch.setattr(
-        evaluate.events, "after_evaluation", lambda run, _: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
+        evaluate.events, "call", lambda run, *_: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
     )
     evaluate.evaluate(run)
     run.close()

@@ -65,15 +65,6 @@ def test_warm_up_in_every_unit(warmup, steps):
     assert factors.index(1.0) == max(0, steps - 1)
 
 
-def test_a_run_without_an_end():
-    endless = RunLength(steps_per_epoch=10, global_size=32, total_steps=None)
-    assert at([0, 10**6], endless, shape="constant", warmup=2) == [0.5, 1.0]
-    with pytest.raises(UserError, match="schedule=cosine needs a run whose end is known"):
-        at([0], endless, shape="cosine")
-    with pytest.raises(UserError, match="5 percent needs a run whose end is known"):
-        at([0], endless, shape="constant", warmup="5 percent")
-
-
 def test_what_does_not_fit_into_the_run():
     with pytest.raises(
         UserError, match=r"schedule\.warmup=90 \(90 steps\) and decay \(20 steps\) exceed the run's 100"

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 from helpers import environment
@@ -26,29 +25,6 @@ def test_lines_where_there_is_no_terminal(caplog):
     assert re.fullmatch(r"step 15/20 \| loss 0\.5 \| memory 1 MiB / 2 MiB \| \d\d:\d\d left", caplog.messages[-1])
     Progress(total=None, step=0).show(3, {"loss": "0.5"})
     assert caplog.messages[-1] == "step 3/? | loss 0.5 | ? left"
-
-
-def twenty_steps(progress, now, pauses):
-    """A second each, and 1000 s of something else after the tenth. now: the time, in a list."""
-    for step in range(1, 21):
-        now[0] += 1
-        if step == 10:
-            now[0] += 1000
-            if pauses:
-                progress.pause(1000)
-        progress.advance(step)
-
-
-@pytest.mark.parametrize("pauses", [True, False])
-def test_a_pause_is_not_in_the_time_left(caplog, monkeypatch, pauses):
-    """10 steps in 10 s, 1000 s of something else, 10 steps in 10 s: the other 20 need 20 s."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    caplog.set_level(logging.INFO)
-    progress = Progress(total=40, step=0)
-    twenty_steps(progress, now, pauses)
-    progress.show(20, {})
-    assert caplog.messages[-1].endswith("00:20 left" if pauses else "17:00 left")
 
 
 def on_a_terminal(command, cwd):

@@ -85,8 +85,8 @@ def test_an_evaluation_of_a_stream_that_runs_out_of_memory_begins_its_set_again(
             r"train\.max_steps=null: .* is a stream, .* set train",
         ),
         (of("Plain", "data.drop_last=true"), r"data\.drop_last, data\.sampling\.weights: .* is a stream"),
-        (of("Plain", "every.log=1 epochs"), r"every\.log: 1 epochs needs epochs of known length"),
-        (of("Plain", "schedule.warmup=1 epochs"), r"schedule: 1 epochs needs epochs of known length"),
+        (of("Plain", "every.log=1 epochs"), r"every\.log=1 epochs: a stream's epochs have no known length"),
+        (of("Plain", "schedule.warmup=1 epochs"), r"schedule\.warmup=1 epochs: a stream's epochs have no known length"),
     ],
 )
 def test_what_a_stream_cannot_do(tmp_path, overrides, message):

@@ -91,8 +91,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     if config.train.check_exactness:
         session.rehearsals.exactness = exactness.STEPS * len(state.updates)
     if parts.samples is not None and config.precision.mode not in ("int8", "fp8"):  # whose matmuls round by the batch
-        total = session.limits.length.total_steps
-        session.rehearsals.at = min(RECHECKED, RECHECKED if total is None else total // 2)
+        session.rehearsals.at = min(RECHECKED, session.limits.length.total_steps // 2)
         session.rehearsals.recheck = functools.partial(checks.recheck, parts)
     session.schedule_rates()
     return session

@@ -131,7 +131,7 @@ def _write_report(session: Session, failure: OomReport) -> None:
     try:
         path = write(session, failure)
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
-        session.tracker.oom_report(one_line(failure), failure.step)
+        session.tracker.text("out_of_memory", one_line(failure), failure.step)
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))

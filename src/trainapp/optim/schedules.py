@@ -68,9 +68,9 @@ def for_optimizer(
     """
     if settings.target is None:
         return build(settings, run)
-    warmup, name = _steps(settings.warmup, run), settings.target
+    warmup, name = to_steps("schedule.warmup", settings.warmup, run), settings.target
     target = targets.locate(name, "schedule._target_", user_packages)
-    provided: dict[str, Any] = {} if run.total_steps is None else {"total_steps": run.total_steps}
+    provided: dict[str, Any] = {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
         return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
@@ -101,23 +101,19 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def build(settings: schema.Schedule, run: RunLength) -> Schedule:
-    """A built-in shape. Raises UserError if it needs a run with a known end and there is none, and if warm-up and decay
-    do not fit into the run.
-    """
+    """A built-in shape. Raises UserError if warm-up and decay do not fit into the run."""
     total, final = run.total_steps, settings.final
-    if total is None and settings.shape != "constant":
-        raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
-    warmup = _steps(settings.warmup, run)
-    decay = _steps(settings.decay, run) if settings.shape == "wsd" else 0
-    if total is not None and parse_duration(settings.warmup)[1] == parse_duration(settings.decay)[1] == "percent":
+    warmup = to_steps("schedule.warmup", settings.warmup, run)
+    decay = to_steps("schedule.decay", settings.decay, run) if settings.shape == "wsd" else 0
+    if parse_duration(settings.warmup)[1] == parse_duration(settings.decay)[1] == "percent":
         decay = min(decay, max(0, total - warmup))  # each was rounded up to at least one step
-    if total is not None and warmup + decay > total:
+    if warmup + decay > total:
         raise UserError(
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
             "steps; make them shorter"
         )
 
-    length = (total or 0) - warmup  # a constant rate does not use it
+    length = total - warmup
     start = length - decay if settings.shape == "wsd" else 0
 
     def factor(step: int) -> float:
@@ -131,13 +127,6 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
         return 1.0
 
     return Schedule(factor, warmup)
-
-
-def _steps(duration: Any, run: RunLength) -> int:
-    try:
-        return to_steps(duration, run)
-    except ValueError as error:
-        raise UserError(f"schedule: {error}") from None
 
 
 def _function(

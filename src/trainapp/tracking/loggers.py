@@ -58,9 +58,6 @@ class Logger:
     def image(self, tag: str, path: Path, step: int) -> None:
         """Log a PNG file."""
 
-    def flush(self) -> None:
-        """Write queued data; called after a report of an out-of-memory error."""
-
     def close(self) -> None:
         """End this process's part of the run."""
 

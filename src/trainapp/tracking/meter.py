@@ -130,9 +130,14 @@ class Meter:
             self._tokens = self._tokens + divisor
         self.samples += samples
 
-    def pause(self, seconds: float) -> None:
-        """Exclude `seconds`, spent on evaluation, saving or planning, from training time."""
-        self.paused += seconds
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude the block, such as an evaluation or a save, from training time."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.paused += time.monotonic() - started
 
     def _seconds(self) -> float:
         """This process's training time."""
@@ -209,21 +214,14 @@ class Utilisation(DispatchMode):
         self.flops_per_sample[update] = (self._forward + backward) / samples
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if flops := flops_of(func, args, kwargs or {}, result):
-            if self._in_backward():
-                self._backward += flops
-            else:
-                self._forward += flops
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Of matmuls, convolutions and attention; torch 2.13 has none of the CPU's attention.
+        if formula := flop_counter.flop_registry.get(func.overloadpacket):
+            with contextlib.suppress(Exception):  # formulas make assertions that must not fail a run
+                flops = int(formula(*args, **kwargs, out_val=result))
+                if self._in_backward():
+                    self._backward += flops
+                else:
+                    self._forward += flops
         return result
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of one call of a matmul, convolution or attention; 0 for all others, among which torch
-    2.13 counts the CPU's attention.
-    """
-    formula = flop_counter.flop_registry.get(func.overloadpacket)
-    try:
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-    except Exception:  # formulas make assertions that must not fail a run
-        return 0

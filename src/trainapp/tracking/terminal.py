@@ -50,11 +50,6 @@ class Progress:
         if self.live:
             self.bar.update(step - self.bar.n)
 
-    def pause(self, seconds: float) -> None:
-        """Exclude the last `seconds`, spent outside steps, from the estimate of the time left."""
-        self._started += seconds
-        self.bar.unpause()
-
     def show(self, step: int, values: Mapping[str, str]) -> None:
         """Call in a log step, with the values to show."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())

@@ -123,11 +123,6 @@ class Tracker:
         """Warn once that a file, or a folder of similar files, cannot be written."""
         self.warn_once(f"{path} cannot be written ({error}); the run continues without what belongs there", str(path))
 
-    def oom_report(self, text: str, step: int) -> None:
-        """Send the report of an out-of-memory error to the loggers, and flush them."""
-        self.text("out_of_memory", text, step)
-        self._tell("flush")
-
     def picture(self, tag: str, picture: Picture, step: int) -> None:
         """Queue a plot, to be drawn when the run closes."""
         self._pictures.append((tag, step, picture))

@@ -36,6 +36,7 @@ class CachedGradients(Engine):
     """The engine for an embedding loss. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
 
     task: Any  # with `embed`, `loss_of_embeddings` and `setting`
+    _at_work: tuple[int | None, list[Tensor | None]]  # the micro-batch's first sample and its cached gradients
     _first_pass: Sequence[Tensor] = ()  # in the first step: the embeddings that pass 3 must repeat
 
     @property
@@ -87,9 +88,9 @@ class CachedGradients(Engine):
 
     def _backward_to_embeddings(
         self, micro_batches: deque[MicroBatch], embeddings: list[Any], watched: Around
-    ) -> tuple[Totals, deque[list[Tensor | None]]]:
+    ) -> tuple[Totals, list[Tensor | None]]:
         """Pass 2, which drops the embeddings. Returns the step's totals (on rank 0 only, since all ranks compute the
-        same) and, per micro-batch, the gradients of its embeddings: None for an embedding that needs none.
+        same) and the gradients of this rank's embeddings: None for an embedding that needs none.
         """
         task, precision, step = self.task, self.state.precision, self.step
         structure, parts = embeddings[-1], list(map(tensors_in, embeddings))
@@ -118,16 +119,19 @@ class CachedGradients(Engine):
             found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
             own = [next(found) if leaf.requires_grad else None for leaf in leaves]
         self.phase = Phase.DATA
-        return totals, _cut(micro_batches, [None if gradient is None else gradient[start:end] for gradient in own])
+        return totals, [None if gradient is None else gradient[start:end] for gradient in own]
 
-    def _third_pass(
-        self, micro_batches: deque[MicroBatch], gradients: deque[list[Tensor | None]]
-    ) -> Iterator[MicroBatch]:
-        done = 0
+    def _third_pass(self, micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> Iterator[MicroBatch]:
+        start = 0
         while micro_batches:
             micro = micro_batches.popleft()
-            self._at_work = done if micro.real else None, gradients.popleft()
-            done += micro.samples * micro.real
+            if micro.real:
+                end = start + micro.samples
+                self._at_work = start, [None if g is None else g[start:end] for g in gradients]
+                start = end
+            else:
+                zeros = [None if g is None else g.new_zeros(micro.samples, *g.shape[1:]) for g in gradients]
+                self._at_work = None, zeros
             yield micro
         self._first_pass, self._at_work = (), (None, [])  # otherwise gradients stay in memory until the next step
 
@@ -170,19 +174,6 @@ class CachedGradients(Engine):
                     "in buffers (docs/oom.md), not in plain attributes"
                     + (", or use train.compile=false" if self.settings.compile else "")
                 )
-
-
-def _cut(micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
-    """Split gradients per micro-batch; zeros for padding."""
-    cut, done = deque[list[Tensor | None]](), 0
-    for micro in micro_batches:
-        if micro.real:
-            own = [None if g is None else g[done : done + micro.samples] for g in gradients]
-            done += micro.samples
-        else:
-            own = [None if g is None else g.new_zeros(micro.samples, *g.shape[1:]) for g in gradients]
-        cut.append(own)
-    return cut
 
 
 def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,6 @@ Compute = Callable[[Task, Any], tuple[Any, ...]]
 Around = Callable[[Any], contextlib.AbstractContextManager[None]]  # wraps the work on a batch or micro-batch
 
 
-class Metric(NamedTuple):
-    """A metric's sum and its denominator."""
-
-    total: Number
-    denominator: Number
-
-
 @dataclass
 class Totals:
     """Sums of losses, counts and metrics, which stay on the device until `means`.
@@ -49,7 +42,7 @@ class Totals:
 
     loss: Number = 0.0
     count: Number = 0
-    metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds the other ranks'
+    metrics: dict[str, tuple[Number, Number]] = field(default_factory=dict)  # this rank's sums and denominators
     samples: int = 0
 
     def plus(
@@ -69,7 +62,7 @@ class Totals:
             total, denominator = self.metrics.get(name, (0, 0))
             # If all micro-batches so far have the metric, reuse the loss's count: saves an operation each.
             denominator = new_count if denominator is self.count else denominator + count
-            added[name] = Metric(total + _summand(value), denominator)
+            added[name] = (total + _summand(value), denominator)
         return Totals(new_loss, new_count, self.metrics | added, self.samples + samples)
 
     def over(self, ranks: Ranks) -> "Totals":

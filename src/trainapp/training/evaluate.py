@@ -36,31 +36,30 @@ def evaluate(session: Session) -> None:
 
     Raises UserError for a metric that the task does not have, and errors of metrics.
     """
-    progress, started = session.state.progress, time.monotonic()
+    progress = session.state.progress
     assert session.eval_sets, "evaluation without evaluation data"
     session.engine.nonfinite.check()
-    session.engine.phase, session.attempt.started = Phase.EVALUATE, started
+    session.engine.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
     note_refused(session)
     try:
-        for name, batches in session.eval_sets.items():
-            if name not in session.evaluation.finished:
-                session.evaluation.finished[name] = evaluate_set(session, name, batches)
+        with session.meter.pause():
+            for name, batches in session.eval_sets.items():
+                if name not in session.evaluation.finished:
+                    session.evaluation.finished[name] = evaluate_set(session, name, batches)
     except Stopped:
         session.metrics.reset()
         session.evaluation = Evaluation(last=session.evaluation.last)
         if session.strategy.forward_is_collective:
             session.strategy.finish_accumulation()
-        session.meter.pause(time.monotonic() - started)
         return
     finished, session.evaluation.finished = session.evaluation.finished, {}
     values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
     session.evaluation.last = means = {name: value for name, value in values.items() if isinstance(value, float)}
     progress.evaluated_at = progress.step
     session.checkpointer.saved_at = -1  # a checkpoint of this step, saved for a stop, lacks the results
-    session.meter.pause(time.monotonic() - started)
     session.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(session, means)
-    events.after_evaluation(session, values)
+    events.call(session, "after_evaluation", values)
 
 
 def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str, Any]:

@@ -4,9 +4,7 @@ callbacks.
 An error in a callback ends the run after its step is saved; all ranks agree on that, and on a stop.
 """
 
-import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,28 +36,19 @@ def after_step(session: Session) -> None:
     """
     callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
-    if step == session.rehearsals.at and before not in (None, step):
-        _recheck(session)
-    if callbacks.by_name and before not in (None, step):
-        _call(session, "after_step")
-
-
-def _recheck(session: Session) -> None:
-    started = time.monotonic()
-    if session.rehearsals.recheck is not None:
-        session.rehearsals.recheck(session)
-    session.meter.pause(time.monotonic() - started)
-
-
-def after_evaluation(session: Session, metrics: Mapping[str, Any]) -> None:
-    """Call callbacks. metrics: numbers by name, and results of metrics that are not numbers."""
-    _call(session, "after_evaluation", metrics)
+    if before in (None, step):
+        return
+    if step == session.rehearsals.at and session.rehearsals.recheck is not None:
+        with session.meter.pause():
+            session.rehearsals.recheck(session)
+    if callbacks.by_name:
+        call(session, "after_step")
 
 
 def end(session: Session) -> None:
     """Call callbacks after the last step. Raises TrainingStopped if a callback failed."""
     if session.meter.samples:
-        _call(session, "on_end")
+        call(session, "on_end")
     if session.callbacks.failure is None:
         return
     newest = session.checkpointer.newest_name() if session.config.mode == "train" else None
@@ -67,13 +56,14 @@ def end(session: Session) -> None:
     raise TrainingStopped(f"{session.callbacks.failure}\n{saved}fix the callback, or remove it, and restart")
 
 
-def _call(session: Session, method: str, *arguments: Any) -> None:
+def call(session: Session, method: str, *arguments: Any) -> None:
     """Call a method of all callbacks, in evaluation mode and without gradients; generators and modes are restored."""
     methods = list(session.callbacks.having(method))
     if not methods or session.callbacks.failure is not None:  # the run is about to end
         return
-    started, verdict = time.monotonic(), Verdict()
-    with session.snapshot.preserved_generators(), evaluation_mode(session.state.modules), torch.no_grad():
+    verdict = Verdict()
+    preserved = session.snapshot.preserved_generators()
+    with session.meter.pause(), preserved, evaluation_mode(session.state.modules), torch.no_grad():
         for name, function in methods:
             try:
                 function(_view(session, name, verdict), *arguments)
@@ -87,7 +77,6 @@ def _call(session: Session, method: str, *arguments: Any) -> None:
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
     session.engine.drop_gradients()
-    session.meter.pause(time.monotonic() - started)
     _act(session, verdict)
 
 
@@ -179,15 +168,14 @@ def note_dependence(session: Session, step: Step) -> None:
 
 def draw_timeline(session: Session) -> None:
     """Queue a plot of this step's memory, by category; on CUDA, write the allocator's snapshot instead."""
-    step, started = session.state.progress.step, time.monotonic()
-    events, kinds = session.memory.events(session.engine.gradients())
-    path = session.tracker.run_dir / "memory_timeline.png"
-    try:
-        session.memory.dump(path.with_suffix(".snapshot.pickle"))
-    except OSError as error:  # the run is more important than its record
-        session.tracker.unwritable(path.parent, error)
+    step, path = session.state.progress.step, session.tracker.run_dir / "memory_timeline.png"
+    with session.meter.pause():
+        events, kinds = session.memory.events(session.engine.gradients())
+        try:
+            session.memory.dump(path.with_suffix(".snapshot.pickle"))
+        except OSError as error:  # the run is more important than its record
+            session.tracker.unwritable(path.parent, error)
     if events:
         title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
         session.tracker.picture("memory_timeline", Picture(events, kinds, session.memory.budget, title, path), step)
     session.memory.keep_events = False
-    session.meter.pause(time.monotonic() - started)

@@ -6,7 +6,6 @@ update are refused (`config.excludes`).
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -20,16 +19,11 @@ from trainapp.rng import Drawing
 from trainapp.training.engine import Engine, Totals, count_factor
 from trainapp.training.phase import Phase, Step
 
-log = logging.getLogger(__name__)
-
 
 class InBackward(Engine):
     """An engine that commits in the backward that completes the gradients."""
 
-    _noted = False
-
     def begin(self, step: Step) -> None:
-        """See `Engine`."""
         super().begin(step)
         self._applies = False
         self._totals = Totals()  # this rank's
@@ -37,26 +31,13 @@ class InBackward(Engine):
         self._groups = {id(p): group for group in self.state.optimizer.param_groups for p in group["params"]}
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """See `Engine`."""
         loss, self._totals = super().forward(micro, totals)
         return loss, self._totals
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """See `Engine`. Raises UserError for a model that uses a parameter after its gradient is complete."""
-        if micro.last and not self.rehearses:
-            with self._updating():
-                super().backward(loss, micro)
-        else:
-            self._note_accumulation()
+        with self._updating() if micro.last and not self.rehearses else contextlib.nullcontext():
             super().backward(loss, micro)
-
-    def _note_accumulation(self) -> None:
-        if not self._noted and not self.rehearses:
-            self._noted = True
-            log.warning(
-                "optimizer.in_backward=true with several micro-batches: gradients are kept from one to the next, so "
-                "little is saved"
-            )
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:

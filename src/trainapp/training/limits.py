@@ -23,14 +23,14 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, setting: str, value: int | str | None, length: RunLength) -> "Interval":
-        """The interval of a setting; raises as `_steps`."""
+        """The interval of a setting; raises as `to_steps`."""
         if seconds := parse_time(value):
             return cls(seconds=seconds)
         if value is not None and length.steps_per_epoch is None:
             amount, unit = parse_duration(value)
             if unit == "epochs" and amount == int(amount):
                 return cls(epochs=int(amount))
-        return cls(_steps(setting, value, length))
+        return cls(to_steps(setting, value, length))
 
     def ends_at(self, progress: Progress) -> bool:
         """Whether an interval ends at this position; one in seconds depends on the clock, see `Flags.save_is_due`."""
@@ -55,7 +55,7 @@ class Limits:
         return cls(
             length,
             config.train,
-            log=_steps("every.log", every.log, length),
+            log=to_steps("every.log", every.log, length),
             evaluate=Interval.of("every.eval", every.eval, length),
             save=Interval.of("every.save", every.save, length),
         )
@@ -80,14 +80,6 @@ def deadline(config: Config) -> float:
             raise UserError("train.max_time=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
         end = float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
     return time.monotonic() + end - time.time()
-
-
-def _steps(setting: str, value: int | str | None, length: RunLength) -> int:
-    """A duration in steps. Raises UserError for one that the run's length cannot express."""
-    try:
-        return to_steps(value, length)
-    except ValueError as error:
-        raise UserError(f"{setting}: {error}") from None
 
 
 def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLength:

@@ -7,7 +7,6 @@ calls `train` again. With several optimizers, a step is a transaction for each, 
 """
 
 import functools
-import time
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -125,13 +124,13 @@ def update_weight_average(session: Session) -> None:
 def save(session: Session) -> None:
     """Save a checkpoint of the current step."""
     session.engine.phase = Phase.SAVE
-    started, progress = time.monotonic(), session.state.progress
+    progress = session.state.progress
     session.engine.nonfinite.check()
     session.strategy.broadcast_buffers()
     sizes = session.sizes.state_dict() | {"budget": session.memory.budget, "draws": session.engine.ledger.state_dict()}
     is_best = progress.best_step == progress.step
-    session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
-    session.meter.pause(time.monotonic() - started)
+    with session.meter.pause():
+        session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
     session.note_stop()
 
 
