@@ -81,7 +81,7 @@ REFUSED = {
         (
             ("optimizer.in_backward=true",),
             ("train.compile=true", "train.nonfinite=skip", "precision=fp16", *SEVERAL_RANKS),
-            "optimizer.in_backward=true: a parameter is updated",
+            r"optimizer\.in_backward=true with [\w.]+=\S+: each parameter is updated",
         ),
         (
             ("optimizer=adamw_8bit", "optimizer=adamw_4bit", "optimizer=adafactor"),

@@ -63,10 +63,8 @@ COMPILED_PREFIX = "_orig_mod."
 # The result of `get_extra_state` is in the state dict under this name.
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
-# module -> dict. The module's own parameters, buffers or submodules by name: the dictionaries that hold them, in which
-# assignment replaces one. `named_buffers()` etc. only list them, and omit names whose value is None.
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+# module -> dicts. The module's own parameters, buffers and submodules by name: the dictionaries that hold them, in
+# which assignment replaces one. `named_buffers()` etc. only list them, and omit names whose value is None.
 registries_of: Callable[[nn.Module], tuple[dict[str, Any], ...]]
 registries_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
@@ -467,8 +465,5 @@ def asked_before_restarts(decide: Callable[[], Restart]) -> Iterator[None]:
                     self._remaining_restarts += 1
             return result
 
-    api.LocalElasticAgent = Agent
-    try:
+    with mock.patch.object(api, "LocalElasticAgent", Agent):
         yield
-    finally:
-        api.LocalElasticAgent = standard

@@ -197,7 +197,7 @@ def test_a_function_of_the_step_and_one_that_builds_schedulers(tmp_path, own, ra
         ("schedule._target_=torch.optim.lr_scheduler.StepLR", r"schedule\.step_size: required, but not set"),
         ("schedule._target_=test_schedules.negative", r"for step 0 it returned -1\.0; it must return the factor"),
         ("schedule._target_=test_schedules.nothing", "must be one of torch's schedulers or return one, not a None"),
-        ("every.eval=null", r"it follows the accuracy of evaluations, but every\.eval=null"),
+        ("every.eval=null", r"it follows evaluations, but every\.eval=null"),
         ("schedule.factor=2.0", r"schedule: Factor should be < 1\.0"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import runs
 
 from trainapp.files import json_lines
+from trainapp.tracking.loggers import Start
 from trainapp.tracking.tracker import Tracker
 
 
@@ -47,7 +48,7 @@ def test_files_that_may_not_grow(tmp_path):
 
 def test_room_again(tmp_path, caplog):
     """Each line is tried; it is said once. What was written in part costs the next line, too."""
-    tracker, limits = Tracker(tmp_path, 0, None, {}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    tracker, limits = Tracker(Start(tmp_path, 0, {}, continues=True)), resource.getrlimit(resource.RLIMIT_FSIZE)
     tracker.evaluated(1, 1, {})
     resource.setrlimit(resource.RLIMIT_FSIZE, (35, limits[1]))  # half of the next line fits
     try:

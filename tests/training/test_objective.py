@@ -43,6 +43,8 @@ def test_one_that_the_first_samples_have_costs_no_evaluation(tmp_path):
 def test_a_run_that_is_never_evaluated_says_so(tmp_path, caplog):
     runs.prepare(tmp_path, *runs.MODELS["mlp"], "every.eval=null", "objective=max accuracy").close()
     assert "objective=max accuracy: the run is never evaluated" in caplog.text
+    with pytest.raises(UserError, match=r"stopping\.patience=2: it follows evaluations, but every\.eval=null"):
+        runs.prepare(tmp_path, *runs.MODELS["mlp"], "every.eval=null", "stopping.patience=2")
 
 
 def test_the_result_says_what_a_sweeper_receives(tmp_path):

@@ -19,6 +19,7 @@ from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_tensors, load_weights
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import StopRequest
+from trainapp.tracking.loggers import Start
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
@@ -114,16 +115,10 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
 def start_tracking(session: Session) -> None:
     """Open the run's files, at the step where it starts or resumes. Training time counts from here."""
     if session.ranks.is_rank_zero:
-        folder, settings, mode = Path(session.config.run_dir), session.config.to_dict(), session.config.mode
-        loggers = {} if mode in WITHOUT_NUMBERS else session.tracker.loggers
-        session.tracker = Tracker(
-            folder,
-            session.state.progress.step,
-            session.limits.length.total_steps,
-            settings,
-            continues=mode == "train",
-            loggers=loggers,
-        )
+        config, step = session.config, session.state.progress.step
+        start = Start(Path(config.run_dir), step, config.to_dict(), continues=config.mode == "train")
+        loggers = {} if config.mode in WITHOUT_NUMBERS else session.tracker.loggers
+        session.tracker = Tracker(start, session.limits.length.total_steps, loggers)
     session.meter.start()
 
 

@@ -90,7 +90,7 @@ def _locate_all(config: Config) -> dict[str, Any]:
             own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
             found[name] = own_task or targets.locate(target, setting, config.user_packages)
             if name in built:
-                open_ended = set(_parameters(found[name])) if name == "model" else {"split", "seed"}
+                open_ended = set(targets.parameters_of(found[name])) if name == "model" else {"split", "seed"}
                 errors += targets.check_arguments(found[name], built[name].arguments, name, open_ended)
         except UserError as error:
             errors.append(str(error))
@@ -165,7 +165,7 @@ def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any
         provided = {"split": split, "seed": config.train.seed}
         return targets.construct(found[setting], node.arguments, setting, config.user_packages, provided)
 
-    if "split" not in _parameters(found["data"]):
+    if "split" not in targets.parameters_of(found["data"]):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
             'split="train" and split="val"'
@@ -200,10 +200,6 @@ def _require_same_classes(train: Any, data: Any, setting: str) -> None:
             f"{setting}: its classes are {listed(own)}, but those of the training data {listed(known)}; they must be "
             "the same, in the same order (a folder of images takes them as `classes`)"
         )
-
-
-def _parameters(target: Any) -> list[str]:
-    return list(inspect.signature(target).parameters)
 
 
 # The device

@@ -53,19 +53,12 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
 
 
 def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
-    """The callbacks, including early stopping if `stopping.patience` is set and the run trains. Raises UserError if
-    there is nothing to evaluate.
-
-    task, sets: see `Objective.of`.
+    """The callbacks, including early stopping if `stopping.patience` is set and the run trains. task, sets: see
+    `Objective.of`.
     """
     stopping = config.stopping
     if stopping.patience is None or config.mode != "train":
         return hooks["callbacks"]
-    if not sets:
-        raise UserError(
-            f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
-            "counts evaluations; set stopping.patience=null"
-        )
     direction, metric = Objective.of(config.objective if stopping.metric == "auto" else stopping.metric, task, sets)
     early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
     return {**hooks["callbacks"], EARLY_STOPPING: early}
@@ -83,10 +76,8 @@ def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
 
 def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     """The counter of the model's FLOPs, if the device's peak is known and no compiler hides operations; else None."""
-    if config.train.compile:
-        return None
     peak = peak_of(engine.state.device, config.precision.mode, config.train.peak_flops)
-    if peak is None:
+    if peak is None or config.train.compile:
         return None
     recomputes = config.activation_checkpointing.mode != "none"
     return Utilisation(peak * engine.ranks.world, lambda: engine.phase is Phase.BACKWARD, recomputes)
@@ -107,8 +98,7 @@ def try_metrics(session: Session) -> None:
     if config.mode != "train":
         return
     if not (session.eval_sets and any(session.limits.evaluate)):
-        if config.objective != "auto":
-            log.warning("objective=%s: the run is never evaluated, so its result has no objective", config.objective)
+        _do_without_evaluations(session)
         return
     is_built_in = losses.is_built_in(session.task)
     found = {"loss", "accuracy"} if is_built_in else {"loss"}
@@ -116,6 +106,20 @@ def try_metrics(session: Session) -> None:
         found |= _tried(session)
     if session.state.progress.objective is None:  # never evaluated before
         _require_known(session, found | session.metrics.names)
+
+
+def _do_without_evaluations(session: Session) -> None:
+    """Raises UserError for a setting that would have no effect without evaluations."""
+    config = session.config
+    why = "every.eval=null" if session.eval_sets else f"data={config.data.target} has no validation split"
+    follows = {
+        f"schedule._target_={config.schedule.target}": session.state.updates[0].schedule.follows_evaluations,
+        f"stopping.patience={config.stopping.patience}": config.stopping.patience is not None,
+    }
+    if needing := " and ".join(setting for setting, needs in follows.items() if needs):
+        raise UserError(f"{needing}: it follows evaluations, but {why}; evaluate, or leave the setting out")
+    if config.objective != "auto":
+        log.warning("objective=%s: the run is never evaluated, so its result has no objective", config.objective)
 
 
 def _tried(session: Session) -> set[str]:

@@ -52,7 +52,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
     """
     components, device, precision = parts.components, parts.device, parts.numerics
-    is_meta = parts.initial_device is None and _starts_on_meta(config, ranks)
+    is_meta = parts.initial_device is None and ranks.world > 1 and config.parallel.fsdp.meta_init
     model = built(config, parts, is_meta)
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
@@ -189,10 +189,6 @@ def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
     matmuls.quantize(layers, kind)
     total = sum(isinstance(module, nn.Linear) for module in model.modules())
     log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
-
-
-def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
-    return ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
 
 
 def _spread(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,8 +34,10 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
     config_dir: as `--config-dir`, a folder with your own options. Raises UserError with all mistakes.
     """
     given = command_line.for_hydra(as_overrides(overrides))
-    folder = None if config_dir is None else _folder(config_dir)
-    search_path = [] if folder is None else [f"hydra.searchpath=[{command_line.quoted(str(folder))}]"]
+    folders = [] if config_dir is None else [Path(config_dir).expanduser().resolve()]
+    if not all(map(Path.is_dir, folders)):
+        raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
+    search_path = [f"hydra.searchpath=[{command_line.quoted(str(folder))}]" for folder in folders]
     try:
         with _without_callers_hydra(), initialize_config_dir(str(CONF), **VERSION_BASE):
             composed = compose("train", [*given, *search_path])
@@ -45,7 +46,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         if message is None:
             raise
         raise UserError(message) from None
-    command = command_line.command(given, run_dir, [] if folder is None else [folder])
+    command = command_line.command(given, run_dir, folders)
     return from_hydra(composed, run_dir, command, given)
 
 
@@ -69,12 +70,6 @@ def as_overrides(given: Iterable[str]) -> list[str]:
     if isinstance(given, str | Mapping):
         raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
     return list(given)
-
-
-def _folder(config_dir: str | Path) -> Path:
-    if not isinstance(config_dir, str | os.PathLike) or not Path(config_dir).expanduser().is_dir():
-        raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
-    return Path(config_dir).expanduser().resolve()
 
 
 def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:

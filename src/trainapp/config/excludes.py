@@ -70,24 +70,6 @@ def other_than(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-def _misses_updates(config: Config) -> bool:
-    """Whether `batch.micro_schedule` has other names than the updates, or names without updates."""
-    return not config.batch.schedules.keys() <= ({update.name for update in config.updates} or {""})
-
-
-def _is_not_in_backward(config: Config) -> bool:
-    """Whether a setting acts between the backward and the update of a parameter."""
-    train = config.train
-    return (
-        train.grad_clip is not None
-        or train.nonfinite == "skip"
-        or train.compile
-        or config.precision.mode == "fp16"
-        or config.parallel.strategy != "single"
-        or config.optimizer.offload
-    )
-
-
 EXCLUSIONS = (
     # The length of a run and its batches
     Exclusion(
@@ -105,12 +87,6 @@ EXCLUSIONS = (
         {"train.detect_anomaly": True, "precision": "fp16", "precision.initial_scale": lambda scale: scale > 1},
         "gradients overflow until its loss scale has settled, and the detection would stop at the first overflow",
         "use precision=bf16, or precision.initial_scale=1",
-    ),
-    Exclusion(
-        {"stopping.patience": other_than(None), "every.eval": None},
-        "it counts evaluations, but there are none",
-        "set every.eval, or stopping.patience=null",
-        when=lambda config: config.mode == "train",
     ),
     # Several optimizers
     Exclusion(
@@ -133,7 +109,7 @@ EXCLUSIONS = (
         {"batch.micro_schedule": other_than(None), "updates": lambda updates: True},
         "with updates it needs sizes for each update's name, and without updates no names",
         "write {NAME: {1: 64, 30: 32}} with updates, otherwise {1: 64, 30: 32}",
-        when=_misses_updates,
+        when=lambda config: not config.batch.schedules.keys() <= ({own.name for own in config.updates} or {""}),
     ),
     Exclusion(
         {"optimizer.in_backward": True, "updates": bool},
@@ -166,13 +142,20 @@ EXCLUSIONS = (
         "an average in bf16 would not move, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",
     ),
-    Exclusion(
-        {"optimizer.in_backward": True},
-        "a parameter is updated during the backward, as soon as its gradient is complete, which rules out clipping, a "
-        "loss scale, skipping steps, other ranks and the host",
-        "use train.grad_clip=null, train.nonfinite=stop, train.compile=false, parallel=single, optimizer.offload=false "
-        "and another precision than fp16",
-        when=_is_not_in_backward,
+    *(
+        Exclusion(
+            {"optimizer.in_backward": True, name: value},
+            "each parameter is updated during the backward, as soon as its own gradient is complete",
+            f"use {instead}",
+        )
+        for name, value, instead in (
+            ("train.grad_clip", other_than(None), "train.grad_clip=null"),
+            ("train.nonfinite", "skip", "train.nonfinite=stop"),
+            ("train.compile", True, "train.compile=false"),
+            ("precision", "fp16", "precision=bf16"),
+            ("parallel", other_than("single"), "parallel=single"),
+            ("optimizer.offload", True, "optimizer.offload=false"),
+        )
     ),
     Exclusion(
         {"optimizer.offload": True, "parallel": "fsdp"},

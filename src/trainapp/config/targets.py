@@ -137,7 +137,7 @@ def function_of(
     """
     if inspect.isclass(target):
         return construct(target, arguments, setting, user_packages, provided)
-    given = dict.fromkeys(list(_parameters(target))[:leading])
+    given = dict.fromkeys(list(parameters_of(target))[:leading])
     options = _arguments_of(target, arguments, setting, user_packages, (provided or {}) | given)
     options = {name: value for name, value in options.items() if name not in given}
     return functools.partial(target, **options) if options else target
@@ -150,7 +150,7 @@ def _arguments_of(
     user_packages: Sequence[str],
     provided: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    takes = _parameters(target)
+    takes = parameters_of(target)
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     if errors := check_arguments(target, arguments, setting, provided):
@@ -158,7 +158,8 @@ def _arguments_of(
     return {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()} | provided
 
 
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class's constructor or of a function, by name."""
     try:
         return inspect.signature(target).parameters
     except ValueError:  # a class written in C, without a signature: it may take anything
@@ -238,7 +239,7 @@ def check_arguments(
     anything; arguments that hold a `_target_` are checked once they are built. path: the setting of the arguments, such
     as `model`, for messages. provided: parameters that the application fills in.
     """
-    parameters = _parameters(target)
+    parameters = parameters_of(target)
     named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
     is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     settable = [name for name in named if name not in ("params", "self")]

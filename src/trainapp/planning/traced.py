@@ -25,12 +25,11 @@ from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
-    buffers_of,
     convertible_fakes,
     fake_tensor_mode,
     is_shard,
     outside_dispatch_modes,
-    parameters_of,
+    registries_of,
 )
 from trainapp.units import parse_memory_size
 
@@ -165,7 +164,8 @@ def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by one without data. Shared memory stays shared."""
     replaced: dict[int, Any] = {}
     for module in model.modules():
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+        parameters, buffers, _ = registries_of(module)
+        for name, tensor in [*parameters.items(), *buffers.items()]:
             if tensor is None:
                 continue
             if id(tensor) not in replaced:

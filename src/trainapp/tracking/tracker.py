@@ -24,31 +24,22 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Records the run's metrics. A resumed run continues after `step`.
+    """Records the run's metrics. A resumed run continues after `start.step`; without `continues` all lines are kept.
 
-    total: the run's steps for the progress bar, or None. continues: False keeps all earlier lines, for a run that
-    reads a checkpoint and does not train. loggers: by name.
+    total: the run's steps for the progress bar, or None. loggers: by name.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        step: int,
-        total: int | None,
-        config: Mapping[str, Any],
-        continues: bool = True,
-        loggers: Mapping[str, Any] | None = None,
-    ):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.progress = run_dir, Progress(total, step)
+    def __init__(self, start: Start, total: int | None = None, loggers: Mapping[str, Any] | None = None):
+        start.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir, self.progress = start.run_dir, Progress(total, start.step)
         self._warned: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self.loggers: Mapping[str, Logger] = loggers or {}
         self._working = dict(self.loggers)
-        self._tell("start", Start(run_dir, step, config, continues))
-        for path in [run_dir / name for name in (METRICS, EVALUATIONS, CALLBACKS)] if continues else ():
+        self._tell("start", start)
+        for path in [self.run_dir / name for name in (METRICS, EVALUATIONS, CALLBACKS)] if start.continues else ():
             try:
-                _forget_after(path, step)
+                _forget_after(path, start.step)
             except OSError as error:
                 self.unwritable(path, error)
 
@@ -107,10 +98,10 @@ class Tracker:
                 text = "tracker.%s failed in %s (%s: %s); the run continues without it"
                 log.warning(text, name, method, type(error).__name__, reason)
 
-    def note(self, text: str, tag: str = "notes") -> None:
+    def note(self, text: str) -> None:
         """Report an event, on the terminal and as text to the loggers."""
         log.info("%s", text)
-        self.text(tag, text, self.progress.step)
+        self.text("notes", text, self.progress.step)
 
     def warn_once(self, text: str, topic: str) -> None:
         """Log a warning, also as a note to the loggers, at most once per run and topic."""

@@ -164,10 +164,9 @@ class CachedGradients(Engine):
         values, which waits for the device: only in the first step of a process.
         """
         tolerance = 1e-3 if self.state.precision.mode == "fp32" else 2e-2
-        for a, b in zip(before, now, strict=True):
-            if a.shape != b.shape or float((a.float() - b.detach().float()).norm()) > tolerance * float(
-                a.float().norm()
-            ):
+        for then, own in zip(before, now, strict=True):
+            a, b = then.float(), own.detach().float()
+            if a.shape != b.shape or float((a - b).norm()) > tolerance * float(a.norm()):
                 raise UserError(
                     f"{self.task.setting}: embed() is not deterministic: calling it twice on the same batch gave "
                     "different results, so gradients cannot be cached; draw from the global generators, and keep state "

@@ -108,11 +108,8 @@ def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[
     state, snapshot = engine.state, engine.snapshot
     seed_evaluation(state.device, state.seed, name)
     engine.draws_for = work, evaluation_key(state.seed, name)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(snapshot.preserved_generators())
-        stack.enter_context(state.average.in_place_of_weights())
-        stack.enter_context(evaluation_mode(state.modules))
-        stack.enter_context(snapshot.undone_on_error())
+    preserved = snapshot.preserved_generators()
+    with preserved, state.average.in_place_of_weights(), evaluation_mode(state.modules), snapshot.undone_on_error():
         yield
 
 
@@ -221,7 +218,7 @@ class Embedded:
         self._embedded: Any = None  # embeddings of the current batch
         self._structure: Any = None
         self._kept: list[list[Tensor]] = []
-        self._whole: list[Tensor] | None = None  # from all ranks; empty on ranks that do not compute the loss
+        self._whole: list[Tensor] | None = None  # from all ranks; empty except on rank 0, which computes the loss
 
     def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         """Embed a batch; the loss is computed later."""
@@ -237,17 +234,14 @@ class Embedded:
         self._embedded = None
 
     def gathered(self, ranks: Ranks, interleaved: bool, size: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """All ranks' embeddings, `size` samples at a time, with the index of the first: on the first rank that has any,
-        none on the others. Collective on the first call only, so a retry may run on one rank.
+        """All ranks' embeddings, `size` samples at a time, with the index of the first: on rank 0, none on the others.
+        Collective on the first call only, so a retry may run on one rank.
         """
         if self._whole is None:
             ranks.check_peers()
-            parts = ranks.all_gather_object(contrastive.join(self._kept, self._own.setting) if self._kept else [])
-            owners = [rank for rank, part in enumerate(parts) if part]  # empty for a stream without samples
-            is_owner = bool(owners) and ranks.rank == owners[0]
-            self._whole = (
-                _in_order([parts[rank] for rank in owners], interleaved, self._own.setting) if is_owner else []
-            )
+            own = contrastive.join(self._kept, self._own.setting) if self._kept else []
+            parts = [part for part in ranks.all_gather_object(own) if part]  # none for a stream without samples
+            self._whole = _in_order(parts, interleaved, self._own.setting) if parts and ranks.is_rank_zero else []
             self._kept = []
         samples = len(self._whole[0]) if self._whole else 0
         return ((start, [own[start:end] for own in self._whole]) for start, end in ranges(0, samples, size))

@@ -11,7 +11,6 @@ from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.losses.losses import Task, class_dim
@@ -282,17 +281,6 @@ class Session:
                 for group, own in zip(groups, kept, strict=True):
                     group.update(own)
                 update.schedule.load_state_dict(state)
-            if update.schedule.follows_evaluations:
-                self._require_evaluations()
-
-    def _require_evaluations(self) -> None:
-        """Raises UserError if the schedule needs evaluations and there are none."""
-        if self.config.mode == "train" and not (self.eval_sets and any(self.limits.evaluate)):
-            why = "every.eval=null" if self.eval_sets else "the data has no validation split"
-            raise UserError(
-                f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
-                f"evaluations, but {why}: the rate would never change; evaluate, or choose another schedule"
-            )
 
     def close(self) -> None:
         """End loader workers and close files."""
