@@ -108,7 +108,7 @@ def test_the_architecture_page_lists_the_files_of_a_settled_step(tmp_path):
 # it is reported.
 ROOMS = {
     "data/batch.py": ("from trainapp.training import loop", "trainapp.data.batch -> trainapp.training.loop"),
-    "units.py": ("from trainapp import errors", "trainapp.units -> trainapp.errors"),
+    "errors.py": ("from trainapp import units", "trainapp.errors -> trainapp.units"),
     "new_room.py": ("", "trainapp.new_room"),
 }
 TORCH = {
