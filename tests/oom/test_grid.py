@@ -12,7 +12,6 @@ from harness import Recorded
 from runs import differences
 
 from trainapp.run import runner
-from trainapp.training import transaction
 from trainapp.training.engine import Engine
 
 from .conftest import MODELS, PRECISIONS, cell, operations, prepared, tiny, undisturbed
@@ -142,9 +141,3 @@ def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
     assert len(recorded.failures) == 1
     wanted = undisturbed(*cell("mlp", precision))
     assert differences(recorded.record()[:2], wanted[:2]) == []  # without the log, in which it struck
-
-
-def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
-    # Other negative controls of the same comparison: zoo/test_controls.py.
-    monkeypatch.setattr(transaction, "seed", lambda run, step: None)
-    assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []

@@ -70,7 +70,7 @@ def test_the_loss_of_each_micro_batch_is_another(tmp_path):
 
 def test_what_a_forward_draws_and_writes(tmp_path):
     """Dropout drops the same in both passes; BatchNorm and generators are as after one."""
-    run = prepared(tmp_path, MIRRORED, "batch.micro_size=8")
+    run = prepared(tmp_path, MIRRORED, "batch.micro_size=8", "train.draws=device")
     model = run.state.model
     transaction.seed(run, run.begin_update())
     runs.accumulate(run)

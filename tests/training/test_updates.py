@@ -62,7 +62,7 @@ def by_hand(model, samples, is_due):
 @BOTH
 def test_it_is_the_loop_that_a_user_would_write(tmp_path, own):
     """A rare update is made in the first step and in every third."""
-    run = runs.prepare(tmp_path, *own, "optimizer.weight_decay=0", "train.max_steps=7")
+    run = runs.prepare(tmp_path, *own, "optimizer.weight_decay=0", "train.max_steps=7", "train.draws=device")
     model, data = copy.deepcopy(run.state.model), run.batches.dataset
     loop.train(run)
     run.close()

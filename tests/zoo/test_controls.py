@@ -55,10 +55,9 @@ def test_without_the_saved_state_a_resumed_run_is_another(tmp_path, monkeypatch,
     assert cells.resumed(name, tmp_path) != []
 
 
-@pytest.mark.parametrize("name", ["gumbel", "mixup"])
-def test_without_seeds_of_steps_fails(tmp_path, monkeypatch, name):
+def test_without_seeds_of_steps_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(transaction, "seed", lambda run, step: None)
-    assert cells.after_an_error(name, "backward", 4, tmp_path) != []
+    assert cells.after_an_error("mixup", "backward", 4, tmp_path) != []
 
 
 def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):

@@ -91,7 +91,8 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
     )
     if config.train.check_exactness:
         session.rehearsals.exactness = exactness.STEPS * len(state.updates)
-    if parts.samples is not None and config.precision.mode not in ("int8", "fp8"):  # whose matmuls round by the batch
+    rounds_by_batch = config.precision.mode in ("int8", "fp8")
+    if config.train.check_loss and parts.samples is not None and not rounds_by_batch:
         session.rehearsals.at = min(RECHECKED, session.limits.length.total_steps // 2)
         session.rehearsals.recheck = functools.partial(checks.recheck, parts)
     session.schedule_rates()

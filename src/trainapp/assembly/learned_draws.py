@@ -83,7 +83,7 @@ def _learn(trial: Trials, ledger: Ledger, work: str, training: bool) -> None:
             smallest, ledger.places[work] = deviation, candidate
         if deviation < CLEAR:
             break
-    if candidates and smallest > CLOSE:
+    if CLOSE < smallest < math.inf:
         ledger.depends[f"draws of {work}"] = (
             f"the loss of {number} samples is not that of their halves, by {smallest:.1%}, though each sample "
             "draws the same: draws cannot be told apart by sample, or the loss compares samples"

@@ -143,7 +143,7 @@ class Trials:
         self._compute = compute or functools.partial(task, model)
         self._around, self._stateful_metrics = around, stateful_metrics
         roots = (model, *stateful.modules.values())
-        for root in roots:
+        for root in roots if snapshot is None else ():
             root.to(device)  # modules of a task are moved later anyway
         self._modules = [module for root in roots for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]

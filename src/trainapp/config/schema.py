@@ -146,7 +146,7 @@ class Train:
     grad_clip: PositiveFloat | None = 1.0
     nonfinite: Literal["stop", "skip"] = "stop"
     detect_anomaly: Bool = False
-    draws: Literal["per_sample", "device"] = "device"
+    draws: Literal["per_sample", "device"] = "per_sample"
     check_loss: Bool = True
     check_exactness: Bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -64,6 +64,7 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], within: Around) ->
         with within(micro), engine.drawing(micro):  # gradient sync, memory tracking; random numbers by sample
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)  # gradients accumulate
+            del loss  # not kept during the next forward
         if engine.phase not in PARTIAL:  # a backward that updates stays so until the commit
             engine.phase = Phase.DATA
     return engine.reduce(totals)  # over all ranks
