@@ -184,13 +184,13 @@ def test_registered_containers_are_opened_and_rebuilt():
         def __init__(self, first, second):
             self.first, self.second = first, second
 
-    assert private.pytree_functions(Pair) is None
+    assert private.registered_container(Pair) is None
     torch.utils._pytree.register_pytree_node(
         Pair, lambda pair: ([pair.first, pair.second], "context"), lambda values, context: Pair(*values)
     )
-    flatten, unflatten = private.pytree_functions(Pair)
-    assert flatten(Pair(1, 2)) == ([1, 2], "context")
-    assert unflatten([3, 4], "context").second == 4
+    node = private.registered_container(Pair)
+    assert node.flatten_fn(Pair(1, 2)) == ([1, 2], "context")
+    assert node.unflatten_fn([3, 4], "context").second == 4
     assert private.tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
 
 

@@ -120,16 +120,9 @@ def set_activation_memory_budget(fraction: float | None) -> None:
 # --- containers
 
 
-def pytree_functions(
-    kind: type,
-) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[list[Any], Any], Any]] | None:
-    """`(flatten, unflatten)` of a type registered with torch's pytrees, such as TensorDict; otherwise None.
-
-    torch has no public API for a registered type's contents.
-    """
-    node = SUPPORTED_NODES.get(kind)
-    return None if node is None else (node.flatten_fn, node.unflatten_fn)
-
+# type -> its `flatten_fn` and `unflatten_fn` if registered with torch's pytrees, as TensorDict is; otherwise None.
+# torch has no public API for a registered type's contents.
+registered_container = SUPPORTED_NODES.get
 
 # (function, tree) -> tree: every leaf of nested containers of all registered types.
 tree_map = _pytree.tree_map
@@ -415,9 +408,9 @@ def record_memory_history(max_entries: int | None) -> None:
     torch.cuda.memory._record_memory_history(**{"enabled": None} if max_entries is None else started)
 
 
-def memory_snapshot(device: torch.device) -> dict[str, Any]:
-    """The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads them."""
-    return torch.cuda.memory._snapshot(device)
+# device -> dict. The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads
+# them.
+memory_snapshot = torch.cuda.memory._snapshot
 
 
 # --- workers of the data loader

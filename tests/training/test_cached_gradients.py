@@ -12,7 +12,7 @@ from own_tasks import Encoder, Mirrored, infonce
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import Snapshot
-from trainapp.training import cached_gradients, loop, transaction
+from trainapp.training import cached_gradients, loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (
@@ -72,12 +72,12 @@ def test_what_a_forward_draws_and_writes(tmp_path):
     """Dropout drops the same in both passes; BatchNorm and generators are as after one."""
     run = prepared(tmp_path, MIRRORED, "batch.micro_size=8", "train.draws=device")
     model = run.state.model
-    transaction.seed(run, run.begin_update())
+    run.engine.seed(run.begin_update())
     runs.accumulate(run)
     found, buffers = runs.gradients(model), [buffer.clone() for buffer in model.buffers()]
     own = model.generator.get_state()
     run.snapshot.restore()
-    transaction.seed(run, run.begin_update())
+    run.engine.seed(run.begin_update())
     expected, _ = of_uncut_loss(run, 8)
     run.close()
     assert runs.relative_error(found, expected) < 1e-6

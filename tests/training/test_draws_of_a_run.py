@@ -9,7 +9,7 @@ import torch
 
 from trainapp.assembly import model
 from trainapp.errors import UserError
-from trainapp.training import loop, transaction
+from trainapp.training import loop
 
 BY_SAMPLE, OF_TORCH = "train.draws=per_sample", "train.draws=device"
 SIZES = (16, 7, 1)
@@ -25,7 +25,7 @@ def step(folder, *overrides):
     """The mean loss and the gradient of the first step."""
     session = runs.closed(folder, *overrides)
     session.snapshot.take()  # as a transaction does
-    transaction.seed(session, session.begin_update())
+    session.engine.seed(session.begin_update())
     totals = runs.accumulate(session)
     return totals.means()["loss"], runs.gradients(session.state.model), session
 

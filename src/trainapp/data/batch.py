@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from trainapp.torch_private import pytree_functions
+from trainapp.torch_private import registered_container
 
 Rebuild = Callable[[list[Any]], Any]  # makes a container of the same type with new children
 
@@ -60,10 +60,10 @@ def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
     if kind is PackedSequence:  # a namedtuple whose `batch_sizes` must stay on the CPU
         packed = (batch.data, batch.sorted_indices, batch.unsorted_indices)
         return packed, lambda values: PackedSequence(values[0], batch.batch_sizes, *values[1:])
-    registered = pytree_functions(kind)
+    registered = registered_container(kind)
     if registered is not None:
-        children, context = registered[0](batch)
-        return children, lambda values: registered[1](values, context)
+        children, context = registered.flatten_fn(batch)
+        return children, lambda values: registered.unflatten_fn(values, context)
     if isinstance(batch, (list, tuple)):
         return batch, kind._make if hasattr(kind, "_make") else kind
     if isinstance(batch, Mapping):

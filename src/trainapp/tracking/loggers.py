@@ -130,6 +130,7 @@ def remember(run_dir: Path, name: str, **values: str) -> None:
         json.dump(values, file)
 
 
+@dataclass
 class Wandb(Logger):
     """`tracker=wandb`: a run of Weights & Biases. The run directory keeps its id for a resume.
 
@@ -139,15 +140,11 @@ class Wandb(Logger):
 
     package = "wandb"
 
-    def __init__(
-        self,
-        project: Str = "trainapp",
-        entity: Str | None = None,
-        name: Str | None = None,
-        tags: list[Str] | None = None,
-        mode: Literal["online", "offline", "disabled"] | None = None,
-    ):
-        self.project, self.entity, self.name, self.tags, self.mode = project, entity, name, tags, mode
+    project: Str = "trainapp"
+    entity: Str | None = None
+    name: Str | None = None
+    tags: list[Str] | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
 
     def start(self, start: Start) -> None:
         import wandb  # late: an extra, and a second
@@ -186,6 +183,7 @@ class Wandb(Logger):
         self._run.finish()
 
 
+@dataclass
 class Trackio(Logger):
     """`tracker=trackio`: a run of Trackio. The run directory keeps its name for a resume.
 
@@ -196,8 +194,9 @@ class Trackio(Logger):
 
     package = "trackio"
 
-    def __init__(self, project: Str = "trainapp", space_id: Str | None = None, name: Str | None = None):
-        self.project, self.space_id, self.name = project, space_id, name
+    project: Str = "trainapp"
+    space_id: Str | None = None
+    name: Str | None = None
 
     def start(self, start: Start) -> None:
         import trackio  # late: an extra, and a second
@@ -233,6 +232,7 @@ class Trackio(Logger):
             self._trackio.finish()  # the run's own `finish` would be called once more at exit
 
 
+@dataclass
 class Mlflow(Logger):
     """`tracker=mlflow`: a run of MLflow. The run directory keeps its id for a resume.
 
@@ -242,8 +242,9 @@ class Mlflow(Logger):
 
     package = "mlflow"
 
-    def __init__(self, uri: Str | None = None, experiment: Str = "trainapp", name: Str | None = None):
-        self.uri, self.experiment, self.name = uri, experiment, name
+    uri: Str | None = None
+    experiment: Str = "trainapp"
+    name: Str | None = None
 
     def start(self, start: Start) -> None:
         from mlflow.entities import Param  # late: an extra, and a second

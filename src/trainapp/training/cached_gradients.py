@@ -52,7 +52,7 @@ class CachedGradients(Engine):
         self._step_totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
         self.loss_weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
-        seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
+        self.seed(self.step)
         return self._third_pass(micro_batches, gradients)
 
     def _embed(self, cut: Iterator[MicroBatch], watched: Around) -> tuple[deque[MicroBatch], list[Any]]:

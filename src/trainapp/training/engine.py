@@ -23,7 +23,7 @@ from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, trained_alone
-from trainapp.rng import Drawing, Ledger
+from trainapp.rng import Drawing, Ledger, seed_from
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
 from trainapp.training.phase import PARTIAL, Phase, Step
@@ -133,6 +133,10 @@ class Engine:
         self.draws_for = training_draws(step.update.name), (self.state.seed, step.attempt, step.update.number)
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
         self.loss_weight = self.weight_of(step.samples)
+
+    def seed(self, step: Step) -> None:
+        """Seed the global generators, with numbers that are equal in a retry and in a resumed run."""
+        seed_from(self.state.device, self.state.seed, step.attempt, step.update.number, self.ranks.rank)
 
     def drawing(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Use around forward and backward of a micro-batch, or its evaluation; for `train.draws=per_sample`."""

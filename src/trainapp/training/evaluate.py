@@ -184,14 +184,13 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far; nan and inf are never the best."""
-    progress, direction = session.state.progress, session.objective.direction
-    metric = session.objective.metric
+    progress, (direction, metric) = session.state.progress, session.objective
     if metric not in means:  # only some batches may have it
         if progress.objective is None:
-            raise no_such_metric("objective", *session.objective, means)
+            raise no_such_metric("objective", direction, metric, means)
         session.tracker.warn_once(
-            f"objective={direction} {session.objective.metric}: the evaluation at step {progress.step} has no such "
-            f"metric, which counts as nan; it has {', '.join(means)}",
+            f"objective={direction} {metric}: the evaluation at step {progress.step} has no such metric, which counts "
+            f"as nan; it has {', '.join(means)}",
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)

@@ -18,7 +18,7 @@ from trainapp.torch_private import local
 from trainapp.training.engine import Totals
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
-from trainapp.training.transaction import around, micro_batches, rollback, seed
+from trainapp.training.transaction import around, micro_batches, rollback
 
 STEPS = 3
 MOST_FINDINGS = 5
@@ -39,7 +39,7 @@ def rehearse(session: Session, step: Step, accumulate: Callable[..., Totals]) ->
         totals = accumulate(engine, micro_batches(session), functools.partial(around, session))
         outcomes.append(outcome(session, totals))
         rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
-        seed(session, step)
+        engine.seed(step)
     engine.rehearses, engine.phase = False, Phase.DATA
     first, second = outcomes
     changed = [name for name in first | second if first.get(name) != second.get(name)]

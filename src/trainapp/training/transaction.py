@@ -19,7 +19,7 @@ from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import noted_draws, seed_from
+from trainapp.rng import noted_draws
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
@@ -45,7 +45,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
     with engine.alone(step.update):
         engine.begin(step)
         session.snapshot.take("all" if step.is_rehearsed else "written")
-        seed(session, step)
+        engine.seed(step)
         if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
         engine.phase = Phase.DATA
@@ -54,11 +54,6 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
         session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
         with watch_step(session, step):
             yield
-
-
-def seed(session: Session, step: Step) -> None:
-    """Seed the global generators, with numbers that are equal in a retry and in a resumed run."""
-    seed_from(session.state.device, session.state.seed, step.attempt, step.update.number, session.ranks.rank)
 
 
 def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
