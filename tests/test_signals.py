@@ -173,7 +173,7 @@ def test_a_second_signal_says_what_is_lost(tmp_path):
     assert process.poll() is None
     sent = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert "leaving at once; lost: 1 steps since the start" in line_with("SIGTERM", process)
+    assert "leaving at once; lost: 1 steps since step 0" in line_with("SIGTERM", process)
     assert process.wait(10) == 128 + signal.SIGTERM
     assert time.monotonic() - sent < 2
     process.communicate()
@@ -215,15 +215,14 @@ def test_what_was_not_saved_ends_with_the_signals_own_status(tmp_path, mode):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-# The main thread waits in C, without the GIL, and runs no handler. STUB stands for a session.
+# The main thread waits in C, without the GIL, and runs no handler.
 IN_C = """
 import ctypes, logging, signal
-from types import SimpleNamespace
-from trainapp.signals import StopRequest
+from trainapp.signals import AtWork, StopRequest
 
 logging.basicConfig(format="%(message)s")
 with StopRequest() as stop:
-    stop.session = SimpleNamespace(has_nothing_to_lose={leaves}, is_saved=False, work="step", lost="all")
+    stop.at_work = lambda: AtWork("step", "all", may_end={leaves})
     stop.PATIENCE = 1.0
     c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     print("ready", flush=True)

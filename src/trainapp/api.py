@@ -260,7 +260,7 @@ def _run_as_command(config: Config) -> None:
     if exit_code < 0:  # killed by a signal, which a shell reports so
         exit_code = 128 - exit_code
     if exit_code > 128 or (exit_code == TO_BE_CONTINUED and sent):
-        raise Interrupted(sent[0] if sent else exit_code - 128, exit_code)
+        raise Interrupted(exit_code, sent[0] if sent else exit_code - 128)
     if exit_code not in (0, TO_BE_CONTINUED):
         message = message or [f"its process ended (exit code {exit_code}); see its output"]
         raise (UserError if exit_code == UserError.exit_code else TrainingStopped)("\n".join(message))

@@ -10,9 +10,8 @@ from trainapp.errors import UserError
 
 DURATIONS = ("steps", "epochs", "samples", "percent")  # of the run; all are converted to steps, as in big_vision
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
-_TIME = re.compile(r"\s*(?:\d+(?:\.\d+)?\s*[a-z]+\s*)+")
-_SECONDS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
-_SECONDS |= {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)(?![a-z])\s*")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_memory_size(value: int | float | str, total: int) -> int:
@@ -69,12 +68,9 @@ def parse_duration(value: int | str) -> tuple[float, str]:
 
 def parse_time(value: int | str | None) -> float | None:
     """Seconds of a time: `11h50m`, `90 minutes`, `1.5 hours`, `45s`, `2 days`. None for anything else."""
-    if not isinstance(value, str) or not _TIME.fullmatch(value):
+    if not isinstance(value, str) or _TIME.sub("", value):
         return None
-    parts = re.findall(r"([\d.]+)\s*([a-z]+)", value)
-    units = [_SECONDS.get(unit if unit in _SECONDS else unit.removesuffix("s")) for _, unit in parts]
-    seconds = sum(float(amount) * unit for (amount, _), unit in zip(parts, units, strict=True) if unit is not None)
-    return seconds if seconds > 0 and None not in units else None
+    return sum(float(amount) * _SECONDS[unit[0]] for amount, unit in _TIME.findall(value)) or None
 
 
 def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:

@@ -1,12 +1,15 @@
-"""Which failures of workers are followed by a restart, and which of the restarts count."""
+"""Which failures of workers are followed by a restart, and which of the restarts count; signals to the launcher."""
 
 import json
+import multiprocessing
+import signal
 
 import pytest
 import torch
 
-from trainapp.launch.elastic import Failures, leave_error
+from trainapp.launch.elastic import Failures, leave_error, signals_forwarded
 from trainapp.parallel.ranks import SingleRank
+from trainapp.signals import Interrupted
 from trainapp.sizes.record import RESTART, take_restart
 from trainapp.torch_private import Restart
 
@@ -100,3 +103,23 @@ def test_killed_workers_are_counted(failures):
 def test_errors_of_an_earlier_run_are_none_of_this_one(tmp_path):
     fail(tmp_path, ValueError("a mistake"))
     assert Failures(tmp_path).decide() is Restart.COUNTED
+
+
+def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures):
+    """The launcher waits for workers, which it does not restart; a second signal ends it."""
+    passed_on = []
+    former = signal.signal(signal.SIGUSR1, lambda number, _: passed_on.append(number))
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    try:
+        with signals_forwarded(failures):
+            worker.start()
+            signal.raise_signal(signal.SIGUSR1)
+            worker.join(30)
+            assert failures.decide() is Restart.REFUSED
+            with pytest.raises(Interrupted):
+                signal.raise_signal(signal.SIGUSR1)
+            assert passed_on == []
+        assert passed_on == [signal.SIGUSR1]
+    finally:
+        worker.kill()
+        signal.signal(signal.SIGUSR1, former)

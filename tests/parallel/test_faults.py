@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import runs
 from faults import Fault, environment, fired
 from helpers import metrics, result
 from runs import differences
 
-from trainapp.errors import UserError
-from trainapp.launch import elastic
 from trainapp.signals import TO_BE_CONTINUED
 
 from .launching import SABOTAGED, Ended, Launched, checkpoint, command, launch
@@ -143,8 +140,6 @@ def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
 )
 def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, number):
     run_dir = tmp_path / "run"
-    (run_dir / "ranks").mkdir(parents=True)
-    (run_dir / "ranks" / "status").write_text("3")  # of an earlier run: not used
     slow = Fault("forward", 3, kind="slow")
     words = command(run_dir, *DDP, "every.save=null")
     with Launched(words, tmp_path, environment(tmp_path, slow)) as launched:
@@ -164,25 +159,6 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
     again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
     assert again.code == 0, again.text
     assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
-
-
-@pytest.mark.parametrize(("of_user", "seconds"), [(None, 86400), ("1", 1)])
-def test_a_launcher_waits_for_workers_that_save(tmp_path, monkeypatch, of_user, seconds):
-    """Longer than torch's 30 seconds, unless the user says so."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", of_user or "")  # puts back what was there
-    if of_user is None:
-        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    launches = []
-
-    def started(launch, worker):
-        launches.append(launch)
-        return lambda config: {0: UserError("not started")}
-
-    monkeypatch.setattr(elastic, "elastic_launch", started)
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    elastic.run_workers(runs.configure(tmp_path / "run", "parallel=ddp", "parallel.devices=2"))
-    assert [launch.shutdown_timeout for launch in launches] == [seconds]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])

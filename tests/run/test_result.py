@@ -86,7 +86,7 @@ def test_infinity_is_not_the_best(tmp_path):
     assert [line["ratio"] for line in lines(tmp_path, "evaluations.jsonl")] == [None, 0.5]
     progress = runs.saved(tmp_path, 4)["progress"]
     assert (progress["best"], progress["best_step"]) == (0.5, 4)
-    assert "objective_note" not in helpers.result(tmp_path)
+    assert helpers.result(tmp_path)["objective_note"] is None
 
 
 def test_the_last_one_is_nan(tmp_path):

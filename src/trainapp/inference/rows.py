@@ -96,10 +96,9 @@ def write_rows(
         try:
             with as_evaluated(session.engine, mode, work=mode):
                 each_micro_batch(session, fetched(rows.done), compute, lambda _, found: rows.write(found))
-            session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
-            session.agree_on_stop()
         except Stopped:
             return None
+        session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
         count = rows.publish()
     log.info("%s of %d %s: %s", what, count, "samples" if mode == "predict" else "prompts", path)
     return path

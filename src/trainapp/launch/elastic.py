@@ -16,11 +16,10 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -31,7 +30,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import Interrupted, StopRequest, pass_on
+from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -39,9 +38,6 @@ from trainapp.tracking import terminal
 if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
     from trainapp.run.result import Result
 
-SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
-STATUS = Path("ranks") / "status"  # in the run directory
-COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes polls every 0.1 s
 log = logging.getLogger(__name__)
 # How a worker ended, as it can be sent to the parent: its result, a mistake, or a stop.
 Outcome: TypeAlias = "Result | UserError | Interrupted"
@@ -65,9 +61,6 @@ def run_workers(config: Config) -> Outcome:
     restarts, or for an error that another would repeat (see `Failures`).
     """
     settings = config.parallel
-    # Before torch kills workers that end for a signal, in seconds; by default 30, which a step and a save may exceed. A
-    # second signal ends them at once, and workers that end for another reason still have 30.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -79,33 +72,53 @@ def run_workers(config: Config) -> Outcome:
         max_restarts=settings.max_restarts,
         monitor_interval=0.1,
         start_method="spawn",
-        signals_to_handle=",".join(SIGNALS),
+        signals_to_handle="SIGQUIT",  # of the others take care `signals_forwarded` and the system
     )
     # With the launcher's own store shared, restarted workers would find the addresses of the dead ones (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    handlers = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
     failures = Failures(Path(config.run_dir))
     try:
-        with asked_before_restarts(failures.decide):
+        with signals_forwarded(failures), asked_before_restarts(failures.decide):
             outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
-    except SignalException as error:
-        for child in multiprocessing.active_children():  # those that were being started, which torch does not know yet
-            child.kill()
-        status = take_status(failures.run_dir)
-        pass_on(error.sigval, handlers[error.sigval])
-        return Interrupted(error.sigval, 128 + error.sigval if status is None else status)
     except ChildFailedError as error:
+        if failures.signal:
+            is_saved = error.get_first_failure()[1].exitcode == TO_BE_CONTINUED
+            return Interrupted(TO_BE_CONTINUED if is_saved else 128 + failures.signal, failures.signal)
         raise TrainingStopped(_why_it_ended(error, failures)) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     return next((own for own in outcomes.values() if isinstance(own, (UserError, Interrupted))), outcomes[0])
+
+
+@contextlib.contextmanager
+def signals_forwarded(failures: "Failures") -> Iterator[None]:
+    """Inside the block, a signal goes to the workers, which agree on the stop and return: torch's launcher would kill
+    them after 30 s. A second one, or one without workers, raises Interrupted. Then the former handler gets the signal.
+    """
+    handlers: dict[int, Any] = {}
+
+    def forward(number: int, frame: object) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # workers that end have not failed
+        pids = [worker.pid for worker in multiprocessing.active_children() if worker.pid]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        is_first, failures.signal = not failures.signal, number
+        if not (is_first and pids):
+            raise Interrupted(128 + number, number)
+
+    if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
+        handlers = {number: signal.signal(number, forward) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if failures.signal:
+            pass_on(failures.signal, handlers[failures.signal])
 
 
 class Failures:
     """Counts the workers' failures. `incurable`: an error that a restart would repeat, because it is in Python code
-    (see `leave_error`) or occurred twice at the same step.
+    (see `leave_error`) or occurred twice at the same step. `signal`: the number of the launcher's last, or 0.
 
     A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
@@ -113,8 +126,9 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
+        self.signal = 0
         self.left: dict[str, tuple[int, bool]] = {}  # the last workers' errors
-        take_errors(run_dir), take_status(run_dir)  # discard those of an earlier run
+        take_errors(run_dir)  # discard those of an earlier run
         self._before: set[str] = set()
         self._recoveries = 0
 
@@ -123,7 +137,7 @@ class Failures:
         self.left = left = take_errors(self.run_dir)
         repeated = (text for text, (_, repeats) in left.items() if repeats or text in self._before)
         self.incurable = min(repeated, default=None)
-        if self.incurable is not None:
+        if self.incurable is not None or self.signal:
             return Restart.REFUSED
         self._before = set(left)
         # Free only if the count has risen: workers that end before they read restart.json would restart forever.
@@ -173,8 +187,6 @@ def workers_to_start(config: Config) -> int:
 
 def run_worker(config: Config) -> Outcome:
     """Run one rank in this process, as set by RANK, WORLD_SIZE and so on in the environment."""
-    if environment.is_rank_zero():
-        take_status(Path(config.run_dir))  # discard that of an earlier process
     host.prepare_allocator()
     environment.export_torch_variables()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
@@ -184,34 +196,12 @@ def run_worker(config: Config) -> Outcome:
         with process_group(config) as ranks:
             answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
             return runner.run(config, ranks)
-    except UserError as error:
-        return error.with_traceback(None)
-    except Interrupted as error:
-        code = int(error.code or 0)
-        if environment.is_rank_zero():  # a launcher that also got the signal collects no outcomes
-            with contextlib.suppress(OSError):
-                path = Path(config.run_dir) / STATUS
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(str(code))
-        # This worker would wait for such a launcher.
-        timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
-        timer.daemon = True
-        timer.start()
+    except (UserError, Interrupted) as error:
         return error.with_traceback(None)
     except Exception as error:
         log.exception("this rank failed")
         leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
         raise
-
-
-def take_status(run_dir: Path) -> int | None:
-    """The exit status that rank 0 has left, if any."""
-    path = run_dir / STATUS
-    with contextlib.suppress(OSError, ValueError):
-        status = int(path.read_text())
-        path.unlink()
-        return status
-    return None
 
 
 # Errors that may have an external, transient cause, such as a full disk or a lost device.
@@ -258,8 +248,9 @@ def process_group(config: Config) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
-        # After an error a peer may be gone, and destroying the group would wait for it.
-        if sys.exc_info()[0] is None:
+        # After an error a peer may be gone, and destroying the group would wait for it. After a signal, peers may wait
+        # for this rank: the end of its connections ends them.
+        if sys.exc_info()[0] in (None, Interrupted):
             ranks.release_groups()
             dist.destroy_process_group()
             # A group's threads end with the last reference to the group, which a cycle around a model may hold. A

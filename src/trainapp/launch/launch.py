@@ -101,8 +101,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     if config.mode == "lr_find":
         from trainapp.run import lr_find
 
-        with StopRequest():
-            return lr_find.run(config)
+        return lr_find.run(config)
     if config.mode == "export":
         from trainapp.run import trained
 

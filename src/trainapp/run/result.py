@@ -109,8 +109,7 @@ def _note(progress: Progress) -> str | None:
 def read(run_dir: Path) -> Result | None:
     """The result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
-        absent: dict[str, Any] = {"objective_note": None, "stopped": None, "draws": None, "depends_on_micro_batch": []}
-        facts = {"run_dir": run_dir} | absent | json.loads((run_dir / RESULT).read_text())
+        facts = {"run_dir": run_dir} | json.loads((run_dir / RESULT).read_text())
         facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
         return Result(**{own.name: facts[own.name] for own in fields(Result)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -121,8 +120,6 @@ def write(result: Result) -> None:
     """Write result.json. Raises OSError if it cannot be written; an older file then stays."""
     facts = asdict(result)
     del facts["run_dir"]
-    if facts["objective_note"] is None:
-        del facts["objective_note"]
     with atomic_write(result.run_dir / RESULT) as file:
         file.write(strict_json(facts, indent=1) + "\n")
 
@@ -174,7 +171,7 @@ def report(session: Session, result: Result) -> None:
 
 def print_command(session: Session) -> None:
     """Print the command that continues a run stopped by a signal."""
-    if session.is_saved:
+    if session.at_work().is_saved:
         print(f"Resume with:\n  {session.config.command}", flush=True)
 
 

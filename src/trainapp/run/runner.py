@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -24,7 +25,7 @@ from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
 from trainapp.run.result import Result, opening_lines, print_command, report, result_of
-from trainapp.signals import Interrupted, Preparation, StopRequest
+from trainapp.signals import AtWork, Interrupted, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
@@ -55,6 +56,7 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
     with StopRequest(deadline(config)) as stop:
         ended = _run_session(config, stop, ranks, started)
         while isinstance(ended, CarriedOver):
+            stop.at_work = AtWork
             ended.memory.release()  # before the new model is built
             ended = _run_session(ended.config, stop, ranks, started, ended)
     if stop.agreed:
@@ -73,25 +75,25 @@ def _run_session(
         current = prepare(config, stop, ranks, carried)
     on_cpu = current.state.device.type == "cpu"
     guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
-    with stop.at_work(current):
-        with contextlib.closing(current), guarded:
-            if carried is None:
-                for line in opening_lines(current):
-                    log.info("%s", line)
-            try:
-                while (failure := attempt(current)) is not None:
-                    if (carried_over := recover(current, failure)) is not None:
-                        return carried_over
-            except Interrupted:  # at once, since nothing is lost
-                print_command(current)
-                raise
-            except Exception as error:
-                add_note(error, f"at step {current.state.progress.step + 1}")
-                raise
-        result = result_of(current, time.monotonic() - started)
-        if ranks.is_rank_zero:
-            report(current, result)
-        return result
+    stop.at_work = current.at_work
+    with contextlib.closing(current), guarded:
+        if carried is None:
+            for line in opening_lines(current):
+                log.info("%s", line)
+        try:
+            while (failure := attempt(current)) is not None:
+                if (carried_over := recover(current, failure)) is not None:
+                    return carried_over
+        except Interrupted:  # at once, since nothing is lost
+            print_command(current)
+            raise
+        except Exception as error:
+            add_note(error, f"at step {current.state.progress.step + 1}")
+            raise
+    result = result_of(current, time.monotonic() - started)
+    if ranks.is_rank_zero:
+        report(current, result)
+    return result
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
@@ -100,7 +102,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     path = resume.agreed_origin(config, ranks, has_restarted)
     if path is not None:
         config = resume.as_saved(config, path)
-    stop.session = Preparation(path is not None and config.continues)
+    stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
     config = config.with_own_batches()
     if config.mode == "train":
         config = with_modes(config, ranks)
@@ -144,7 +146,7 @@ def work(session: Session) -> None:
         generate.generate(session)
     else:
         loop.train(session)
-        if session.stop.agreed and session.is_saved:
+        if session.stop.agreed and session.at_work().is_saved:
             session.stop.has_saved()
         events.end(session)
 

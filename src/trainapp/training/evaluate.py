@@ -80,7 +80,6 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         if not present.complete:  # otherwise one rank alone repeats what follows
             compute, keep = functools.partial(_totals_with, session), functools.partial(_keep, session)
             each_micro_batch(session, fetched, compute, keep)
-            session.agree_on_stop()
             present.complete = True
         totals = present.totals if present.embedded is None else _of_whole_set(session, present.embedded, batches)
     if session.strategy.forward_is_collective:
@@ -120,26 +119,26 @@ def each_micro_batch(
     keep: Callable[[MicroBatch, T], None],
 ) -> None:
     """The shared no-training loop for evaluation, prediction and generation, inside `as_evaluated`. Ends early once a
-    signal is heard: the caller's ranks then agree on the stop.
+    signal is heard; at its end all ranks agree on that, and raise Stopped.
 
     compute: the work on a micro-batch, repeated if it runs out of memory; its results do not count yet.
     keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
     """
     sizes = session.sizes.evaluation
-    for batch in fetched:
-        for micro in sizes.cut(batch, session.eval_ranks):
-            with session.metrics.undone_on_error():
-                watching = watched(session, sizes, session.eval_ranks, micro.data, micro.samples)
-                with watching, session.engine.drawing(micro):
-                    result = compute(micro)
-                session.snapshot.note_written()
-                session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
-            keep(micro, result)
-            session.snapshot.take()
-            (stop,) = session.eval_ranks.all_reduce_max(session.stop_heard())  # also a vote: what comes next has none
-            sizes.succeeded(session.eval_ranks)
-            if stop:
-                return
+    for micro in (micro for batch in fetched for micro in sizes.cut(batch, session.eval_ranks)):
+        with session.metrics.undone_on_error():
+            watching = watched(session, sizes, session.eval_ranks, micro.data, micro.samples)
+            with watching, session.engine.drawing(micro):
+                result = compute(micro)
+            session.snapshot.note_written()
+            session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
+        keep(micro, result)
+        session.snapshot.take()
+        (stop,) = session.eval_ranks.all_reduce_max(session.stop_heard())  # also a vote: what comes next has none
+        sizes.succeeded(session.eval_ranks)
+        if stop:
+            break
+    session.agree_on_stop()
 
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:

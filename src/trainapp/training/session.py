@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer
@@ -18,7 +17,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.signals import Stopped, StopRequest
+from trainapp.signals import AtWork, Stopped, StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
 from trainapp.tracking.meter import Meter
@@ -211,8 +210,12 @@ class Session:
         """Around a computation without collectives, which a signal interrupts. Collective at its end, as
         `agree_on_stop`.
         """
-        with self.stop.raised():
-            yield
+        with contextlib.suppress(Stopped):
+            self.stop.interrupts = True
+            try:
+                yield
+            finally:
+                self.stop.interrupts = False
         self.agree_on_stop()
 
     def note_stop(self) -> None:
@@ -220,41 +223,19 @@ class Session:
         if not (self.is_finished or self.stop.agreed):
             self.stop.agreed = self.ranks.agree(self.stop_heard)
 
-    # What `stop` asks, from a signal's handler and from its thread.
-
-    @property
-    def unsaved_steps(self) -> int:
-        """Steps since the last complete checkpoint."""
-        return self.state.progress.step - (self.checkpointer.committed_at or 0)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the same command continues without a loss: from a checkpoint of this step, or from written rows."""
-        is_complete = self.config.mode != "train" or self.checkpointer.committed_at == self.state.progress.step
-        return self.config.continues and is_complete
-
-    @property
-    def has_nothing_to_lose(self) -> bool:
-        """Whether a signal may end the process anywhere: no step is finished that a checkpoint does not hold. Of
-        several ranks, one may have finished a step before another.
-        """
-        trains = self.config.mode == "train" and self.ranks.world == 1 and not self.is_finished
-        is_idle = trains and self.checkpointer.pending is None and self.unsaved_steps == 0
-        return is_idle or self.config.mode == "lr_find"
-
-    @property
-    def work(self) -> str:
-        """What is finished before a stop is honoured, for messages."""
-        batch = f"micro-batch of {'evaluation' if self.config.mode == 'train' else self.config.mode}"
-        return {Phase.EVALUATE: batch, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
-
-    @property
-    def lost(self) -> str:
-        """What is lost if the process ends now, for messages."""
-        if self.config.mode == "train" and self.unsaved_steps:
-            newest = Path(self.checkpointer.newest_name() or "the start").name
-            return f"{self.unsaved_steps} steps since {newest}"
-        return "nothing" if self.config.continues or self.config.mode == "train" else "the results so far"
+    def at_work(self) -> AtWork:
+        """What a signal would interrupt now; called from its handler and from the thread that hears it."""
+        config, saver, step = self.config, self.checkpointer, self.state.progress.step
+        batch = f"micro-batch of {'evaluation' if config.mode == 'train' else config.mode}"
+        name = {Phase.EVALUATE: batch, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
+        if config.mode != "train":
+            lost = "nothing" if config.continues else "the results so far"
+            return AtWork(name, lost, config.continues, config.mode == "lr_find")
+        saved_at = saver.committed_at or 0
+        # Of several ranks, one may have finished a step before another.
+        is_idle = self.ranks.world == 1 and not self.is_ending and saver.pending is None and saved_at == step
+        is_saved = config.continues and saver.committed_at == step
+        return AtWork(name, f"{step - saved_at} steps since step {saved_at}", is_saved, is_idle)
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
