@@ -21,7 +21,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch import environment, launch
 from trainapp.run import run_dir as directory
-from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, StopRequest
+from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, handled_by
 from trainapp.tracking import terminal
 
 if TYPE_CHECKING:
@@ -242,20 +242,14 @@ def _run_as_command(config: Config) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
         start_new_session=True,  # a terminal's Ctrl-C would reach it twice
     ) as process:
-        is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
-        signals = StopRequest.SIGNALS if is_main else ()
-        before = {own: signal.signal(own, send) for own in signals}
-        try:
-            assert process.stderr is not None
+        assert process.stderr is not None
+        with handled_by(send):
             for line in process.stderr:
                 sys.stderr.write(line)
                 if line.startswith("trainapp: "):
                     message = [line.removeprefix("trainapp: ").strip()]
                 elif message and line.startswith(" " * 10):
                     message.append(line.strip())
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
     exit_code = process.returncode
     if exit_code < 0:  # killed by a signal, which a shell reports so
         exit_code = 128 - exit_code

@@ -5,6 +5,7 @@ Python calls a handler in the main thread only, and not while C code holds it (a
 signals may become one call. A thread on the wakeup pipe therefore says what a signal will do, and obeys the second.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -13,10 +14,11 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 TIME_IS_UP = 14  # the number, of SIGALRM, that stands for `train.max_time` among signals; none is sent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
 log = logging.getLogger(__name__)
 # A forked child's signals are not its parent's: a terminal's Ctrl-C in a loader's worker is no second signal.
@@ -54,8 +56,6 @@ class StopRequest:
     deadline: the `time.monotonic()` of `train.max_time`. No timer: the clock is read where signals are polled.
     """
 
-    NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-    SIGNALS = tuple(getattr(signal, name) for name in NAMES)
     PATIENCE = 10.0  # seconds for the main thread to leave, which may be in C code or have lost `Interrupted`
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -69,11 +69,11 @@ class StopRequest:
         self._process = os.getpid()  # loader workers inherit the handler
         # Seconds: a terminal and the launcher both send the same Ctrl-C to a worker.
         self._echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-        self._previous: dict[int, Any] = {}
+        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._previous = self._handlers.enter_context(handled_by(self._handle))
+        if self._previous:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -81,8 +81,7 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.close()
         if self._previous:
             signal.set_wakeup_fd(self._outer)
             os.write(self._writer, b"\0")  # ends the thread
@@ -142,19 +141,33 @@ class StopRequest:
                         self._exit(first, "the main thread does not return")
                 elif (number := pipe.read(1)[0]) == 0:
                     return
-                elif number in self.SIGNALS and not first:
+                elif number in SIGNALS and not first:
                     first, patience = number, self.PATIENCE
                     self._note(number)
                     then = f"finishing the {self.at_work().name}; again to leave at once"
                     says = "leaving; nothing is lost" if self.at_work().may_end else then
                     log.warning("%s: %s", named(number), says)
-                elif number in self.SIGNALS and time.monotonic() - self._at >= self._echo:
+                elif number in SIGNALS and time.monotonic() - self._at >= self._echo:
                     self._exit(number, "a second signal")
 
     def _exit(self, number: int, why: str) -> NoReturn:
         """End the process from the thread."""
         log.warning("%s: %s: leaving at once; lost: %s", named(number), why, self.at_work().lost)
         os._exit(self._status(number))
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
+    """Inside the block, the handler gets the signals. Yields the former ones; none outside of the main thread, which
+    alone may set handlers.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    former = {int(number): signal.signal(number, handler) for number in SIGNALS if is_main}
+    try:
+        yield former
+    finally:
+        for number, own in former.items():
+            signal.signal(number, own)
 
 
 def named(number: int) -> str:

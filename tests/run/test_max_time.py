@@ -15,7 +15,6 @@ from trainapp.errors import UserError
 from trainapp.launch import elastic, launch
 from trainapp.run import lr_find, runner
 from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted
-from trainapp.training import evaluate
 from trainapp.training.limits import deadline
 
 GPT = (*runs.MODELS["gpt"], "train.max_steps=4", "train.max_time=1h30m")
@@ -38,37 +37,11 @@ def test_the_same_command_continues_as_if_nothing_had_been(tmp_path, capsys):
         assert out_of_time(tmp_path / "run") == TO_BE_CONTINUED
         facts = helpers.result(tmp_path / "run")
         assert (facts["steps"], facts["ended"]) == (step, "train.max_time=1h30m")
+        assert facts["stopped"]["signal"] == "train.max_time"
         assert "Resume with:" in capsys.readouterr().out
     assert runs.run(tmp_path / "run", *GPT).steps == 4
     for part in ("model", "optimizer", "progress"):
         assert runs.differences(runs.saved(tmp_path / "run", 4)[part], runs.saved(tmp_path / "whole", 4)[part]) == []
-
-
-def test_an_evaluation_is_cut_short_and_repeated(tmp_path, monkeypatch):
-    settings, forwards = (*GPT, "every.eval=2", "batch.eval_micro_size=8"), []
-    runs.run(tmp_path / "whole", *settings)
-    compute = evaluate._totals_with
-
-    def up_in_the_second_micro_batch(session, micro):
-        forwards.append(micro)
-        session.stop.deadline = 0.0 if len(forwards) == 2 else math.inf
-        return compute(session, micro)
-
-    monkeypatch.setattr(evaluate, "_totals_with", up_in_the_second_micro_batch)
-    with pytest.raises(Interrupted) as left:
-        runs.run(tmp_path / "run", *settings)
-    assert (left.value.code, len(forwards)) == (TO_BE_CONTINUED, 2)  # of five
-    facts = helpers.result(tmp_path / "run")
-    assert (facts["steps"], facts["stopped"]["signal"], facts["stopped"]["during"]) == (
-        2,
-        "train.max_time",
-        "micro-batch of evaluation",
-    )
-    assert runs.run(tmp_path / "run", *settings).ended == "train.max_steps=4"
-    assert len(forwards) == 2 + 5 + 5
-    lines = [helpers.lines(tmp_path / name / "evaluations.jsonl") for name in ("run", "whole")]
-    assert lines[0] == lines[1]
-    assert len(lines[0]) == 2
 
 
 def test_unsaved_it_is_not_to_be_continued(tmp_path):

@@ -10,13 +10,11 @@ import logging
 import multiprocessing
 import os
 import re
-import signal
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest, pass_on
+from trainapp.signals import TO_BE_CONTINUED, Interrupted, handled_by, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -93,7 +91,6 @@ def signals_forwarded(failures: "Failures") -> Iterator[None]:
     """Inside the block, a signal goes to the workers, which agree on the stop and return: torch's launcher would kill
     them after 30 s. A second one, or one without workers, raises Interrupted. Then the former handler gets the signal.
     """
-    handlers: dict[int, Any] = {}
 
     def forward(number: int, frame: object) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # workers that end have not failed
@@ -105,15 +102,12 @@ def signals_forwarded(failures: "Failures") -> Iterator[None]:
         if not (is_first and pids):
             raise Interrupted(128 + number, number)
 
-    if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
-        handlers = {number: signal.signal(number, forward) for number in StopRequest.SIGNALS}
     try:
-        yield
+        with handled_by(forward) as former:
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if failures.signal:
-            pass_on(failures.signal, handlers[failures.signal])
+            pass_on(failures.signal, former[failures.signal])
 
 
 class Failures:

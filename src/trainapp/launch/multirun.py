@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
-from trainapp.signals import TIME_IS_UP, StopRequest, named
+from trainapp.signals import SIGNALS, TIME_IS_UP, named
 from trainapp.units import bytes_text, listed
 
 TABLE = "sweep.csv"
@@ -41,7 +41,7 @@ class JobTables(Callback):
         folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
         if folder is not None:
             self._notes = Path(str(folder)).resolve() / f".jobs-{secrets.token_hex(4)}"
-            atexit.register(self._show)
+            atexit.register(self.on_multirun_end)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra, in the job's process."""
@@ -55,10 +55,6 @@ class JobTables(Callback):
         elif isinstance(value, Exception):
             self._note(config, f"failed: {_one_line(value)}")
 
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra."""
-        self._show()
-
     def _note(self, config: DictConfig, state: str) -> None:
         mode = OmegaConf.select(config, "mode", throw_on_resolution_failure=False)
         if self._notes is None or mode not in _FILES:
@@ -70,7 +66,7 @@ class JobTables(Callback):
         with atomic_write(self._notes / note["job"]) as file:
             file.write(json.dumps(note | {"state": state}))
 
-    def _show(self) -> None:
+    def on_multirun_end(self, config: DictConfig | None = None, **_: Any) -> None:
         """Print the tables, once. Omits jobs whose directories are not visible here."""
         notes, self._notes = self._notes, None
         if notes is None or not notes.exists():
@@ -150,7 +146,7 @@ def _objective(facts: dict[str, Any]) -> float | None:
 def _best(jobs: Sequence[Job], is_least: bool) -> list[Job]:
     """The best jobs not ended by a signal or `train.max_time`; several if they are equal."""
     finite = [job for job in jobs if job["value"] is not None and math.isfinite(job["value"])]
-    ended = [job for job in finite if not job["ended"].startswith((*StopRequest.NAMES, named(TIME_IS_UP)))]
+    ended = [job for job in finite if not job["ended"].startswith(tuple(map(named, (*SIGNALS, TIME_IS_UP))))]
     value = (min if is_least else max)((job["value"] for job in ended), default=None)
     return [job for job in ended if job["value"] == value]
 

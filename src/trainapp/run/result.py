@@ -192,21 +192,16 @@ def print_summary(session: Session, result: Result) -> None:
             if result.peak_reserved_bytes > result.peak_memory_bytes:
                 peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
             throughput = f"{result.samples_per_second:.0f} samples/s"
-            rows += [("throughput", throughput), ("peak memory", peak), ("micro-batch", _micro_batches(session))]
+            sizes, accumulation = session.sizes.by_update, session.batches.accumulation
+            by_update = [f"{name} {own.size} x {accumulation(own.size)}".lstrip() for name, own in sizes.items()]
+            rows += [("throughput", throughput), ("peak memory", peak)]
+            rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
         rows += [("OOM restarts", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
     if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
         rows.append(("TensorBoard", f"tensorboard --logdir {os.path.relpath(config.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
-
-
-def _micro_batches(session: Session) -> str:
-    """Size and number of micro-batches, for each update."""
-    parts = []
-    for name, own in session.sizes.by_update.items():
-        parts.append(f"{name} {own.size} x {session.batches.accumulation(own.size)}".lstrip())
-    return f"{', '.join(parts)} accumulated"
 
 
 def _count_text(count: int) -> str:

@@ -13,23 +13,18 @@ from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, re
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.training.session import Session
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
 
-def agreed_origin(config: Config, ranks: Ranks, continues: bool) -> Path | None:
-    """The checkpoint that a run continues from; rank 0 looks for it. None: the run begins with initial weights.
-    Collective; raises UserError on all ranks.
+def origin(config: Config, continues: bool) -> Path | None:
+    """The checkpoint that a run continues from, on rank 0. None: the run begins with initial weights.
 
-    continues: whether the run's own newest checkpoint comes before the one that `checkpointing.resume` names.
+    continues: whether the run's own newest checkpoint comes before the one that `checkpointing.resume` names. Raises
+    UserError for one that the run cannot continue from in its directory.
     """
-    return answered_by_rank_zero(ranks, lambda: _origin(config, continues))
-
-
-def _origin(config: Config, continues: bool) -> Path | None:
     resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir))
     newest = own.newest() if continues or resume == "auto" else None

@@ -20,7 +20,7 @@ from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
-from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
@@ -99,7 +99,7 @@ def _run_session(
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
     """A session ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
-    path = resume.agreed_origin(config, ranks, has_restarted)
+    path = answered_by_rank_zero(ranks, lambda: resume.origin(config, has_restarted))
     if path is not None:
         config = resume.as_saved(config, path)
     stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
@@ -175,7 +175,7 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
     # Until it has saved one, its directory may have those of another branch, or of an earlier run.
     is_own = session.checkpointer.has_saved or any(session.ranks.all_gather_object(run_dir.has_restarted()))
-    path = resume.agreed_origin(config, session.ranks, continues=is_own)
+    path = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, is_own))
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start"

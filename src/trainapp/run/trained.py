@@ -90,9 +90,16 @@ def export(config: Config) -> list[Path]:
     path = resolve(config.checkpointing.resume)
     folder = Path(config.export.folder or Path(config.run_dir) / "export")
     trained, data, values = _trained(as_saved(config, path), path)
-    if config.export.merge:
-        _merge_adapters(trained, config.export.merge_dtype)
     has_adapters = adapters.base_of(trained) is not None
+    if config.export.merge:
+        if not has_adapters:
+            raise UserError("export.merge=true: the model has no adapters; leave it out")
+        adapters.merge(trained)
+        has_adapters = False
+        if config.export.merge_dtype == "bf16":
+            for parameter in trained.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
     own = {"adapter_model.safetensors", "adapter_config.json"} if has_adapters else {"model.safetensors"}
     patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
     if others := {file.name for pattern in patterns for file in folder.glob(pattern)} - own:
@@ -123,19 +130,6 @@ def export(config: Config) -> list[Path]:
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
     log.info("exported %s of weights to %s", bytes_text(sum(file.stat().st_size for file in written)), folder)
     return written
-
-
-def _merge_adapters(model: nn.Module, dtype: str) -> None:
-    """`export.merge=true`: merge the adapters into the base weights, in place. Raises UserError for a model without
-    adapters.
-    """
-    if adapters.base_of(model) is None:
-        raise UserError("export.merge=true: the model has no adapters; leave it out")
-    adapters.merge(model)
-    if dtype == "bf16":
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _write(path: Path, tensors: Mapping[str, Any]) -> None:
