@@ -144,9 +144,9 @@ class StopRequest:
                 elif number in SIGNALS and not first:
                     first, patience = number, self.PATIENCE
                     self._note(number)
-                    then = f"finishing the {self.at_work().name}; again to leave at once"
-                    says = "leaving; nothing is lost" if self.at_work().may_end else then
-                    log.warning("%s: %s", named(number), says)
+                    now = self.at_work()
+                    says = f"finishing the {now.name}; again to leave at once"
+                    log.warning("%s: %s", named(number), "leaving; nothing is lost" if now.may_end else says)
                 elif number in SIGNALS and time.monotonic() - self._at >= self._echo:
                     self._exit(number, "a second signal")
 
