@@ -181,8 +181,9 @@ class Session:
     def flags(self) -> Flags:
         """The flags that this rank sends to the others once per step."""
         saver, every = self.checkpointer, self.limits.save.seconds
+        is_saving = saver.pending is not None and saver.busy
         is_due = 0 < every <= time.monotonic() - saver.clock
-        return Flags(self.stop.heard(), saver.busy, self.sizes.train.has_news, is_due)
+        return Flags(self.stop.heard(), is_saving, self.sizes.train.has_news, is_due)
 
     def agreed_flags(self) -> Flags:
         """The flags of all ranks, of which a stop and a save by the clock are noted. Waits for the slowest rank."""
