@@ -7,7 +7,7 @@ from trainapp.errors import UserError
 
 TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, parameters: [y]}]"
 REFUSED = [
-    ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
+    ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null with mode=train: the run would never"),
     ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
     ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16 with precision.init"),
     (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),

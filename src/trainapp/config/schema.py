@@ -26,23 +26,19 @@ ABOUT_A_RUN = ("eval", *WITHOUT_NUMBERS)  # modes that need a checkpoint
 OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other metrics and files
 
 
-def _duration(value: int | str) -> int | str:
-    parse_duration(value)
-    return value
+def _read_by(parse: Callable[[Any], Any]) -> AfterValidator:
+    """Checks that `parse` can read a value, which stays as it is."""
+
+    def checked(value: Any) -> Any:
+        parse(value)
+        return value
+
+    return AfterValidator(checked)
 
 
 def _time(value: Any) -> Any:
     if value != "auto" and parse_time(value) is None:
         raise ValueError("must be a time such as 11h50m or '90 minutes', or auto: the end of the Slurm job")
-    return value
-
-
-def _duration_or_time(value: int | str) -> int | str:
-    return value if parse_time(value) is not None else _duration(value)
-
-
-def _memory_size(value: int | float | str) -> int | float | str:
-    parse_memory_size(value, total=1)
     return value
 
 
@@ -87,10 +83,10 @@ def _split(node: Any, own: set[str]) -> Any:
 
 
 Auto = Literal["auto"]
-Duration = Annotated[int | str, AfterValidator(_duration)]
-DurationOrTime = Annotated[int | str, AfterValidator(_duration_or_time)]
+Duration = Annotated[int | str, _read_by(parse_duration)]
+DurationOrTime = Annotated[int | str, _read_by(lambda value: parse_time(value) or parse_duration(value))]
 Time = Annotated[str, BeforeValidator(_time)]
-MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+MemorySize = Annotated[int | float | str, _read_by(lambda value: parse_memory_size(value, total=1))]
 UpdateName = Annotated[str, AfterValidator(_update_name)]
 Count = Annotated[int, Field(gt=0)]  # not strict: in JSON, keys are strings
 NotEmpty = Field(min_length=1)

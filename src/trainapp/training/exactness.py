@@ -19,6 +19,7 @@ from trainapp.training.engine import Totals
 from trainapp.training.phase import Phase, Step
 from trainapp.training.session import Session
 from trainapp.training.transaction import around, micro_batches, rollback
+from trainapp.units import listed
 
 STEPS = 3
 MOST_FINDINGS = 5
@@ -82,10 +83,8 @@ def _digest(state: Any) -> str:
 
 
 def _message(names: list[str], step: Step, is_deterministic: bool, device: torch.device) -> str:
-    lines = [f"{name}: differs between two runs of step {step.number} from the same state" for name in names]
-    more = [f"and {len(lines) - MOST_FINDINGS} more"] if len(lines) > MOST_FINDINGS else []
+    found = f"  two runs of step {step.number} from the same state differ in {listed(names, MOST_FINDINGS)}"
     advice = f"Something that a retry does not restore has changed. {PROTOCOL}"
     if not is_deterministic:
         advice += f"; or the kernels ({device.type}) are nondeterministic, which train.deterministic=true prevents"
-    title = "train.check_exactness=true: a retried step would not be the same"
-    return "\n".join([title, *(f"  {line}" for line in [*lines[:MOST_FINDINGS], *more]), advice])
+    return "\n".join(["train.check_exactness=true: a retried step would not be the same", found, advice])
