@@ -250,9 +250,11 @@ def test_all_of_a_model_is_loaded(tmp_path):
 
 def test_a_run_without_a_best_and_other_mistakes(tmp_path):
     runs.run_until(tmp_path / "run", 1, *runs.MODELS["mlp"])
-    with pytest.raises(trainapp.UserError, match=r"it has no best checkpoint.*which='last'"):
+    with pytest.raises(
+        trainapp.UserError, match=r"best: no such file.* saved none at an evaluation.*which='last'"
+    ):
         trainapp.load(tmp_path / "run")
-    with pytest.raises(trainapp.UserError, match=r"run_dir=.*nothing.*no such file or directory"):
+    with pytest.raises(trainapp.UserError, match=r"which=.*nothing/checkpoints/best: no such file or directory"):
         trainapp.load(tmp_path / "nothing")
     with pytest.raises(trainapp.UserError, match=r"which=.*step_00000007: .*no such file"):
         trainapp.load(tmp_path / "run", which=tmp_path / "run/checkpoints/step_00000007")

@@ -100,7 +100,7 @@ class StopRequest:
 
     def has_saved(self) -> None:
         """Call after a checkpoint that a stop has asked for."""
-        if self.facts is not None and self.facts["seconds"] is None:
+        if self.facts is not None:  # else another rank has heard it
             self.facts["seconds"] = time.monotonic() - self._at
             log.info("%s: saved %.1f s after it", named(self.agreed), self.facts["seconds"])
 

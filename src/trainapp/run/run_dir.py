@@ -123,9 +123,8 @@ def _settings_of(run_dir: Path) -> dict[str, Any] | None:
 
     A damaged checkpoint counts: the damage is reported when it is loaded.
     """
-    folders = [path for path in run_dir.glob("checkpoints/step_*") if path.name[5:].isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
+    for manifest in sorted(run_dir.glob(f"checkpoints/step_{8 * '[0-9]'}/manifest.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            config: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())["config"]
+            config: dict[str, Any] = json.loads(manifest.read_bytes())["config"]
             return config
     return None

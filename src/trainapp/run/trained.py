@@ -19,7 +19,7 @@ from torch import nn
 from trainapp.assembly import model as assembly
 from trainapp.assembly.parts import load_parts
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
+from trainapp.checkpoint.directory import read_manifest, resolve
 from trainapp.checkpoint.train_state import require_same_data
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -38,24 +38,12 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     """See `trainapp.load`. run_dir: absolute. user_packages: the caller's. The checkpoint's are not trusted: they could
     import planted code.
     """
-    path = _checkpoint(run_dir, which)
+    named = {"best": run_dir / "checkpoints" / "best", "last": run_dir}
+    path = resolve(str(named.get(str(which), which)), "trainapp.load: which")
     saved = read_manifest(path)["config"]
     config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
     loaded, _, _ = _trained(dataclasses.replace(config, user_packages=list(user_packages)), path)
     return loaded.float() if config.adapter.base_dtype == "bf16" else loaded  # all fp32, as the head is
-
-
-def _checkpoint(run_dir: Path, which: str | Path) -> Path:
-    """The checkpoint's folder. Raises UserError if it is missing or damaged."""
-    setting = f"trainapp.load: run_dir={run_dir}, which"
-    if which == "best" and run_dir.is_dir():
-        best = CheckpointDirectory(run_dir).best()
-        if best is None:
-            raise UserError(
-                f"{setting}='best': it has no best checkpoint: the run saved none at an evaluation; use which='last'"
-            )
-        return resolve(str(best), setting)
-    return resolve(str(run_dir if which in ("best", "last") else Path(which).expanduser()), setting)
 
 
 def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
