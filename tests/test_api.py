@@ -250,9 +250,7 @@ def test_all_of_a_model_is_loaded(tmp_path):
 
 def test_a_run_without_a_best_and_other_mistakes(tmp_path):
     runs.run_until(tmp_path / "run", 1, *runs.MODELS["mlp"])
-    with pytest.raises(
-        trainapp.UserError, match=r"best: no such file.* saved none at an evaluation.*which='last'"
-    ):
+    with pytest.raises(trainapp.UserError, match=r"best: no such file.* saved none at an evaluation.*which='last'"):
         trainapp.load(tmp_path / "run")
     with pytest.raises(trainapp.UserError, match=r"which=.*nothing/checkpoints/best: no such file or directory"):
         trainapp.load(tmp_path / "nothing")
