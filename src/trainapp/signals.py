@@ -77,14 +77,16 @@ class StopRequest:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._handlers.close()
         if self._previous:
             signal.set_wakeup_fd(self._outer)
-            os.write(self._writer, b"\0")  # ends the thread
+            os.write(self._writer, b"\0")  # ends the thread, once it has said what the signal does
+            self._thread.join()
             os.close(self._writer)
         if self.signal and isinstance(error, Exception) and self.at_work().may_end:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
