@@ -98,6 +98,7 @@ KINDS = {
     "rand_like": lambda i: torch.rand_like(X[i]),
     "randint": lambda i: torch.randint(5, 1000, (len(i),)),
     "random_": lambda i: empty(i, 3).random_(),
+    "random_, from": lambda i: torch.empty(len(i), 3, dtype=torch.int64).random_(5, None),
     "normal": lambda i: torch.normal(X[i], X[i].abs()),
     "normal, out": lambda i: torch.normal(X[i], X[i].abs(), out=torch.empty(0)),
     "normal, number": lambda i: torch.normal(0.0, X[i].abs()),

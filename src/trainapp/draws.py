@@ -19,18 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed
+from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed, topic_of
 from trainapp.torch_private import draws_numbers
 
 # Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few. Box and
 # Muller's pairs are within such a block of a sample, so the numbers depend on it.
 BLOCK = {"cpu": 2**16, "cuda": 2**20}
-SCRATCH = (
-    24  # bytes per element of a block, at most: words, uniform numbers and the intermediate results of normal ones
-)
+# Bytes per element of a block, at most: words, uniform numbers and the intermediate results of normal ones.
+SCRATCH = 24
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a mantissa
 
 Fill = Callable[..., Tensor]  # (keys [k, 1], first element, number of elements, dtype, *arguments) -> [k, elements]
+
+
+def belong_to_samples(draws: str, device: torch.device) -> bool:
+    """Whether with this `train.draws` a forward on the device draws by sample."""
+    return draws == "per_sample" and device.type in BLOCK
 
 
 def scratch(elements: int, device: str) -> int:
@@ -187,14 +191,14 @@ def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
         if place.varies:
             seed = hashed(seed, drawing.positions[0])
             shown = f"{name} of {list(drawn.shape or sizes)}"
-            drawing.note(f"draws of {name}", f"{shown}: no dimension is that of the samples")
+            drawing.note(topic_of(name), f"{shown}: none of its dimensions is that of the samples")
         return _seeded(torchs, main.device if is_tensor else kwargs["out"].device, seed, args, kwargs)
     if drawing.alike:  # whichever rows are whose
         place, samples = place._replace(rows=1, apart=False), main.shape[place.axis]
     if not main.numel():
         return torchs(*args, **kwargs)
     keys = drawing.keys(main.device, samples) + signed(hashed(seed))
-    if name in _FILLS and None not in args:
+    if name in _FILLS and all(value is not None for value in args):
         return _filled(_FILLS[name], main, place, keys, args[1:])
     return _one_by_one(torchs, place, keys, args, kwargs)
 
@@ -208,7 +212,8 @@ def _seeded(torchs: _Torchs, device: torch.device, seed: int, args: Sequence[Any
 def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """torch's own kernel for each sample. Waits for the device, and holds the result twice."""
     main, name, results = args[0], place.kernel, []
-    written = 1 if name.startswith("rrelu") else 0 if name.endswith("_") else None
+    is_in_place = name.partition(".")[0].endswith("_")
+    written = 1 if name.startswith("rrelu") else 0 if is_in_place else None
 
     def by_sample(value: Any) -> Any:
         is_split = (
@@ -226,7 +231,7 @@ def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any]
         return main
     found = torch.stack(results)
     found = (found.transpose(0, 1) if place.apart else found).flatten(0, 1).movedim(0, place.axis or 0).contiguous()
-    return main.copy_(found) if name.endswith("_") else found
+    return main.copy_(found) if is_in_place else found
 
 
 def _into(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -255,7 +260,10 @@ def _dropout(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...]
 def _fused(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if draws_numbers(getattr(torch.ops.aten, name).default, args, kwargs):
         drawing.ledger.draws = True
-        drawing.note(name, f"{name.strip('_')} draws its dropout inside a fused kernel; see `sdpa_kernel` of torch")
+        drawing.note(
+            name,
+            f"{name.strip('_')} draws inside a fused kernel, by micro-batch; see `sdpa_kernel` of torch",
+        )
     return torchs(*args, **kwargs)
 
 

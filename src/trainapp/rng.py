@@ -1,8 +1,8 @@
 """Random generators: seeding the global ones, the states of generator objects, and draws that belong to samples.
 
-The global generators of a run are never saved. They are seeded at the start of a step, from (`train.seed`, step, rank),
-and at the start of an evaluation, from the seed and the name of its data. A retry, a resume, a plan and draws in
-callbacks therefore change nothing.
+The global generators of a run are never saved. They are seeded at the start of an update, from (`train.seed`, step,
+update, rank), and at the start of an evaluation, from the seed and the name of its data. A retry, a resume, a plan and
+draws in callbacks therefore change nothing.
 
 What a forward draws from torch's generators belongs to its samples (`Drawing`), so that it depends neither on how the
 samples are cut into micro-batches nor on the ranks.
@@ -123,6 +123,11 @@ def hashed(*numbers: int) -> int:
     return bits ^ bits >> 31
 
 
+def topic_of(kernel: str) -> str:
+    """Under which a ledger notes a draw whose samples it does not know."""
+    return f"draws of {kernel}"
+
+
 class Drawn(NamedTuple):
     """A draw: its kernel, the shape of its first argument, and the integers among the others."""
 
@@ -182,7 +187,7 @@ class Ledger:
         if number in known and known[number].fits(drawn, samples):
             return known[number]
         if number >= 0:
-            order = "the forward draws in another order, or another number of times, than at first"
+            order = "the forward draws in another order, or another number of times, than before the first step"
             self.depends.setdefault("number of draws", f"{kernel} of {list(shape)}: {order}, and later draws follow it")
         others = [own._replace(kernel=kernel) for own in known.values() if own.axis is not None]
         return next((own for own in others if own.fits(drawn, samples)), Place(kernel, len(shape), varies=True))
@@ -223,9 +228,9 @@ class Drawing:
     """Around the forward and backward of a micro-batch: what is drawn depends on (key, number of the draw, position of
     the sample), not on the other samples. Needs the kernels of `draws.install`; without them it has no effect.
 
-    The number is the seed of torch's default generator: the first draw finds the seed of the entry and takes `base`;
-    each draw advances it. So whatever saves and restores the generator (activation checkpointing, `fork_rng`) does so
-    with the number. On exit the generator is as it was.
+    The number is kept as the seed of torch's default generator: the first draw finds the seed of the entry and takes
+    `base`; each draw advances it. So whatever saves and restores the generator (activation checkpointing, `fork_rng`)
+    also saves and restores the number. On exit the generator is as it was.
 
     key: equal in a retry and on all ranks. positions: see `MicroBatch`. work: what the ledger knows the draws by.
     log: where to note each draw, by number. alike: draw the same numbers for each sample.

@@ -148,7 +148,7 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
         found = runs.run(tmp_path / "torchs", *settings, OF_TORCH)
     assert found.draws == "device"
     (text,) = found.depends_on_micro_batch
-    assert "train.draws=device are those of the micro-batch (7)" in text
+    assert "are those of the micro-batch (7)" in text
     assert text in caplog.text
     assert helpers.result(tmp_path / "torchs")["depends_on_micro_batch"] == [text]
     found = runs.run(tmp_path / "own", *settings, BY_SAMPLE)
@@ -161,7 +161,7 @@ def test_shared_draws_are_named_once(tmp_path, caplog):
     assert max(differences(tmp_path, *of("Shared"), BY_SAMPLE)[:2]) < 1e-5
     with caplog.at_level("INFO"):
         runs.run(tmp_path / "run", *of("Shared"), BY_SAMPLE, "batch.micro_size=4")
-    assert caplog.text.count("drawn once for all samples of a step, not for each, by their shapes: uniform_") == 1
+    assert caplog.text.count("drawn once for all samples of a step, since no dimension is theirs: uniform_") == 1
 
 
 def test_the_generator_is_restored_after_each_micro_batch(tmp_path):

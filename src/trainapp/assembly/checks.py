@@ -4,12 +4,12 @@ A mean would be divided by the count again, making gradients that many times too
 of its batch depends on the micro-batch. Neither shows in a curve. The results for the first four samples are therefore
 compared with those for their two halves, without gradients: before the first step in evaluation and in training mode
 (with BatchNorm in evaluation mode), and in evaluation mode once more at a later step, since some terms do not show at
-the start (a gate that is initialised with zeros is uniform). Each sample draws the same random numbers.
+the start (a gate that is initialised with zeros is uniform). In these calls each sample draws the same numbers.
 
 So that rounding hides nothing, model and task are copied in fp64 if they are small; what cannot run in fp64 runs in
-fp32 without autocast, or as it is trained. Rounding is then measured: results change as much when the halves change
-places or one is repeated. (That also changes small terms of pairs and of unbiased variances, which are not noticed
-there below 0.1% of the loss; a load balance, an entropy of the mean or a centring are.)
+fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one is
+repeated. (That changes small terms of pairs and unbiased variances, too: those below 0.1% of the loss go unnoticed; a
+load balance, an entropy of the mean or a centring do not.)
 
 Costs three forwards in each mode, more if they do not add up, and fetching eight to ten samples. A stream's samples are
 read once and kept for training. docs/extending.md lists what cannot be compared and is skipped silently.
@@ -31,7 +31,7 @@ from trainapp.data.stream_reader import is_stream
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import CheckedTask, compares_samples, is_built_in
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.rng import Drawing, Ledger
+from trainapp.rng import Drawing, Ledger, topic_of
 from trainapp.torch_private import has_values
 from trainapp.training.engine import Engine, training_draws
 from trainapp.training.evaluate import EVALUATION
@@ -42,7 +42,7 @@ from trainapp.training.session import Session
 # fp32 precision, and for metrics.
 LEAST, ROUNDING, FINE, COARSE = 1.2e-7, 8, 1e-3, 2e-2
 IN_DOUBLE = 1e-12  # epsilons below it are fp64's
-SHUFFLED = "draws of randperm.generator_out"  # the topic in a ledger of a permutation of the batch: it mixes samples
+SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 
@@ -114,7 +114,7 @@ def _problem_of_any_rank(
 ) -> str | None:
     """The message about a task, or None. engine: of the model, once it is built."""
     is_collective, problem = engine is not None and engine.strategy.forward_is_collective, None
-    # The first step raises the error again.
+    # The first step raises the error again; later, what has been trained does not depend on it.
     with contextlib.nullcontext() if is_collective else contextlib.suppress(Exception):
         ways = ways_of(mode.task, config, parts, model, engine)
         problem = problem_of(ways, mode, ledger, ranks if is_collective else SingleRank())
@@ -134,7 +134,7 @@ def _problem(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | N
     known = Ledger({} if places is None else {mode.work: places})
 
     def result(name: str, observed: Observed | None = None) -> Sums:
-        positions = range(len(name) * trial.samples.number // 2)
+        positions = range(len(name) * trial.samples.number // 2)  # "ab" are two halves
         alike = Drawing((0,), positions, known, mode.work, alike=True)  # each sample draws the same
         return trial(name, mode.training, alike, observed)
 
@@ -145,8 +145,8 @@ def _problem(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | N
     if observed.epsilon > IN_DOUBLE:
         results |= {name: result(name) for name in trial.samples.batches if name not in results}
     is_finite = all(math.isfinite(value) for sums in results.values() for value in (sums.loss, sums.divisor))
-    is_frozen = places is not None and known.draws and known.depends.keys() <= {SHUFFLED}
-    is_random = (observed.draws and not is_frozen) or again.drawn
+    is_known = places is not None and known.draws and known.depends.keys() <= {SHUFFLED}
+    is_random = (observed.draws and not is_known) or again.drawn
     is_random = is_random or not math.isclose(again.loss, results["ab"].loss, rel_tol=1e-5)
     if is_random or not is_finite or (mode.training and observed.writes):
         return None

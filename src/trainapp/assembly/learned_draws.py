@@ -1,4 +1,4 @@
-"""Which dimension of what a forward draws holds the samples (`train.draws=per_sample`), learnt before the first step.
+"""Finds the dimension of the samples in each random tensor that a forward draws, before the first step.
 
 Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
@@ -25,7 +25,8 @@ from trainapp.rng import Drawing, Drawn, Ledger, places_of
 from trainapp.torch_private import has_values
 from trainapp.training.evaluate import EVALUATION
 
-CLEAR, CLOSE = 1e-6, 1e-3  # of the loss: other random numbers change it more, rounding less
+# Of the loss: a deviation below CLEAR shows that rows are read right, one above CLOSE that they are read wrong.
+CLEAR, CLOSE = 1e-6, 1e-3
 log = logging.getLogger(__name__)
 
 
@@ -39,10 +40,10 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
     if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
         samples = parts.first_samples(config.train.seed)
         for task, work, training in modes if samples is not None and samples.same else ():
-            options = {"compute": functools.partial(_of_embeddings, task, model) if has_embeddings(task) else None}
+            options = {"compute": functools.partial(_of_embeddings, task, model)} if has_embeddings(task) else {}
             learn = functools.partial(_learn, ledger=ledger, work=work, training=training)
             try:
-                first_that_works(ways_of(task, config, parts, model, **options), learn)
+                first_that_works(ways_of(task, config, parts, model, doubles=False, **options), learn)
             except Exception as error:  # the first step raises it again, with its traceback
                 log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)
     (first, *_) = ranks.all_gather_object(ledger)
@@ -50,7 +51,7 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
 
 
 def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
-    """A sum over samples, of embeddings alone."""
+    """The sum of squared embeddings, in place of the loss."""
     embeddings = tensors_in(contrastive.embed(task, model, batch))
     return torch.stack([one.double().square().sum() for one in embeddings]).sum(), 1, {}
 
@@ -69,15 +70,15 @@ def _learn(trial: Trials, ledger: Ledger, work: str, training: bool) -> None:
     ledger.places[work] = places = places_of(whole, part, number, half)
     if len(whole) != len(part):
         ledger.depends["number of draws"] = (
-            f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {half}: what "
-            "it draws after that depends on the batch"
+            f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {half}: later draws "
+            "depend on the micro-batch"
         )
     candidates = [places] if any(own.axis is not None for own in places.values()) else []
     if any(own.rows > 1 for own in places.values()):
         candidates.append({draw: own._replace(apart=own.rows > 1) for draw, own in places.items()})
     smallest = math.inf
     for candidate in candidates:
-        together, first, second = (loss(batch, Ledger({work: candidate})) for batch in positions)
+        together, first, second = (loss(batch, Ledger({work: candidate})) for batch in ("ab", "a", "b"))
         deviation = abs(together - first - second) / ((abs(together) + abs(first) + abs(second)) / 2 or 1.0)
         if deviation < smallest:
             smallest, ledger.places[work] = deviation, candidate
@@ -86,5 +87,5 @@ def _learn(trial: Trials, ledger: Ledger, work: str, training: bool) -> None:
     if CLOSE < smallest < math.inf:
         ledger.depends[f"draws of {work}"] = (
             f"the loss of {number} samples is not that of their halves, by {smallest:.1%}, though each sample "
-            "draws the same: draws cannot be told apart by sample, or the loss compares samples"
+            "draws the same: draws cannot be assigned to samples, or the loss compares samples"
         )

@@ -19,7 +19,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
-from trainapp.draws import install
+from trainapp.draws import belong_to_samples, install
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
@@ -58,7 +58,8 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     for own in config.by_optimizer():
         require_suited(Situation(own, model, components.knows_loss))
     ledger = Ledger()
-    if config.train.draws == "per_sample":
+    by_sample = belong_to_samples(config.train.draws, device)
+    if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
         if config.mode == "train" and not parts.resumes:  # a resumed run has its checkpoint's
@@ -72,7 +73,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config)
     if config.train.compile:
-        draw_as_uncompiled(config.train.draws == "per_sample")
+        draw_as_uncompiled(by_sample)
         # With FSDP, torch compiles each block separately, from shared code: for different shapes it would compile for
         # dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
         model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))

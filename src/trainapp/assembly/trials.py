@@ -214,10 +214,16 @@ class Observed(DispatchMode):
 
 
 def ways_of(
-    task: CheckedTask, config: Config, parts: Any, model: nn.Module, engine: Any = None, **options: Any
+    task: CheckedTask,
+    config: Config,
+    parts: Any,
+    model: nn.Module,
+    engine: Any = None,
+    doubles: bool = True,
+    **options: Any,
 ) -> list[Callable[[], Trials]]:
     """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
-    samples. engine: the model's, once it is built. options: of `Trials`; with any, there are no copies in fp64.
+    samples. engine: the model's, once it is built. doubles: also by copies in fp64 of small ones. options: of `Trials`.
     """
     if parts.samples is None:
         return []
@@ -229,8 +235,8 @@ def ways_of(
     as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
     if engine is not None and engine.strategy.forward_is_collective:
         return [functools.partial(as_trained, compute=functools.partial(engine.strategy.evaluate, task))]
-    doubled = [functools.partial(in_double, *arguments)] if _is_small(task, model) and "compute" not in options else []
-    return [*doubled, new, as_trained]
+    doubled = functools.partial(in_double, *arguments)
+    return [doubled, new, as_trained] if doubles and _is_small(task, model) else [new, as_trained]
 
 
 def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials], T]) -> T | None:

@@ -77,7 +77,7 @@ def result_of(session: Session, seconds: float) -> Result:
         samples_per_second=session.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=session.checkpointer.newest_name(),
-        draws=session.config.train.draws if session.engine.ledger.draws else None,
+        draws=("per_sample" if session.engine.draws_by_sample else "device") if session.engine.ledger.draws else None,
         depends_on_micro_batch=list(session.engine.ledger.depends.values()),
         stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
         ended=_why_ended(session),

@@ -134,7 +134,7 @@ def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -
 
 def restore(session: Session, path: Path) -> dict[str, Any]:
     """Load the checkpoint at `path` into the run. Returns its micro-batch sizes and the memory `budget` they were found
-    in.
+    in. A checkpoint of an earlier version knows no draws.
 
     Raises UserError if the checkpoint does not fit the model, or if the run cannot continue from it.
     """
@@ -151,6 +151,8 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
             progress.begin_next_epoch()
         _require_steps_left(session, path)
         session.measure_length()  # data or global batch may have changed, now or before this checkpoint
+    if "draws" in saved["sizes"]:
+        session.engine.ledger.load_state_dict(saved["sizes"]["draws"])
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
     return saved["sizes"]
 

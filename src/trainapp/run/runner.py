@@ -110,8 +110,6 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
-    if saved is not None and "draws" in saved:
-        session.engine.ledger.load_state_dict(saved["draws"])
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)

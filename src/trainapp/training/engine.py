@@ -17,6 +17,7 @@ from torch import Tensor
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
+from trainapp.draws import belong_to_samples
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
 from trainapp.models.inspect import checked_gradients
@@ -121,7 +122,7 @@ class Engine:
         self._compute = strategy.compute if around is None else around(strategy.compute)
         self._weights: dict[int, Tensor] = {}
         self.is_first, self.rehearses, self.accumulates = True, False, False
-        self.draws_by_sample = settings.draws == "per_sample" and state.device.type != "mps"
+        self.draws_by_sample = belong_to_samples(settings.draws, state.device)
         self.ledger = ledger or Ledger()
         self.draws_for: tuple[str, tuple[int, ...]] = ("", ())
         self.step: Step  # set by `begin`, as the weight of the loss

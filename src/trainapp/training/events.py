@@ -142,6 +142,7 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
     scalars |= session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
+    note_dependence(session, step)  # what has been noticed since
 
 
 def note_dependence(session: Session, step: Step) -> None:
@@ -155,14 +156,14 @@ def note_dependence(session: Session, step: Step) -> None:
         )
     if is_cut and ledger.draws and not session.engine.draws_by_sample:
         ledger.depends["draws"] = (
-            f"the forward draws random numbers, which with train.draws=device are those of the micro-batch ({size}); "
-            "with train.draws=per_sample they do not depend on it"
+            f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
+            "train.draws=per_sample (not on mps) they do not depend on it"
         )
     for topic, text in ledger.depends.items() if is_cut else ():
         session.tracker.warn_once(f"step {step.number}: {text}", topic=topic)
     places = [own for of in ledger.places.values() for own in of.values()]
     if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
-        text = f"drawn once for all samples of a step, not for each, by their shapes: {', '.join(shared)}"
+        text = f"drawn once for all samples of a step, since no dimension is theirs: {', '.join(shared)}"
         session.tracker.warn_once(text, topic="shared draws")
 
 
