@@ -27,7 +27,6 @@ from trainapp.planning.work import Work, longest, planned_config, without_values
 from trainapp.torch_private import (
     convertible_fakes,
     fake_tensor_mode,
-    is_shard,
     outside_dispatch_modes,
     registries_of,
 )
@@ -107,11 +106,6 @@ class Traced:
             work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
             if gpu is not None:
                 gpu.prepare(engine)
-            # In their first forward FSDP2 pads fake shards again, while it recognises real ones as padded (torch 2.13,
-            # fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param).
-            if any(is_shard(p) for p in engine.state.model.parameters()):
-                work.train_step()
-                recorder.highest = Breakdown()
             found = work.peak(recorder)
             notes = [*([_VARIES] if longest_batch else []), *([_MADE_UP] if values.reads else [])]
             found = dataclasses.replace(found, notes=(*found.notes, *notes))
