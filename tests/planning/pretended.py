@@ -4,6 +4,7 @@ Prints, as JSON, what each of the functions below returns that its arguments nam
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ def inside(gpu=A100, engine=True):
         gpu.pretended(),
         fake_tensor_mode(),
         MadeUpValues(),
-        absent_gpu.EngineOnCuda() if engine else contextlib.nullcontext(),
+        absent_gpu.EngineOnCuda() if engine and not gpu.on_cpu else contextlib.nullcontext(),
     ):
         yield
 
@@ -121,6 +122,22 @@ def sharded():
             layer(tensor(2, 4)).sum().backward()
             found.append(list(local(layer.weight.grad).shape))
     return found
+
+
+def on_the_cpu():
+    """With CUDA's rules: dtype of a norm under autocast, what dropout keeps, and what attention with dropout keeps."""
+    with inside(dataclasses.replace(A100, on_cpu=True)):
+        x = torch.empty(64, 64, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            norm = str(F.layer_norm(x @ x, (64,)).dtype)
+        with LiveTensors() as counter:
+            dropped = F.dropout(x, 0.1)
+            kept = counter.live
+            del dropped
+        q, k, v = (torch.empty(2, 4, 256, 64, requires_grad=True) for _ in range(3))
+        with LiveTensors() as counter:
+            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+            return [norm, kept / x.nbytes, counter.live / attended.nbytes]
 
 
 def offloaded():

@@ -85,7 +85,7 @@ def test_groups_of_ranks_take_memory_that_no_plan_can_give(parallel, groups):
 def found():
     names = (
         "backward", "numerics", "no_autocast", "bytes_of_attention", "recomputed_attention", "residual_gradients",
-        "sharded", "offloaded", "snapshots",
+        "sharded", "on_the_cpu", "offloaded", "snapshots",
     )  # fmt: skip
     path = str(Path(__file__).with_name("pretended.py"))
     found_in = [str(helpers.ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
@@ -140,6 +140,15 @@ def test_a_step_allocates_what_a_real_gpu_has_recorded(found, context):
     assert found["snapshots"][context] == pytest.approx(RECORDED[context], rel=0.05)
 
 
+@pytest.mark.slow
+def test_a_trace_on_the_cpu_has_cudas_rules(found):
+    """Norms in fp32 under autocast, a byte per element of dropout's mask, no attention weights."""
+    norm, dropout, attended = found["on_the_cpu"]
+    assert norm == "torch.float32"
+    assert dropout == 1.25
+    assert attended < 1.1
+
+
 # --- plans
 
 
@@ -166,12 +175,12 @@ def test_the_device_decides():
 
 @pytest.mark.slow
 def test_the_largest_size_leaves_the_margin():
-    """In this process, by steps on the CPU in place of the device."""
+    """In this process, on the CPU in place of the device."""
     base = (*GPT, *WIDE, "batch.global_size=64", "batch.micro_size=auto", "plan.device=a100-40gb", "every.eval=null")
 
     def planned(*more):
         config = compose.from_command_line([*base, *more])
-        return planner.Planner(config, planner.estimator_of(config, "measured"))
+        return planner.Planner(config, planner.estimator_of(config, "traced as on the CPU"))
 
     peak = functools.cache(lambda size: planned().peak(size).total)
     limit = (peak(4) + peak(64)) // 2
@@ -232,14 +241,14 @@ def test_a_model_that_is_built_whole_counts_until_it_is_sharded():
 
 
 @pytest.mark.slow
-def test_without_fake_cuda_steps_on_the_cpu_stand_in(monkeypatch):
+def test_without_fake_cuda_a_trace_on_the_cpu_stands_in(monkeypatch):
     """As on a laptop with another system. In this process."""
     monkeypatch.setattr(pretend, "can_pretend", lambda: False)
     config = compose.from_command_line([*GPT, "plan.device=a100-40gb", "precision=bf16"])
     with pytest.raises(RuntimeError, match="fake CUDA tensors need Linux"):
         planner.plan(config)
-    facts, _ = planner.plan(config, method="measured")
-    assert (facts["method"], facts["margin"]) == ("measured", 0.3)
+    facts, _ = planner.plan(config, method="traced as on the CPU")
+    assert (facts["method"], facts["margin"]) == ("traced", 0.3)
     assert facts["largest_micro_size"] == 32
 
 

@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -54,11 +54,17 @@ _CONVOLUTIONS = (
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = F.scaled_dot_product_attention
+# Functions that CUDA's autocast computes in fp32, that keep activations and are not in the CPU's list.
+_IN_FP32 = (
+    *((F, name) for name in ("layer_norm", "softmax", "log_softmax", "group_norm", "cross_entropy")),
+    *((torch, name) for name in ("softmax", "log_softmax")),
+)
 
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """memory: bytes. margin: the relative error of a peak.
+    """memory: bytes. on_cpu: traced on CPU tensors with CUDA's rules, if CUDA tensors cannot be faked. margin: the
+    relative error of a peak.
 
     The plan is in allocated bytes; `margin` of them leaves room for the allocator's cache, which was 1.04 to 1.29 times
     the live memory in public records.
@@ -67,8 +73,17 @@ class AbsentGpu:
     name: str
     memory: int
     capability: tuple[int, int]
-    device = torch.device("cuda", 0)  # of the trace's tensors
-    margin = 0.1
+    on_cpu: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Of the trace's tensors."""
+        return torch.device("cpu") if self.on_cpu else torch.device("cuda", 0)
+
+    @property
+    def margin(self) -> float:
+        """The relative error of a peak."""
+        return 0.3 if self.on_cpu else 0.1
 
     def limit(self, config: Config) -> int:
         """The bytes that a run on the device may reserve; without `memory.limit`, those of an unused device."""
@@ -82,13 +97,20 @@ class AbsentGpu:
     @contextlib.contextmanager
     def pretended(self) -> Iterator[None]:
         """Enter before the fake tensor mode."""
-        patch = mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))
-        with patch, pretend.pretended(self.name, self.capability, self.memory):
+        patches: list[Any] = [mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, self))]
+        if self.on_cpu:
+            patches += [mock.patch.object(owner, name, _in_fp32(getattr(owner, name))) for owner, name in _IN_FP32]
+            patches.append(mock.patch.object(F, "dropout", _dropout))
+        else:
+            patches.append(pretend.pretended(self.name, self.capability, self.memory))
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
             yield
 
     def prepare(self, engine: Engine) -> None:
         """Prepare an engine. Raises NotImplementedError for a model whose kernels are known only on a GPU."""
-        if any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
+        if not self.on_cpu and any(isinstance(part, nn.RNNBase) for part in engine.state.model.modules()):
             raise NotImplementedError("what cuDNN keeps for a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
@@ -213,7 +235,7 @@ def attention(
     torch uses the plain product, which keeps all attention weights for the backward.
     """
     q, k, v, kind = query, key, value, query.device.type
-    if kind != "cuda":
+    if kind != gpu.device.type:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(kind):  # the operations below are not in its list; the function is
         dtype = torch.get_autocast_dtype(kind)
@@ -225,6 +247,8 @@ def attention(
         return _aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+    if gpu.on_cpu:  # the CPU's fused kernel keeps the same, without dropout
+        return _ATTENTION(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if kernel == "flash":
         width = q.size(-1)
@@ -241,6 +265,26 @@ def attention(
     return _aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale)[
         0
     ]
+
+
+def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function computed in fp32, as under CUDA's autocast."""
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return cast
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout with a mask of one byte per element."""
+    return torch.native_dropout(input, p, True)[0] if training else input
 
 
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one

@@ -200,6 +200,8 @@ def estimator_of(config: Config, method: str) -> Estimator:
     components = load_components(config)
     if method == "measured":
         return Measured(components, world, choose_device(config.train.device), gpu)
-    if gpu is not None:
+    if gpu is not None and method == "traced as on the CPU":
+        gpu = replace(gpu, on_cpu=True)
+    elif gpu is not None:
         pretend.give_autograd_a_device()
     return Traced(components, world, gpu, refuses=method != "made up")

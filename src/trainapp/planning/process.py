@@ -24,8 +24,9 @@ from trainapp.errors import UserError
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
 
-# Tried in this order: a trace; real steps; a trace with made-up answers when the model reads values.
-METHODS = ("traced", "measured", "made up")
+# Tried in this order: a trace; for an absent GPU, a trace on the CPU with CUDA's rules; real steps; a trace with
+# made-up answers when the model reads values.
+METHODS = ("traced", "traced as on the CPU", "measured", "made up")
 _PLANNER = "trainapp.planning.planner.answer"
 # Variables that tell a process its rank: the planner would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -82,6 +83,8 @@ def ask(
 
     reasons = list[str]()
     for method in METHODS:
+        if method == "traced as on the CPU" and config.plan.device is None:
+            continue
         try:
             facts: dict[str, Any] = call(_PLANNER, config, picture, only_modes, method)
             break

@@ -94,7 +94,7 @@ class Traced:
             values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
             stack.enter_context(values)
             if gpu is not None:
-                stack.enter_context(EngineOnCuda())
+                stack.enter_context(contextlib.nullcontext() if gpu.on_cpu else EngineOnCuda())
                 parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
             if ranks.world > 1:
                 ranks.device = parts.device
