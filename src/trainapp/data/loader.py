@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,11 @@ class Fetcher(Dataset):
             if not isinstance(samples, list):
                 return samples
         with preserved_rng(CPU):
-            return self._collate(samples or [self._sample(index) for index in indices], indices)
+            samples = samples or [self._sample(index) for index in indices]
+            if self._own_collate is None:
+                return default_collate(samples)
+            seed_from(CPU, self.seed, request.epoch, *indices)
+            return self._own_collate(samples)
 
     def _sample(self, index: int) -> Any:
         # A sample drawn again gets other random transforms.
@@ -68,14 +72,8 @@ class Fetcher(Dataset):
         seed_from(CPU, self.seed, self._epoch or 0, *own)
         return self.dataset[int(index)]
 
-    def _collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
-        if self._own_collate is None:
-            return default_collate(samples)
-        seed_from(CPU, self.seed, self._epoch or 0, *indices)
-        return self._own_collate(samples)
 
-
-class BatchedDataset(Dataset):
+class BatchedDataset(Dataset, Sized):
     """The base of the built-in data sets: fetches whole batches, and a single sample as a batch of one.
 
     Derived classes write `__len__` and `__getitems__`, which returns a batch that is already collated.
@@ -84,10 +82,8 @@ class BatchedDataset(Dataset):
     # Fetching is so cheap that loader workers would only add overhead.
     in_memory = True
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these samples, collated. Raises IndexError for an index outside the data."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -133,15 +129,6 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-class _Requests:
-    """What a DataLoader's workers are to fetch."""
-
-    coming: Iterator[Request] = iter(())
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.coming
-
-
 class BatchLoader:
     """Turns requests into batches on the device.
 
@@ -153,17 +140,22 @@ class BatchLoader:
         self.fetcher, self.seed, self.device = Fetcher(dataset, seed), seed, device
         # Data sets often have an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
-        self._pinned, self.workers, self._requests = device.type == "cuda", workers, _Requests()
+        self._pinned, self.workers = device.type == "cuda", workers
+        self._coming: Iterator[Request] = iter(())
         self._loader: DataLoader | None = None
         if workers:
             self._loader = loader_of(
                 self.fetcher,
                 workers,
                 collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
-                sampler=self._requests,
+                sampler=self,
                 pin_memory=self._pinned,
                 persistent_workers=True,
             )
+
+    def __iter__(self) -> Iterator[Request]:
+        """What the worker processes are to fetch."""
+        return self._coming
 
     def example(self, dataset: Any, samples: int) -> Any:
         """The first `samples` samples of an indexable data set as a batch, on the CPU, fetched in this process."""
@@ -181,14 +173,14 @@ class BatchLoader:
             if self._pinned:
                 fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         else:
-            self._requests.coming = requests
+            self._coming = requests
             with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
                 fetched = iter(self._loader)
         return map(self._micro_batch, fetched, used)
 
     def close(self) -> None:
         """End the processes. Discards prefetched batches."""
-        self._requests.coming = iter(())
+        self._coming = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
 
     def _micro_batch(self, batch: Any, request: Request) -> MicroBatch:

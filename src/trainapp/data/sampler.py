@@ -111,7 +111,6 @@ class Sampler(Source):
         self._shares = lru_cache(maxsize=2)(self._share)  # the current step's and the next
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
-        """See `Source`."""
         return self._shares(epoch, consumed, size)
 
     def _share(self, epoch: int, consumed: int, size: int) -> Share:
@@ -129,7 +128,6 @@ class Sampler(Source):
         return left // size if self.drop_last else -(-left // size)
 
     def first(self, most: int) -> Any:
-        """The whole data set."""
         return self.fetched
 
 

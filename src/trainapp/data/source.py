@@ -13,8 +13,8 @@ import torch
 from trainapp.data.batch import MicroBatch, cut, own_part, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.sampler import Sampler, Share, Source
-from trainapp.data.stream import EvalStream, Stream
-from trainapp.data.stream_reader import is_stream
+from trainapp.data.stream import HeldSamples, Stream
+from trainapp.data.stream_reader import Shard, is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 
@@ -217,11 +217,11 @@ class EvalBatches:
         ranks = ranks or SingleRank()
         self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
+        self.rank, self.world = ranks.rank, ranks.world
         self.start, self.end = own_part(self.samples, ranks.rank, ranks.world)
-        self._stream = None
         if self.is_stream:
-            self._stream = EvalStream(dataset, seed, ranks.rank, ranks.world, in_process=workers == 0)
-            dataset, workers = self._stream.fetched, 0
+            self._shard = Shard(dataset, seed, in_process=workers == 0)
+            dataset, workers = HeldSamples(dataset), 0
         self._loader = BatchLoader(dataset, seed, workers, device, split)
 
     def example(self, samples: int) -> Any:
@@ -233,9 +233,10 @@ class EvalBatches:
 
         ranks: the ranks that evaluate together; `done` may differ between them after one ran out of memory.
         """
-        pieces = self._pieces(done, size, ranks) if self._stream is None else self._stream.pieces(done, size)
-        if self.equal and self._stream is not None:
-            pieces = _while_any_has_one(pieces, ranks)
+        pieces = self._read(done, size) if self.is_stream else self._pieces(done, size, ranks)
+        if self.equal and self.is_stream:  # empty ones follow while another rank has samples
+            pieces = itertools.chain(pieces, itertools.repeat([]))
+            pieces = itertools.takewhile(lambda piece: ranks.all_reduce_max(len(piece))[0] > 0, pieces)
         yield from self._loader.batches(Request(0, numbers, numbers) for numbers in pieces)
 
     def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
@@ -246,16 +247,22 @@ class EvalBatches:
         yield from (list(range(*piece)) for piece in ranges(start, self.end, size))
         yield from itertools.repeat([], count - own)
 
+    def _read(self, done: int, size: int) -> Iterator[list[int]]:
+        """The same for a stream, of which every rank reads all and keeps every `world`-th sample."""
+        self._shard.go_to(0)
+        first, held = 0, self._loader.fetcher.dataset
+        while read := self._shard.available(0, size * self.world):
+            numbers = [n for n in range(first, first + read) if n % self.world == self.rank and n // self.world >= done]
+            held.samples = {number: self._shard.sample(number - first) for number in numbers}
+            held.spare = self._shard.sample(0)
+            if numbers:
+                yield numbers
+            self._shard.advance(read)
+            first += read
+        held.samples = {}
+
     def close(self) -> None:
         """End the worker processes."""
         self._loader.close()
-        if self._stream is not None:
-            self._stream.close()
-
-
-def _while_any_has_one(pieces: Iterator[Sequence[int]], ranks: Ranks) -> Iterator[Sequence[int]]:
-    """This rank's pieces, followed by empty ones while another rank has samples. Collective."""
-    for piece in itertools.chain(pieces, itertools.repeat([])):
-        if ranks.all_reduce_max(len(piece))[0] == 0:
-            return
-        yield piece
+        if self.is_stream:
+            self._shard.close()

@@ -1,8 +1,8 @@
-"""The steps and evaluations of a stream, which is read sequentially: see `data.stream_reader`."""
+"""The steps of a stream, which is read sequentially: see `data.stream_reader`."""
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,6 @@ class Stream(Source):
         return self._step.share
 
     def commit(self) -> None:
-        """Advance the stream's position."""
         (epoch, consumed), self._turn = self._step.share.after, self._step.turn
         for shard, taken in zip(self._shards, self._step.taken, strict=True):
             shard.advance(taken)
@@ -105,13 +104,11 @@ class Stream(Source):
         return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
 
     def begin_epoch(self, epoch: int) -> None:
-        """Skip the rest of earlier epochs."""
         for shard in self._shards:
             shard.go_to(epoch)
         self._turn, self._step = 0, _Step()
 
     def close(self) -> None:
-        """End the reader processes."""
         for shard in self._shards:
             shard.close()
 
@@ -202,30 +199,3 @@ class Stream(Source):
                 missing += 1
             turn = (turn + 1) % len(self._shards)
         return samples, taken, turn
-
-
-class EvalStream:
-    """A stream to evaluate, each time from start to end. Every rank reads all of it and keeps every `world`-th sample.
-    fetched: the object that the loader indexes with the numbers of `pieces`.
-    """
-
-    def __init__(self, dataset: Any, seed: int, rank: int, world: int, in_process: bool):
-        self.rank, self.world, self.fetched = rank, world, HeldSamples(dataset)
-        self._shard = Shard(dataset, seed, in_process=in_process)
-        self.close = self._shard.close
-
-    def pieces(self, done: int, size: int) -> Iterator[list[int]]:
-        """The numbers of this rank's samples in each batch, after its first `done` ones. The samples are held until the
-        next piece is requested.
-        """
-        self._shard.go_to(0)
-        first, held = 0, self.fetched
-        while read := self._shard.available(0, size * self.world):
-            numbers = [n for n in range(first, first + read) if n % self.world == self.rank and n // self.world >= done]
-            held.samples = {number: self._shard.sample(number - first) for number in numbers}
-            held.spare = self._shard.sample(0)
-            if numbers:
-                yield numbers
-            self._shard.advance(read)
-            first += read
-        held.samples = {}

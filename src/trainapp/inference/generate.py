@@ -38,8 +38,15 @@ def generate(session: Session) -> None:
     settings, data = session.config.generate, session.batches.dataset
     ends = ends_of_text(settings, data, model)
     prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
-    if (context := context_of(model)) is not None:
-        _require_room(prompts, settings.max_new_tokens, context)
+    context, new = context_of(model), settings.max_new_tokens
+    for number, prompt in enumerate(prompts):
+        room = new if context is None else context + 1 - len(prompt)  # the last token is not read
+        if room < new:
+            advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
+            raise UserError(
+                f"generate.max_new_tokens={new}: generate.prompts[{number}] has {len(prompt)} tokens, and the model "
+                f"reads {context}; {advice}"
+            )
     itself = is_of_transformers(model) and model.can_generate()
     continued = by_transformers if itself else by_position
 
@@ -201,18 +208,6 @@ def context_of(model: Any) -> int | None:
         return positions_of(model.config)
     length = getattr(model, "context_length", None)
     return length if isinstance(length, int) else None
-
-
-def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int) -> None:
-    """Raises UserError if a text would become longer than the model reads. The last token is not read."""
-    for number, prompt in enumerate(prompts):
-        room = context + 1 - len(prompt)
-        if room < new:
-            advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
-            raise UserError(
-                f"generate.max_new_tokens={new}: generate.prompts[{number}] has {len(prompt)} tokens, and the model "
-                f"reads {context}; {advice}"
-            )
 
 
 def _row(data: Any, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:

@@ -82,7 +82,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, settings),
+        target_modules=linear_layers(model) if settings.targets == "auto" else list(settings.targets),
         modules_to_save=trained or None,
         bias="none",
         task_type=next((kind for name, kind in _KINDS.items() if type(model).__name__.endswith(name)), None),
@@ -166,16 +166,6 @@ def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str,
             listed(left),
         )
     return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, model.peft_config["default"]
-
-
-def _targets(model: nn.Module, settings: Adapter) -> list[str]:
-    if settings.targets != "auto":
-        return list(settings.targets)
-    found = linear_layers(model)
-    # By the last part of their names, as adapters are usually published, if that is unambiguous.
-    short = sorted({name.rpartition(".")[2] for name in found})
-    named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
-    return short if sorted(named) == sorted(found) else found
 
 
 def linear_layers(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -72,7 +73,8 @@ def build(
     place = None if path is None else os.path.expanduser(path)
     if place is not None and place.startswith((".", "/")) and not os.path.isdir(place):
         raise UserError(f"model.path={path}: there is no such folder, searched from {os.getcwd()}")
-    settings = _configuration(transformers, config, place, revision)
+    source = f"model.config={config}" if path is None else f"model.path={path}"
+    settings = _configuration(transformers, config, place, revision, source)
     given, is_new = config or {}, path is None
     _follow_tokens(settings, given, is_new, vocab_size, context_length)
     if num_classes is not None:
@@ -88,20 +90,17 @@ def build(
             options["revision"] = revision or "main"
             model = _pretrained(kind, place, settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError, SafetensorError) as error:
-        raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
+        raise UserError(f"{source}: {shorten(str(error), 400, placeholder=' ...')}") from error
     if num_classes is not None and pad_token_id is not None:
         # The batches' padding token, by which the model finds a text's last token. Set only after the embedding is
         # built, which would give it no gradient.
         model.config.get_text_config().pad_token_id = pad_token_id
-    built: nn.Module = model
-    return built
+    return model
 
 
-def _named(config: dict[str, Any] | None, path: str | None) -> str:
-    return f"model.path={path}" if path is not None else f"model.config={config}"
-
-
-def _configuration(transformers: Any, config: dict[str, Any] | None, path: str | None, revision: str | None) -> Any:
+def _configuration(
+    transformers: Any, config: dict[str, Any] | None, path: str | None, revision: str | None, source: str
+) -> Any:
     given = dict(config or {})
     refused = [name for name in given if name in _CODE or name.endswith("_implementation")]
     if refused:
@@ -119,14 +118,8 @@ def _configuration(transformers: Any, config: dict[str, Any] | None, path: str |
             given["revision"] = revision or "main"
             return transformers.AutoConfig.from_pretrained(path, **given)
         return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
-    except Exception as error:  # configurations validate themselves, with their own error types
-        raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
-
-
-def _first_lines(error: Exception) -> str:
-    """The start of the message: Transformers lists hundreds of model types in one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 400 else f"{text[:400]} ..."
+    except Exception as error:  # configurations validate themselves, with their own error types; some list all models
+        raise UserError(f"{source}: {shorten(str(error), 400, placeholder=' ...')}") from error
 
 
 def _follow_tokens(

@@ -48,11 +48,6 @@ def instead_of_batchnorm(model_settings: Model) -> str:
     return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
 
 
-def smallest_micro_batch(model: nn.Module) -> int:
-    """The model's `smallest_micro_batch`, 1 by default: some models cannot train on single samples."""
-    return getattr(model, "smallest_micro_batch", 1)
-
-
 def lazy_modules(model: nn.Module) -> list[str]:
     """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
     lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]

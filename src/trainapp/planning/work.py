@@ -17,7 +17,7 @@ from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.models.inspect import blocks_of, smallest_micro_batch
+from trainapp.models.inspect import blocks_of
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import outside_dispatch_modes
@@ -66,7 +66,8 @@ class Work:
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
         techniques = tuple(available(Situation(self.config, model, self.engine.knows_loss)))
-        return dataclasses.replace(found, smallest=smallest_micro_batch(model), blocks=blocks, techniques=techniques)
+        smallest = getattr(model, "smallest_micro_batch", 1)
+        return dataclasses.replace(found, smallest=smallest, blocks=blocks, techniques=techniques)
 
     def train_step(self) -> None:
         """One optimizer step, with all its updates; see `training.loop.train_step`."""

@@ -68,7 +68,6 @@ class Digits(BatchedDataset):
         self.epoch = epoch
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these samples, collated. Raises IndexError for an index outside the data."""
         positions = self._positions(indices)
         # For small batches numpy's take is 3-6 times quicker than indexing a tensor with a list or a tensor.
         pixels = self._augmented(positions) if self.augment else self._images.take(positions, axis=0)
@@ -96,7 +95,6 @@ class DigitPairs(Digits):
         super().__init__(split, seed)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """See `Digits`."""
         positions = self._positions(indices)
         pixels = np.stack([self._augmented(positions, view) for view in range(2)], axis=1)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(self.targets.take(positions))}

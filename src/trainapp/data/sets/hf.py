@@ -197,8 +197,7 @@ def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size
     """
     if vocab_size < 257:
         raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and the end-of-text token")
-    require_package("transformers", "data=hf")
-    import transformers
+    import transformers  # installed with `datasets`, which has read the texts
 
     folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
     with once(directory, folder.name):
@@ -302,7 +301,6 @@ class Blocks(Tokenized):
             )
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these blocks, collated. Raises IndexError for an index outside the data."""
         blocks = torch.from_numpy(np.stack(self._tokens(self._positions(indices).tolist())))
         return {"inputs": blocks[:, :-1].contiguous(), "targets": blocks[:, 1:].contiguous()}
 
@@ -336,7 +334,6 @@ class Labelled(Tokenized):
         }
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these texts, collated. Raises IndexError for an index outside the data."""
         positions = self._positions(indices).tolist()
         texts = list(map(torch.from_numpy, self._tokens(positions)))
         mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)

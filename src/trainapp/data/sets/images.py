@@ -113,7 +113,10 @@ class Images(torch.utils.data.Dataset):
         share = np.random.beta(alpha, alpha)  # the other image's share
         other, other_label = self._view(np.random.randint(len(self)))
         if cuts:
-            left, top, right, bottom = cut_box(self.image_size, share)
+            # a square with this share of the area, centred anywhere and clipped at the border
+            half, center = self.image_size * math.sqrt(share) / 2, np.random.uniform(0, self.image_size, 2)
+            corners = np.round([center - half, center + half]).clip(0, self.image_size).astype(int)
+            (left, top), (right, bottom) = corners
             pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
             share = (right - left) * (bottom - top) / self.image_size**2
         else:
@@ -291,10 +294,3 @@ def center_box(width: int, height: int, share: float = CENTER) -> Box:
     side = max(1, round(share * min(width, height)))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
-
-
-def cut_box(size: int, share: float) -> Box:
-    """A square with this fraction of the area, centred anywhere and clipped at the border."""
-    half, center = size * math.sqrt(share) / 2, np.random.uniform(0, size, 2)
-    (left, top), (right, bottom) = (np.clip(np.round(center + offset), 0, size).astype(int) for offset in (-half, half))
-    return left, top, right, bottom

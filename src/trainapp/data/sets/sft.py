@@ -56,7 +56,12 @@ class SupervisedFineTuning(Tokenized):
             raise UserError("data.files=null: name files of examples, such as chat.jsonl")
         super().__init__(tokenizer)
         if chat_template is not None:
-            self.tokenizer.chat_template = _read(chat_template)
+            try:
+                self.tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"data.chat_template={chat_template}: cannot be read ({error}); name a file with a template"
+                ) from None
         self._keys, self._longest, self._pack = (prompt, answer, messages), context_length, pack
         directory = cache_directory(cache_dir)
         rows, train = split_rows(open_rows(files, None, directory, "files"), split, "train", None, val_fraction)
@@ -178,7 +183,6 @@ class SupervisedFineTuning(Tokenized):
         return len(self._sequences)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these sequences, collated. Raises IndexError for an index outside the data."""
         chosen = [self._sequences[position] for position in self._positions(indices)]
         fetched = iter(self._tokens([index for sequence in chosen for index in sequence]))
         examples = [[next(fetched)[: self._longest + 1] for _ in sequence] for sequence in chosen]
@@ -215,13 +219,6 @@ def packed(sizes: np.ndarray, room: int) -> list[list[int]]:
         if left > size:
             bisect.insort(rooms, (left - size, number))
     return sorted(sorted(sequence) for sequence in sequences)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template={path}: cannot be read ({error}); name a file with a template") from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -62,7 +62,6 @@ class SyntheticImages(BatchedDataset):
         return np.resize(np.arange(self.num_classes), self.size)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these samples, collated. Raises IndexError for an index outside the data."""
         positions = self._positions(indices)
         offsets = (uniform(self.seed, self.stream, positions, 1)[:, 0] * NOISE_OFFSETS).astype(np.int64)
         targets = positions % self.num_classes
@@ -109,7 +108,6 @@ class SyntheticTokens(BatchedDataset):
         return self.size
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these sequences, collated. Raises IndexError for an index outside the data."""
         # Column 0 draws the length, column 1 the first token, the others one step each.
         draws = uniform(self.seed, self.stream, self._positions(indices), self.context_length + 2)
         places = STEPS[np.searchsorted(np.cumsum(PROBABILITIES)[:-1], draws[:, 1:], side="right")]

@@ -53,7 +53,6 @@ class Text(BatchedDataset):
         return len(self._windows)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these windows, collated. Raises IndexError for an index outside the data."""
         windows = torch.from_numpy(self._windows[self._positions(indices)].astype(np.int64))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
