@@ -83,27 +83,18 @@ def test_a_sample_has_the_same_position_however_the_step_is_cut(world, size):
 
 @pytest.mark.parametrize(("world", "size"), [(1, 50), (1, 7), (3, 4)])
 def test_a_position_in_an_evaluation_is_the_index_in_the_set(world, size):
-    found = []
+    """Each sample comes once, also where an evaluation continues after an error."""
+    found = {0: [], 2: []}
     for rank in range(world):
         batches = EvalBatches(Numbers(50), seed=0, device=CPU, ranks=Place(rank, world))
-        for done in (0, 2):  # from the start, and continued after an error
+        for done, positions in found.items():
+            first = batches.start + done
             for micro in batches.from_sample(done, size, SingleRank()):
                 assert list(micro.positions) == micro.data[:, 0].tolist()
-                found += list(micro.positions) if not done else []
-    assert sorted(found) == list(range(50))
-
-
-@pytest.mark.parametrize("world", [2, 5])
-def test_the_ranks_parts_together_are_the_steps_samples(world):
-    one = indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU), 30)
-    each = [
-        indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, ranks=Place(rank, world)), 30)
-        for rank in range(world)
-    ]
-    for step, whole in enumerate(one):
-        parts = [rank[step] for rank in each]
-        assert [i for part in parts for i in part] == whole
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+                assert micro.positions[0] >= first
+                positions += micro.positions
+    assert found[0] == list(range(50))
+    assert len(found[2]) == 50 - 2 * world
 
 
 def test_drop_last_leaves_the_partial_batch_out():
@@ -221,19 +212,6 @@ def test_random_transforms_make_the_same_sample_again(kind):
     assert len(set(together[:, 1:].flatten().tolist())) == 9
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_evaluation_sees_each_sample_once(world):
-    seen = []
-    for rank in range(world):
-        batches = EvalBatches(Numbers(), seed=0, device=CPU, ranks=Place(rank, world))
-        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7, SingleRank())]
-        share = [int(i) for part in parts for i in part]
-        rest = [int(i) for micro in batches.from_sample(5, 4, SingleRank()) for i in micro.data[:, 0].tolist()]
-        assert rest == share[5:]
-        seen += share
-    assert seen == list(range(50))
-
-
 def test_workers_end_at_once_when_a_run_is_over():
     """If left to the garbage collector, each loader would wait five seconds for each of its workers."""
     batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU, workers=2)
@@ -291,14 +269,6 @@ class Counted(Numbers):
 
 
 # How samples are cut into micro-batches
-
-
-@pytest.mark.parametrize(
-    ("samples", "size", "sizes"),
-    [(10, 3, [3, 3, 2, 2]), (10, 4, [4, 4, 2]), (9, 8, [7, 2]), (3, 2, [2, 1]), (0, 4, [])],
-)
-def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
-    assert [len(part) for part in cut(list(range(samples)), size)] == sizes
 
 
 def test_cut_keeps_every_sample_in_order():

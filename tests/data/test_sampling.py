@@ -100,15 +100,18 @@ def test_a_sample_drawn_twice_has_other_noise(workers):
     batches.close()
 
 
+@pytest.mark.parametrize("weights", [None, "balanced"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_neither_ranks_nor_batches_change_the_draws(world):
-    order = weighted_order(5, Rare(), "balanced")
+def test_neither_ranks_nor_batches_change_the_order(world, weights):
+    order = weighted_order(5, Rare(), weights)
     whole = order.indices(1, 0, 600)
     for size in (64, 100):
         found = []
-        parts = [Sampler(Rare(), seed=5, rank=rank, world=world, weights="balanced") for rank in range(world)]
+        parts = [Sampler(Rare(), seed=5, rank=rank, world=world, weights=weights) for rank in range(world)]
         for consumed in range(0, 600, size):
-            found += [index for part in parts for index in part.share(1, consumed, size).numbers]
+            shares = [part.share(1, consumed, size).numbers for part in parts]
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            found += [index for share in shares for index in share]
         assert found == whole
     assert order.indices(0, 0, 600) != whole
 

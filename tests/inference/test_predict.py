@@ -114,20 +114,6 @@ def test_an_interrupted_process_is_continued(tmp_path, trained):
     assert not list(tmp_path.glob("p.jsonl.*"))
 
 
-def ends_early(monkeypatch, batches):
-    """An error that no smaller batch cures, in the batch after so many. Returns the sizes of all batches."""
-    rows, seen = module.Predictor.rows, []
-
-    def fails(self, model, micro):
-        seen.append(micro.samples)
-        if len(seen) == batches + 1:
-            raise RuntimeError("a test")
-        return rows(self, model, micro)
-
-    monkeypatch.setattr(module.Predictor, "rows", fails)
-    return seen
-
-
 @pytest.mark.slow
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """The size halves until it fits, after the lines that are written; each sample has one."""
@@ -171,20 +157,6 @@ def test_one_message(tmp_path, trained, overrides, message):
     with pytest.raises(UserError, match=message):
         predict(tmp_path, trained, *OWN, *overrides)
     assert not (tmp_path / "p.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
-    """Of samples that are read one after the other: an error of another kind ends the first process."""
-    data = ("data._target_=own_streams.Plain", "user_packages=[own_streams]", "+data.val_samples=50")
-    once = predict(tmp_path, trained, *data, output="once.jsonl")
-    assert [line["index"] for line in once] == list(range(50))
-    seen = ends_early(monkeypatch, 3)
-    with pytest.raises(RuntimeError, match="a test"):
-        predict(tmp_path, trained, *data, "predict.batch_size=8")
-    again = predict(tmp_path, trained, *data, "predict.batch_size=8")
-    assert sum(seen) == 50 + 8
-    assert again == [pytest.approx(line) for line in once]
 
 
 UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet")
