@@ -292,10 +292,8 @@ class Snapshot:
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
-        self._restore_registries(state.structure, state.references.contents)
         self._restore_tensors(state)
-        self._restore_attributes(state.structure, state.references)
-        self._restore_owners(state.references.owned, but)
+        self._refer_to(state.structure, state.references, but)
 
     def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
@@ -324,7 +322,7 @@ class Snapshot:
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
 
-    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str] = ()) -> None:
+    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str]) -> None:
         for name, held in owned.items():
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
@@ -356,10 +354,10 @@ class Snapshot:
         finally:
             self._refer_to(structure, now)
 
-    def _refer_to(self, structure: Structure, references: _References) -> None:
+    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
         self._restore_registries(structure, references.contents)
         self._restore_attributes(structure, references)
-        self._restore_owners(references.owned)
+        self._restore_owners(references.owned, but)
 
     def restore_generators(self) -> None:
         """Restore only the model's and task's generators: for a second forward of the same samples."""

@@ -22,10 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.rng import generator_state, is_generator, set_generator_state
-from trainapp.torch_private import (
-    MODULE_ATTRIBUTES,
-    tree_map,
-)
+from trainapp.torch_private import MODULE_ATTRIBUTES, tree_map
 
 DEPTH = 5  # levels of attributes; a data set's transform may own a generator
 MOST_ITEMS = 1000  # of a list or dict; longer ones are treated as tables, unless the first or last item matters

@@ -11,6 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -20,7 +21,7 @@ class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
     def __init__(self, value: float, floats: int = 1000):
-        self.value = torch.full((floats,), float(value))
+        self.value, self.model_state = torch.full((floats,), float(value)), ModelState(torch.nn.Identity())
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
         """None."""
@@ -29,10 +30,6 @@ class OneTensor:
     def tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """Its only tensor."""
         return {"model": {"value": self.value}}
-
-    def not_saved(self) -> list[str]:
-        """None."""
-        return []
 
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:

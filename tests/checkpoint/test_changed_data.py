@@ -109,7 +109,7 @@ def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     runs.run_until(tmp_path, LATER, *EPOCHS_OF_IMAGES, "data.size=96", "every.save=50 percent")
     total = LATER + 2 * (size // 16)  # epochs 2 and 3
     session = runs.closed(tmp_path, *EPOCHS_OF_IMAGES, f"data.size={size}", "every.save=50 percent")
-    assert (session.limits.length.total_steps, session.tracker.progress.total) == (total, total)
+    assert (session.limits.length.total_steps, session.tracker.progress.bar.total) == (total, total)
     assert session.limits.save.steps == total // 2
     assert session.state.update.schedule(total) == 0.0
     assert session.state.update.schedule(total - 1) == pytest.approx(1 / total)

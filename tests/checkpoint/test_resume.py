@@ -144,15 +144,6 @@ def event_steps(run_dir):
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_made_longer(tmp_path):
-    overrides = (*runs.MODELS["mlp"], "schedule=constant")
-    runs.run(tmp_path / "a", *overrides, "train.max_steps=6")
-    runs.run(tmp_path / "b", *overrides, "train.max_steps=4")
-    runs.run(tmp_path / "b", *overrides, "train.max_steps=6")
-    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) == []
-
-
-@pytest.mark.slow
 def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
     overrides = (*runs.MODELS["mlp"], "train.max_steps=6")
     runs.run(tmp_path / "a", *overrides, "every.save=2", "checkpointing.keep_last=3")

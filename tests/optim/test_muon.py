@@ -54,7 +54,8 @@ def test_it_is_torchs_muon_and_torchs_adamw(fused, beforehand):
     model, other = gpt(), gpt()
     own = Muon(Muon.parameter_groups(model, 0.1), lr=0.01, fused=fused)
     if beforehand:
-        assert materialise_state(own)
+        materialise_state(own)
+        assert own.state
         assert torch.equal(runs.weights(model), runs.weights(other))
     matrices, *rest = Muon.parameter_groups(other, 0.1)
     muon = torch.optim.Muon(matrices["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")

@@ -66,8 +66,9 @@ def test_the_setting_on_the_command_line_makes_the_changes(technique):
 
 def test_the_document_has_the_list():
     page = (ROOT / "docs" / "memory.md").read_text()
-    rows = [f"| `{one.setting}` | {one.saves} | {one.costs} | {one.applies} |" for one in catalogue.TECHNIQUES]
-    assert "\n".join(["| setting | saves | costs | applies |", "|---|---|---|---|", *rows]) in page
+    table = page.partition("| setting | saves | costs | applies |\n|---|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [f"| `{one.setting}` | {one.saves} | {one.costs} |" for one in catalogue.TECHNIQUES]
+    assert [row.rpartition(" | ")[0] + " |" for row in table.splitlines()] == rows
 
 
 def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):

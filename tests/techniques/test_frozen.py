@@ -5,32 +5,23 @@ import runs
 import torch
 
 from trainapp.memory.live_tensors import Category
-from trainapp.models.mlp import MLP
-from trainapp.optim.optimizers import freeze_matching
 from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "model.dropout=0", "model.tie_embeddings=false", "memory.limit=1GiB")
 
 
-def mlp():
-    torch.manual_seed(0)
-    return MLP((1, 8, 8), 10, width=4, depth=3)
-
-
 @pytest.mark.parametrize(
     ("patterns", "frozen"),
     [
-        ([], set()),
         (["head"], {"head.weight", "head.bias"}),
         (["head.bias"], {"head.bias"}),
         (["layers.0"], {"layers.0.0.weight", "layers.0.0.bias"}),
         (["layers.*.bias", "head"], {"layers.0.0.bias", "layers.1.0.bias", "head.weight", "head.bias"}),
     ],
 )
-def test_names(patterns, frozen):
-    model = mlp()
-    freeze_matching(model, patterns)
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
+def test_names(tmp_path, patterns, frozen):
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"], "model.depth=3", f"model.freeze={patterns}")
+    assert {name for name, p in run.state.model.named_parameters() if not p.requires_grad} == frozen
 
 
 @pytest.mark.parametrize("pattern", ["layer", "layers.9", "heads*", ""])

@@ -27,7 +27,7 @@ from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
-from trainapp.optim.optimizers import freeze_matching
+from trainapp.optim.optimizers import matching
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
@@ -131,7 +131,8 @@ def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
-    freeze_matching(model, config.model.freeze)
+    for name in matching(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
+        model.get_parameter(name).requires_grad_(False)
     parts.numerics.cast_parameters(model)
     return model
 

@@ -89,7 +89,7 @@ class Checkpointer:
 
     def _say_what_is_not_saved(self) -> None:
         """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
-        names = self.state.not_saved()
+        names = self.state.model_state.not_saved()
         if names and not self._not_saved:
             log.warning(
                 "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a "
@@ -159,7 +159,8 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     saved = shards.sizes(path)
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
-    read = shards.read_whole(sources.values(), path)
+    read = {source: torch.empty(saved[source][0], dtype=saved[source][1]) for source in sources.values()}
+    shards.fill(read, path, no_dist=True)
     return {name: read[source] for name, source in sources.items()}
 
 

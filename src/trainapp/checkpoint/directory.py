@@ -49,13 +49,11 @@ class CheckpointDirectory:
         folder = self._temporary(step)
 
         def make() -> None:
-            if not self.ranks.is_rank_zero:
-                return
             for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
                 _delete(leftover)
             folder.mkdir(parents=True)
 
-        self._on_all_ranks(step, make)
+        self._on_all_ranks(step, make if self.ranks.is_rank_zero else lambda: None)
         return folder
 
     def commit(self, step: int, write: Callable[[], dict[str, Any]], config: dict[str, Any], is_best: bool) -> None:
@@ -67,8 +65,6 @@ class CheckpointDirectory:
         by_rank = self._on_all_ranks(step, write)
 
         def publish() -> None:
-            if not self.ranks.is_rank_zero:
-                return
             temporary, final = self._temporary(step), self.folder / _name(step)
             files = {name: entry for part in by_rank for name, entry in part.items()}
             write_manifest(temporary, step, config, files, self.ranks.world)
@@ -82,7 +78,7 @@ class CheckpointDirectory:
                     file.write(final.name + "\n")
             self._prune(final)
 
-        self._on_all_ranks(step, publish)
+        self._on_all_ranks(step, publish if self.ranks.is_rank_zero else lambda: None)
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f".tmp-{_name(step)}"

@@ -7,7 +7,7 @@ requested, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any
@@ -116,21 +116,11 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
             f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "
             f"differ: {listed(differences, most=4)}"
         )
-    _load(tensors, folder, process_group=group, no_dist=group is None)
+    fill(tensors, folder, process_group=group, no_dist=group is None)
 
 
-def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
-    """The saved tensors of these names, whole, in host memory. Not collective.
-
-    Raises UserError for files that cannot be read.
-    """
-    saved = sizes(folder)
-    tensors = {name: torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
-    _load(dict(tensors), folder, no_dist=True)
-    return tensors
-
-
-def _load(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
+def fill(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
+    """Fill the tensors in nested dicts, in place. options: of torch's `load`. Raises UserError for unreadable files."""
     try:
         load(_filled(tensors), storage_reader=SafeReader(str(folder)), **options)
     except dcp.api.CheckpointException as error:  # a BaseException

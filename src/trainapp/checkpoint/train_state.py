@@ -66,10 +66,10 @@ class TrainState:
     class_names: list[str] = field(default_factory=list)  # the training data's class names, if any
     vocabulary: str = ""  # digest of the training data's tokenizer, if any
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
-    _model: ModelState = field(init=False)
+    model_state: ModelState = field(init=False)
 
     def __post_init__(self) -> None:
-        self._model = ModelState(self.model)
+        self.model_state = ModelState(self.model)
         self.every = tuple(update.every for update in self.updates)  # interval of each update, in steps
 
     @property
@@ -107,20 +107,16 @@ class TrainState:
         """The inverse of `_by_update`."""
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
-    def not_saved(self) -> list[str]:
-        """See `ModelState.not_saved`."""
-        return self._model.not_saved()
-
     def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
 
         values: the values saved with them; None: this rank's. sizes: shapes and dtypes of the tensors in a checkpoint,
         if it is to be read into these after `follow`.
         """
-        of_model = values["model_values"] if values else self._model.values(SingleRank())
+        of_model = values["model_values"] if values else self.model_state.values(SingleRank())
         tensors = {
-            "model": self._model.tensors(of_model, sizes),
-            "buffers": self._model.buffers(sizes),
+            "model": self.model_state.tensors(of_model, sizes),
+            "buffers": self.model_state.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
         }
         average = dict(zip(self.average.names, self.average.averages, strict=True))
@@ -147,7 +143,7 @@ class TrainState:
                 "order": self.data_order,
             },
             "base": None if base is None else base.digest,
-            "model_values": self._model.values(ranks),
+            "model_values": self.model_state.values(ranks),
             "optimizer_values": self._by_update(
                 lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
             ),
@@ -190,7 +186,7 @@ class TrainState:
         """Continue from `saved`, the `values` of a run on any number of ranks, after the tensors are filled. Does not
         include `load_stateful`.
         """
-        self._model.load_values(saved["model_values"])
+        self.model_state.load_values(saved["model_values"])
         for update, scaler in self._saved_by_update(saved["scaler"]):
             if update.precision.scaler.is_enabled() and scaler:
                 update.precision.scaler.load_state_dict(scaler)

@@ -126,16 +126,6 @@ def divided(model: nn.Module, patterns_of: Mapping[str, Sequence[str]]) -> dict[
     return found
 
 
-def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns of `model.freeze` match. Any name of a tied weight freezes it.
-
-    Raises UserError for a pattern that matches nothing.
-    """
-    parameters = all_names(model)
-    for name in matching(model, patterns, "model.freeze"):
-        parameters[name].requires_grad_(False)
-
-
 # --- parameter groups
 
 
@@ -236,26 +226,20 @@ def _allocate_state(optimizer: torch.optim.Optimizer, settings: Optimizer, setti
         ) from error
 
 
-def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Allocate the state that torch's optimizers otherwise create in their first step. Returns whether that was
-    possible.
+def materialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state that torch's optimizers otherwise create in their first step.
 
     Not possible for state that is not zero after a step without effect (Rprop's step sizes), for SGD's dampened
     momentum, whose first step differs, and for optimizers that neither torch nor trainapp ships.
     """
-    if not _is_known(type(optimizer)):
-        return False
-    if optimizer.state:  # created by the constructor, as in Adagrad
-        return True
-    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
-        return False
+    is_dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    if is_dampened or optimizer.state or not _is_known(type(optimizer)):  # Adagrad's constructor creates it
+        return
     step_without_effect(optimizer)
     values = [(name, value) for state in optimizer.state.values() for name, value in state.items()]
     # As bool, since `any` of uint8 is uint8, and a plan answers reads by dtype.
-    clean = not any(torch.is_tensor(value) and value.any().bool() for name, value in values if name != "step")
-    if not clean:
+    if any(torch.is_tensor(value) and value.any().bool() for name, value in values if name != "step"):
         optimizer.state.clear()
-    return clean
 
 
 def _is_known(kind: Any) -> bool:

@@ -42,14 +42,9 @@ class Precision:
     autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler
 
-    @property
-    def is_pure(self) -> bool:
-        """Whether parameters and gradients are also in `compute_dtype`."""
-        return self.mode == "bf16_pure"
-
     def cast_parameters(self, model: nn.Module) -> None:
         """Cast the parameters in place; tied ones stay tied. Buffers keep their dtype."""
-        if self.is_pure:
+        if self.mode == "bf16_pure":
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.compute_dtype)

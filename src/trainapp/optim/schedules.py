@@ -75,7 +75,6 @@ def for_optimizer(
         return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         provided["mode"] = direction
-
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr")  # a scheduler sets its own `initial_lr`
     provided["optimizer"] = optimizer
@@ -112,7 +111,6 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
             "steps; make them shorter"
         )
-
     length = total - warmup
     start = length - decay if settings.shape == "wsd" else 0
 

@@ -1,7 +1,7 @@
 """The catalogue of techniques: every setting that trades time, precision or results for memory.
 
 Read by the advice of a run that cannot continue, by plans, and by checks when a run is assembled. docs/memory.md has
-the table. Pairs of settings that exclude each other are in `config.excludes`.
+the table, with where each applies. Pairs of settings that exclude each other are in `config.excludes`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Situation:
 class Technique:
     """A setting that saves memory at a price.
 
-    setting: as on the command line. saves, costs, applies: texts for users. needs: raises UserError for a model to
+    setting: as on the command line. saves, costs: texts for users. needs: raises UserError for a model to
     which it cannot be applied. For settings: `config.excludes`. helps: whether it has an effect for a configuration
     without it; only then is it offered. in_force: whether a configuration uses the technique; by default, if it has the
     first of the changes. offered: whether advice and plans propose it. result: effect on the training's result: "same"
@@ -55,7 +55,6 @@ class Technique:
     setting: str
     saves: str
     costs: str
-    applies: str = "always"
     needs: Callable[[Situation], None] = lambda situation: None
     helps: Callable[[Situation], bool] = lambda situation: True
     in_force: Callable[[Config], bool] | None = None
@@ -224,7 +223,6 @@ TECHNIQUES = (
         "precision=bf16",
         saves="up to half of the activations",
         costs="matmuls keep only 8 bits of precision; saves time where the device computes in bf16",
-        applies="where the device computes in bf16",
         helps=_computes_in_bf16,
         result="rounded",
     ),
@@ -232,7 +230,6 @@ TECHNIQUES = (
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="weights and gradient sums keep only 8 bits of precision; a slower optimizer step",
-        applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
         needs=_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
@@ -241,7 +238,6 @@ TECHNIQUES = (
         "activation_checkpointing=full",
         saves="all activations of the blocks except their inputs",
         costs="a second forward of the blocks: about a third more time",
-        applies="models with `blocks()`",
         needs=_blocks,
         result="same",
     ),
@@ -249,7 +245,6 @@ TECHNIQUES = (
         "activation_checkpointing=selective",
         saves="activations that are cheap to recompute",
         costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
-        applies="models with `blocks()`",
         needs=_blocks,
         result="same",
     ),
@@ -257,7 +252,6 @@ TECHNIQUES = (
         "activation_checkpointing=auto",
         saves="as many activations as the limit requires: each block is `none`, `selective` or `full`",
         costs="from nothing, if all fits, to that of `full`; some seconds for three plans before the model is built",
-        applies="models with `blocks()`",
         needs=_blocks,
         result="same",
     ),
@@ -265,7 +259,6 @@ TECHNIQUES = (
         "memory.offload_activations=all",
         saves="all activations of 1 MiB and more, except those being copied",
         costs="host memory; time where copies take longer than computing",
-        applies="CUDA, without `parallel=fsdp` and `train.compile`",
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -273,7 +266,6 @@ TECHNIQUES = (
         "memory.offload_activations=inputs activation_checkpointing=full",
         saves="all activations of the blocks",
         costs="a second forward of the blocks; host memory; little time for copies",
-        applies="CUDA, models with `blocks()`, without `train.compile`",
         needs=_blocks,
         helps=_is_on_a_gpu,
         result="same",
@@ -282,7 +274,6 @@ TECHNIQUES = (
         "memory.loss_chunk=auto",
         saves="all logits except one chunk's, and their gradients",
         costs="one more matmul with the last layer's weight",
-        applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
         in_force=lambda config: config.memory.loss_chunk is not None,
         needs=_head,
         result="same",
@@ -303,48 +294,41 @@ TECHNIQUES = (
             f"optimizer=adamw_{state_dtype}",
             saves=f"{share} of AdamW's state",
             costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
-            applies=applies,
             in_force=_has_moments_in(state_dtype),
             result="rounded",
         )
-        for state_dtype, share, bits, applies in (
-            ("bf16", "half", "only 8 bits of precision", "always"),
-            ("8bit", "three quarters", "8 bits and a scale per 256 values", "large parameters; not `parallel=fsdp`"),
-            ("4bit", "six sevenths", "4 bits and a scale per 128 values", "large parameters; not `parallel=fsdp`"),
+        for state_dtype, share, bits in (
+            ("bf16", "half", "only 8 bits of precision"),
+            ("8bit", "three quarters", "8 bits and a scale per 256 values"),
+            ("4bit", "six sevenths", "4 bits and a scale per 128 values"),
         )
     ),
     Technique(
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
-        applies="not with `parallel=fsdp`",
     ),
     Technique(
         "optimizer=muon",
         saves="one of AdamW's two moments, for the matrices of hidden layers",
         costs="another optimizer; some matmuls per matrix in every step",
-        applies="models with hidden matrices",
     ),
     Technique(
         "optimizer.in_backward=true",
         saves="all gradients but one, if the step is one micro-batch",
         costs="an error in the last backward restarts from the checkpoint",
-        applies="with `train.grad_clip=null`, `parallel=single`; not with `train.compile`, `precision=fp16` or "
-        "`train.nonfinite=skip`",
         result="same",
     ),
     Technique(
         "optimizer.in_backward=true train.grad_clip=null",
         saves="all gradients but one, if the step is one micro-batch",
         costs="no clipping; an error in the last backward restarts from the checkpoint",
-        applies="as above, in place of `train.grad_clip`",
         helps=lambda situation: situation.config.train.grad_clip is not None,
     ),
     Technique(
         "optimizer.offload=true",
         saves="the device's part of the optimizer state, and all that the optimizer's step needs",
         costs="every step copies gradients and parameters to the host, updates there, and copies parameters back",
-        applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -352,13 +336,11 @@ TECHNIQUES = (
         "train.ema=null",
         saves="a copy of the weights",
         costs="evaluation of averaged weights",
-        applies="by default",
     ),
     Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay frozen: another result",
-        applies="models with linear layers in their `blocks()`, Transformers models; needs `trainapp[peft]`",
         offered=False,  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_linear_layers,
@@ -367,7 +349,6 @@ TECHNIQUES = (
         "parallel=fsdp",
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
         costs="communication: parameters are gathered in every forward and backward",
-        applies="several ranks, or GPUs for them; models with `blocks()`",
         helps=_has_ranks_and_blocks,
         result="same",
     ),
@@ -375,14 +356,12 @@ TECHNIQUES = (
         "parallel.fsdp.cpu_offload=true",
         saves="the device's part of parameters, gradients and optimizer state",
         costs="copies between host and device, and the optimizer's step on the host",
-        applies="`parallel=fsdp`",
         result="same",
     ),
     Technique(
         "parallel.fsdp.meta_init=true",
         saves="the whole model on each device before it is sharded",
         costs="other initial weights from the same distribution",
-        applies="`parallel=fsdp`, models with `init_weights()`",
         needs=_init_weights,
     ),
 )

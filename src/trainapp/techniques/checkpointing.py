@@ -46,16 +46,12 @@ def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mod
     less = {mode: peaks["none"] - peaks[mode] for mode in _COST}
     mixes = [(full, selective) for full in range(blocks + 1) for selective in range(blocks + 1 - full)]
 
-    def excess(mix: tuple[int, int]) -> int:
+    def excess_and_cost(mix: tuple[int, int]) -> tuple[int, float]:
         full, selective = mix
-        return blocks * (peaks["none"] - limit) - full * less["full"] - selective * less["selective"]
+        excess = blocks * (peaks["none"] - limit) - full * less["full"] - selective * less["selective"]
+        return max(0, excess), full * _COST["full"] + selective * _COST["selective"]
 
-    def cost(mix: tuple[int, int]) -> float:
-        full, selective = mix
-        return full * _COST["full"] + selective * _COST["selective"]
-
-    fitting = [mix for mix in mixes if excess(mix) <= 0]
-    full, selective = min(fitting, key=cost) if fitting else min(mixes, key=excess)
+    full, selective = min(mixes, key=excess_and_cost)
     modes: list[list[Mode]] = [["full"] * full, ["selective"] * selective, ["none"] * (blocks - full - selective)]
     return [mode for part in modes for mode in part]
 
@@ -97,14 +93,11 @@ def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
 
 
 def _checkpointed(
-    recomputed: "Recomputed",
-    forward: Callable[..., Any],
-    mode: Mode,
-    /,  # a block may have arguments of these names
-    *inputs: Any,
-    **options: Any,
+    recomputed: "Recomputed", forward: Callable[..., Any], mode: Mode, /, *inputs: Any, **options: Any
 ) -> Any:
-    """`forward(*inputs, **options)`, recomputed in backward except for results that the mode keeps."""
+    """`forward(*inputs, **options)`, recomputed in backward except for results that the mode keeps. Positional: a block
+    may have arguments of the same names.
+    """
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     called = functools.partial(forward, **options) if options else forward  # `checkpoint` has its own options

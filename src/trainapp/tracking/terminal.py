@@ -27,7 +27,6 @@ class Progress:
     """
 
     def __init__(self, total: int | None, step: int, is_silent: bool = False):
-        self.total = total
         self.live = sys.stderr.isatty() and not is_silent
         self.bar = tqdm(
             total=total,
@@ -39,10 +38,6 @@ class Progress:
             bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total} | {desc} | {remaining} left",
         )
         self._started, self._first, self.step = time.monotonic(), step, step
-
-    def set_total(self, total: int | None) -> None:
-        """Set a changed run length."""
-        self.total = self.bar.total = total
 
     def advance(self, step: int) -> None:
         """Call after every optimizer step. Cheap."""
@@ -57,14 +52,14 @@ class Progress:
             self.bar.set_description_str(text, refresh=False)
         else:
             logging.getLogger(__name__).info(
-                "step %d/%s | %s | %s left", step, self.total or "?", text, self._left(step)
+                "step %d/%s | %s | %s left", step, self.bar.total or "?", text, self._left(step)
             )
 
     def _left(self, step: int) -> str:
         done = step - self._first
-        if not self.total or done <= 0:
+        if not self.bar.total or done <= 0:
             return "?"
-        return tqdm.format_interval((time.monotonic() - self._started) / done * (self.total - step))
+        return tqdm.format_interval((time.monotonic() - self._started) / done * (self.bar.total - step))
 
     def close(self) -> None:
         """Close the bar, leaving it on the terminal."""

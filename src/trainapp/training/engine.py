@@ -240,7 +240,7 @@ class Engine:
         """Accumulation dtype of the gradient norm; None: the gradients' dtype."""
         if may_be_extreme(totals.count, self.step.samples):
             return torch.float64
-        return torch.float32 if self.step.update.precision.is_pure else None
+        return torch.float32 if self.step.update.precision.mode == "bf16_pure" else None
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
         """`optimizer.step()`. False if the step is skipped: for a non-finite value, or because its count is 0."""

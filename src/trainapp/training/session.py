@@ -244,7 +244,7 @@ class Session:
         """
         self.limits = Limits.of(self.config, self.batches, self.state.progress)
         self.schedule_rates()
-        self.tracker.progress.set_total(self.limits.length.total_steps)
+        self.tracker.progress.bar.total = self.limits.length.total_steps
 
     def schedule_rates(self) -> None:
         """Rebuild each schedule for the current run length; schedules with state keep it.
