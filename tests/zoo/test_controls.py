@@ -9,7 +9,7 @@ from trainapp.checkpoint import state_dicts
 from trainapp.data.source import EvalBatches
 from trainapp.oom import recovery
 from trainapp.snapshot import Snapshot
-from trainapp.training import transaction
+from trainapp.training.engine import Engine
 
 from . import cells
 from .harness import LEFT, leaving
@@ -56,7 +56,7 @@ def test_without_the_saved_state_a_resumed_run_is_another(tmp_path, monkeypatch,
 
 
 def test_without_seeds_of_steps_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(transaction, "seed", lambda run, step: None)
+    monkeypatch.setattr(Engine, "seed", lambda self, step: None)
     assert cells.after_an_error("mixup", "backward", 4, tmp_path) != []
 
 
