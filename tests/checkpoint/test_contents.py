@@ -113,11 +113,12 @@ def test_adapters_are_saved_without_their_base(tmp_path):
 
 
 def test_changed_options_of_the_configuration_win(tmp_path):
-    """Only what the optimizer itself has changed is its state: a resume with another weight decay has that one."""
+    """Only what the optimizer itself has changed is its state: a resume with another decay or rate has that one."""
     runs.run_until(tmp_path / "a", 2, *runs.MODELS["mlp"])
-    new = ("optimizer.weight_decay=0.5", f"checkpointing.resume={tmp_path / 'a'}")
+    new = ("optimizer.weight_decay=0.5", "optimizer.lr=0.25", f"checkpointing.resume={tmp_path / 'a'}")
     run = runs.closed(tmp_path / "b", *runs.MODELS["mlp"], *new)
-    assert [group["weight_decay"] for group in run.state.optimizer.param_groups] == [0.5, 0.0]
+    options = [(group["weight_decay"], group["initial_lr"]) for group in run.state.optimizer.param_groups]
+    assert options == [(0.5, 0.25), (0.0, 0.25)]
     assert all(float(state["step"]) == 2 for state in run.state.optimizer.state.values())
 
 

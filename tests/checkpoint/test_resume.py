@@ -180,14 +180,6 @@ def test_another_batch_in_the_middle_of_an_epoch(tmp_path, change):
     assert helpers.result(tmp_path)["steps"] == 92
 
 
-@pytest.mark.slow
-def test_a_new_rate_is_taken(tmp_path):
-    overrides = (*runs.MODELS["mlp"], "schedule=constant")
-    runs.run_until(tmp_path, 2, *overrides, "optimizer.lr=0.25")
-    runs.run(tmp_path, *overrides, "optimizer.lr=0.5")
-    assert [line["lr"] for line in helpers.metrics(tmp_path)] == [0.25, 0.25, 0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     ("change", "named"), [("model.width=32", "layers.0.0.weight"), ("optimizer=sgd", "it was saved with")]
 )

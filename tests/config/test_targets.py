@@ -145,13 +145,6 @@ def test_nested_targets_are_built_wherever_they_are(node, find):
     assert layer.weight.shape == (3, 2)
 
 
-def test_plain_containers_stay_plain():
-    node = {"a": [1, {"b": None}], "c": "text"}
-    built = targets.construct(open_ended, {"part": node}, "model", [])["part"]
-    assert built == node
-    assert type(built["a"]) is list
-
-
 @pytest.mark.parametrize(
     ("node", "message"),
     [

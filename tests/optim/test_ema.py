@@ -67,16 +67,6 @@ def test_begun_on_resume_it_starts_at_the_weights(tmp_path):
     assert torch.equal(runs.weights(run.state.model), vector(runs.saved(tmp_path, 2)["model"].values()))
 
 
-def test_a_skipped_step_does_not_count(tmp_path):
-    run = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "precision=fp16", "precision.initial_scale=1e8")
-    before = vector(run.state.average.averages)
-    loop.train_step(run)
-    run.state.average.catch_up(run.state.progress.step)
-    run.tracker.close()
-    assert run.state.progress.skipped == 1
-    assert torch.equal(vector(run.state.average.averages), before)
-
-
 @pytest.mark.slow
 def test_an_evaluation_of_shards_sees_the_average(tmp_path):
     chosen = ("model=mlp", "data=digits", "train.ema=0.9", "train.max_steps=6", "every.eval=3", "train.device=cpu")
