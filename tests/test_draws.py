@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainapp.draws import BLOCK, LEAVES, SCRATCH, install, scratch
+from trainapp.draws import BLOCK, LEAVES, install, scratch
 from trainapp.rng import Drawing, Ledger, places_of
 
 BATCH = 12
@@ -205,6 +205,20 @@ def test_a_forward_that_draws_a_varying_number_of_times_is_noted():
     assert not unnoted.depends
 
 
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand, lambda *shape: torch.empty(shape).bernoulli_(0.4)])
+def test_padding_changes_nothing_before_it(draw):
+    """Of waveforms, hidden states and the weights of attention."""
+
+    def padded(length):
+        with Drawing((0, 1), range(3), Ledger(), "train"):
+            return draw(3, length), draw(3, length, 5), draw(3, 2, length, length)
+
+    for short, long in zip(padded(7), padded(12), strict=True):
+        kept = [slice(size) for size in short.shape]
+        assert torch.equal(short, long[kept])
+        assert not torch.equal(short.flatten(), long.flatten()[: short.numel()]) or short.ndim == 1
+
+
 def test_without_a_ledger_an_axis_of_the_batchs_size_is_that_of_the_samples():
     """Which is why it is learnt: sequences of twelve, time first, have two such axes."""
 
@@ -330,11 +344,12 @@ def test_an_error_restores_the_generator_and_keeps_its_class():
         torch.multinomial(-torch.ones(3, 2), 1)
 
 
+@pytest.mark.parametrize("shape", [(16, BLOCK["cpu"]), (16, 5000, 1), (16, 4, 40, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["normal_", "uniform_", "exponential_", "bernoulli_"])
-def test_the_scratch_of_a_draw_has_a_bound(kind, dtype):
+def test_the_scratch_of_a_draw_has_a_bound(kind, dtype, shape):
     """By torch's profiler of memory; blocks four times as large would exceed it."""
-    target = torch.empty(16, BLOCK["cpu"], dtype=dtype)
+    target = torch.empty(shape, dtype=dtype)
     with Drawing((0, 1), range(16), Ledger(), "train"):
         getattr(target, kind)()  # makes the table of steps
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -344,8 +359,8 @@ def test_the_scratch_of_a_draw_has_a_bound(kind, dtype):
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    assert 0 < peak <= scratch(target.numel(), "cpu") == SCRATCH * BLOCK["cpu"]
-    assert 4 * peak > scratch(target.numel(), "cpu") or kind == "bernoulli_"
+    assert 0 < peak <= scratch(target.shape, "cpu", 16)
+    assert 4 * peak > scratch(target.shape, "cpu", 16) or kind == "bernoulli_" or len(shape) > 2  # which has no blocks
 
 
 # --- distributions

@@ -5,9 +5,9 @@ Every random function of torch (`F.dropout`, `torch.randn_like`, the dropout of 
 `install` replaces these leaves through `torch.library`, so that calls from C++ are reached, too. Outside of a
 `Drawing`, and where a generator is passed, they call torch's own; what draws nothing pays nothing.
 
-The common ones are computed for the whole micro-batch by SplitMix64 (see `data.sampler`) on int64 tensors: word n of a
-sample is a hash of (key, number of the draw, position of the sample, n). For the others torch's own kernel draws one
-sample after the other, with a generator seeded for each.
+The common ones are computed for the whole micro-batch by SplitMix64 (see `data.sampler`) on int64 tensors: an element
+is a hash of (key, number of the draw, position of the sample, coordinates in the sample), so that padding changes
+nothing before it. For the others torch's own kernel draws one sample after the other, with a generator seeded for each.
 """
 
 import functools
@@ -22,11 +22,11 @@ from torch import Tensor
 from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed, topic_of
 from trainapp.torch_private import draws_numbers
 
-# Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few. Box and
-# Muller's pairs are within such a block of a sample, so the numbers depend on it.
+# Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few.
 BLOCK = {"cpu": 2**16, "cuda": 2**20}
-# Bytes per element of a block, at most: words, uniform numbers and the intermediate results of normal ones.
-SCRATCH = 24
+# Bytes per element and per row of a block, at most: words, uniform numbers and the intermediate results of normal ones;
+# keys, and what is drawn for a narrow row beyond its end.
+SCRATCH, ROW = 24, 32
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a mantissa
 
 Fill = Callable[..., Tensor]  # (keys [k, 1], first element, number of elements, dtype, *arguments) -> [k, elements]
@@ -37,9 +37,10 @@ def belong_to_samples(draws: str, device: torch.device) -> bool:
     return draws == "per_sample" and device.type in BLOCK
 
 
-def scratch(elements: int, device: str) -> int:
-    """An upper bound of the bytes that drawing so many elements takes besides them."""
-    return SCRATCH * min(elements, BLOCK.get(device, 0))
+def scratch(shape: Sequence[int], device: str, samples: int) -> int:
+    """An upper bound of the bytes that drawing a tensor of this shape takes besides it."""
+    rows, block = math.prod(shape[:-1]), BLOCK.get(device, 0)
+    return SCRATCH * min(math.prod(shape), block) + ROW * min(rows, block) + 8 * rows // samples
 
 
 def allocates_scratch(operation: Any) -> bool:
@@ -48,7 +49,8 @@ def allocates_scratch(operation: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and not is_fused
 
 
-# --- random numbers from keys: [k, 1] of them and `count` elements, from the `first` on, give [k, count]
+# --- random numbers from keys: [k, 1] of them and `count` elements, from the `first` on, give [k, count], of which an
+# element depends on its number alone
 
 
 @functools.cache
@@ -93,12 +95,11 @@ def _uniform(keys: Tensor, first: int, count: int, dtype: torch.dtype, low: floa
 
 
 def _normal(keys: Tensor, first: int, count: int, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """By Box and Muller: the first half of a block is paired with the second."""
-    half = (count + 1) // 2
-    unit = _unit(keys, first, 2 * half, _wide(dtype), is_open=True)
-    radius, angle = unit[:, :half].log().mul_(-2).sqrt_(), unit[:, half:] * (2 * math.pi)
-    torch.mul(angle.cos(), radius, out=unit[:, :half])
-    torch.mul(angle.sin_(), radius, out=unit[:, half:])
+    """By Box and Muller, from pairs of neighbours."""
+    unit = _unit(keys, first, count + count % 2, _wide(dtype), is_open=True)
+    radius, angle = unit[:, ::2].contiguous().log_().mul_(-2).sqrt_(), unit[:, 1::2] * (2 * math.pi)
+    torch.mul(angle.cos(), radius, out=unit[:, ::2])
+    torch.mul(angle.sin_(), radius, out=unit[:, 1::2])
     return unit[:, :count] if (mean, std) == (0.0, 1.0) else unit[:, :count].mul_(std).add_(mean)
 
 
@@ -277,23 +278,35 @@ def _by_sample(tensor: Tensor, place: Place, samples: int) -> Tensor:
 
 
 def _filled(fill: Fill, main: Tensor, place: Place, keys: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Fill a tensor block by block."""
+    """Fill a tensor block by block. Each row of a sample's last dimension has a key of its own."""
     samples, views = len(keys), _by_sample(main, place, len(keys))
-    per, block = main.numel() // samples, BLOCK[main.device.type]
+    width, per, block = views.shape[-1], main.numel() // len(keys), BLOCK[main.device.type]
+    offsets = _offsets(views.shape[1:-1], main.device)
     others = [_by_sample(one.expand_as(main), place, samples) if isinstance(one, Tensor) else one for one in args]
     for start, end in _ranges(samples, max(1, block // per)):
-        rows = views[start:end]
-        own = [one[start:end].reshape(end - start, per) if isinstance(one, Tensor) else one for one in others]
+        part = views[start:end]
+        own = [one[start:end].reshape(-1, width) if isinstance(one, Tensor) else one for one in others]
         try:
-            flat = rows.view(end - start, per)
-        except RuntimeError:  # the elements of a sample are not in one line: a copy of these rows
-            flat = rows.new_empty(end - start, per)
-        for first, last in _ranges(per, block):
-            part = [one[:, first:last] if isinstance(one, Tensor) else one for one in own]
-            flat[:, first:last] = fill(keys[start:end], first, last - first, main.dtype, *part)
-        if flat.data_ptr() != rows.data_ptr():
-            rows.copy_(flat.view(rows.shape))
+            flat = part.view(-1, width)
+        except RuntimeError:  # the rows are not in one line: a copy
+            flat = part.new_empty(len(offsets) * (end - start), width)
+        of_rows = (keys[start:end] + offsets).view(-1, 1)
+        for top, bottom in _ranges(len(flat), max(1, block // width)):
+            for first, last in _ranges(width, block):
+                taken = [one[top:bottom, first:last] if isinstance(one, Tensor) else one for one in own]
+                flat[top:bottom, first:last] = fill(of_rows[top:bottom], first, last - first, main.dtype, *taken)
+        if flat.data_ptr() != part.data_ptr():
+            part.copy_(flat.view(part.shape))
     return main
+
+
+def _offsets(shape: Sequence[int], device: torch.device) -> Tensor:
+    """What the coordinates of each row add to its sample's key, flat."""
+    offsets = torch.zeros(list(shape), dtype=torch.int64, device=device)
+    for dimension, size in enumerate(shape):
+        steps = torch.arange(size, device=device) * signed(hashed(dimension + 1) | 1)
+        offsets.add_(steps.view(-1, *[1] * (len(shape) - dimension - 1)))
+    return offsets.flatten()
 
 
 def _ranges(end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -182,6 +182,8 @@ class Ledger:
         that it fits, and is noted: the number of draws then depends on the batch. A negative number: `Drawing.place`.
         """
         known, (kernel, shape, _) = self.places.get(work), drawn
+        if shape == () and not kernel.startswith("randperm"):
+            return Place(kernel, 0)
         if known is None:
             return Place(kernel, len(shape), 0) if shape[:1] == (samples,) else Place(kernel, len(shape), varies=True)
         if number in known and known[number].fits(drawn, samples):

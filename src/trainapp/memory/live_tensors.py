@@ -179,7 +179,8 @@ class LiveTensors(DispatchMode):
     def _count_scratch(self, func: Any, result: Any) -> None:
         """Count what a draw by sample allocates for a moment, which no mode sees. An upper bound."""
         drawn = result if isinstance(result, Tensor) else result[0]
-        added = 0 if self._storage_of(drawn) is None else scratch(drawn.numel(), drawn.device.type)
+        of = len(Drawing.active.positions) if Drawing.active else 1
+        added = 0 if self._storage_of(drawn) is None else scratch(drawn.shape, drawn.device.type, of)
         if self.limit is not None and self.live + added > self.limit:
             raise MemoryLimitExceeded(str(func), added, self.live, self.limit)
         self.peak = max(self.peak, self.live + added)
