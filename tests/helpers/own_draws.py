@@ -66,14 +66,18 @@ class TimeFirst(Own):
 
 
 class Depth(Own):
-    """Stochastic depth, and noise written by hand, flattened and on two views of each sample."""
+    """Stochastic depth, and noise by hand, flattened and on two views of each sample, whose branch begins at 0."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.gain = nn.Parameter(torch.zeros(()))
 
     def draw(self, x: Tensor) -> Tensor:
         if self.training:
             x = x + F.dropout(x, 0.2) * x.new_empty(len(x), 1, 1).bernoulli_(0.8)
             x = x + 0.1 * torch.randn(len(x), 8, 1)
             first, second = F.dropout(torch.cat([x, x * 2]), 0.2).chunk(2)
-            x = first + second
+            x = x + self.gain * (first + second)
         return x
 
 
@@ -116,12 +120,13 @@ class Contrasted(EmbeddingTask):
     """Each sample's embedding against all others'."""
 
     def embed(self, model, batch):
-        found = model.head(model.draw(model.layer(batch["inputs"].view(-1, 8, 8))).flatten(1))
-        return {"own": F.normalize(found, dim=1)}
+        x = model.layer(batch["inputs"].view(-1, 8, 8))
+        first, second = model.head(model.draw(torch.cat([x, x.flip(1)])).flatten(1)).chunk(2)
+        return {"own": F.normalize(first, dim=1), "other": F.normalize(second, dim=1)}
 
     def loss_of_embeddings(self, embeddings):
         own = embeddings["own"]
-        return F.cross_entropy(own @ own.T * 5, torch.arange(len(own)), reduction="sum"), len(own), {}
+        return F.cross_entropy(own @ embeddings["other"].T * 5, torch.arange(len(own)), reduction="sum"), len(own), {}
 
 
 contrasted = Contrasted()

@@ -2,9 +2,9 @@
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve. The results for the first four samples are therefore
-compared with those for their two halves, without gradients: before the first step in evaluation and in training mode
-(with BatchNorm in evaluation mode), and in evaluation mode once more at a later step, since some terms do not show at
-the start (a gate that is initialised with zeros is uniform). In these calls each sample draws the same numbers.
+compared with those for their two halves, without gradients: before the first step in evaluation and in
+training mode (with BatchNorm in evaluation mode), and in evaluation mode once more at a later step, since some terms do
+not show at the start (a gate that is initialised with zeros is uniform).
 
 So that rounding hides nothing, model and task are copied in fp64 if they are small; what cannot run in fp64 runs in
 fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one is
@@ -133,12 +133,16 @@ def _problem(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | N
     places = ledger.places.get(mode.work)
     known = Ledger({} if places is None else {mode.work: places})
 
+    # If the shapes do not tell whose draws are whose, each sample draws the same.
+    alike = places is None or any(own.rows > 1 or own.varies for own in places.values())
+
     def result(name: str, observed: Observed | None = None) -> Sums:
-        positions = range(len(name) * trial.samples.number // 2)  # "ab" are two halves
-        alike = Drawing((0,), positions, known, mode.work, alike=True)  # each sample draws the same
-        return trial(name, mode.training, alike, observed)
+        drawing = Drawing((0,), trial.samples.positions(name), known, mode.work, alike=alike)
+        return trial(name, mode.training, drawing, observed)
 
     results = {name: result(name) for name in ("ab", "a", "b")}
+    if any(sums.drawn for sums in results.values()):
+        ledger.depends["python"] = "the forward draws random numbers of Python or NumPy, which are the micro-batch's"
     if ranks.all_reduce_min(int(Comparison(trial.samples, results).problem(mode) is None)):
         return None
     again = result("ab", observed := Observed())
@@ -172,7 +176,7 @@ class Comparison(NamedTuple):
             f"for {samples.number} samples it returns {whole.loss:.9g} with a count of {whole.divisor:g}, and for "
             f"their halves {a.loss:.9g} with {a.divisor:g} and {b.loss:.9g} with {b.divisor:g}"
         )
-        is_small = _size(losses) <= 1e-6 * min(1.0, abs(whole.divisor))
+        is_small = size_of(losses) <= 1e-6 * min(1.0, abs(whole.divisor))
         if not is_small and self._is_mean(losses, most):
             return (
                 f"{setting}: the loss is a mean, but a sum is required: {numbers}. It would be divided by the count "
@@ -199,7 +203,7 @@ class Comparison(NamedTuple):
         """A value that is not a number says nothing."""
         for name in self.results["ab"].metrics:
             values = {batch: sums.metrics[name] for batch, sums in self.results.items() if name in sums.metrics}
-            if not {"a", "b"} <= values.keys() or not abs(_excess(values)) > COARSE * _size(values):
+            if not {"a", "b"} <= values.keys() or not abs(excess(values)) > COARSE * size_of(values):
                 continue
             is_mean = self._is_mean(values, COARSE)
             if is_mean or self.samples.same:
@@ -214,20 +218,20 @@ class Comparison(NamedTuple):
 
     def _adds_up(self, losses: Mapping[str, float], most: float) -> bool:
         """Whether the halves' losses add up to the whole's, up to rounding, of `most` at most."""
-        scale = _size(losses) + FLOOR * abs(self.results["ab"].divisor)
+        scale = size_of(losses) + FLOOR * abs(self.results["ab"].divisor)
         tolerance = LEAST * scale
         if self.epsilon > IN_DOUBLE:
             expected = {"ba": losses["ab"], "aa": 2 * losses["a"], "bb": 2 * losses["b"]}
             noise = [abs(losses[name] - same) for name, same in expected.items() if name in losses]
             measured = 4 * max(noise, default=math.inf)
             tolerance = min(max(measured, ROUNDING * self.epsilon * scale), most * scale)
-        return abs(_excess(losses)) <= tolerance
+        return abs(excess(losses)) <= tolerance
 
     def _is_mean(self, values: Mapping[str, float], tolerance: float) -> bool:
         """Whether the whole batch's value is the mean of its halves' and not their sum. The mean is weighted equally or
         by their counts; if both hold the same values, with any weights (such as tokens, while the count is of samples).
         """
-        if abs(_excess(values)) <= tolerance * _size(values):
+        if abs(excess(values)) <= tolerance * size_of(values):
             return False
         whole, a, b = (values[name] for name in ("ab", "a", "b"))
         weights = [(1.0, 1.0), (self.results["a"].divisor, self.results["b"].divisor)]
@@ -238,11 +242,11 @@ class Comparison(NamedTuple):
         return is_between or any(math.isclose(whole, mean, rel_tol=tolerance) for mean in means)
 
 
-def _size(values: Mapping[str, float]) -> float:
+def size_of(values: Mapping[str, float]) -> float:
     """The scale of some results."""
     return (abs(values["ab"]) + abs(values["a"]) + abs(values["b"])) / 2
 
 
-def _excess(values: Mapping[str, float]) -> float:
+def excess(values: Mapping[str, float]) -> float:
     """By how much the whole batch's value is larger than the sum of its halves'."""
     return values["ab"] - values["a"] - values["b"]

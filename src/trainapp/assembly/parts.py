@@ -57,14 +57,14 @@ class Parts:
         """The first samples of training, to compare, fetched once; None if there are too few, or if that fails, which
         the first step reports. Raises errors of reading a stream, which come only once.
         """
-        data = self.batches.source.first(SAMPLES)
+        data, indices = self.batches.source.first(SAMPLES)
         if self.samples is None:
             stateful = Stateful(data=data)
             for module in stateful.modules.values():
                 module.to(self.device)
             try:
                 with Snapshot.of(stateful).undone():
-                    self.samples = first_samples(data, seed)
+                    self.samples = first_samples(data, indices, seed)
             except Exception as error:
                 log.debug("the first samples cannot be compared: %s", error)
         return self.samples

@@ -48,6 +48,11 @@ class Samples(NamedTuple):
     batches: dict[str, Any]
     same: bool
 
+    def positions(self, name: str) -> list[int]:
+        """Of a batch's samples."""
+        of = {"a": range(self.number // 2), "b": range(self.number // 2, self.number)}
+        return [position for part in name for position in of[part]]
+
 
 class Sums(NamedTuple):
     """The task's loss, count and metrics for a batch. drawn: whether the call drew from NumPy's or Python's global
@@ -60,13 +65,13 @@ class Sums(NamedTuple):
     drawn: bool
 
 
-def first_samples(data: Any, seed: int) -> Samples | None:
-    """The first samples of a data set, in batches; None for a single sample."""
-    number = min(SAMPLES, len(data)) // 2 * 2
+def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
+    """These samples of a data set, in batches; None for a single sample."""
+    number = len(indices) // 2 * 2
     if number < 2:
         return None
-    first, second = list(range(number // 2)), list(range(number // 2, number))
-    whole, a, b = (Fetcher(data, seed)[Request(0, indices)] for indices in (first + second, first, second))
+    first, second = list(indices[: number // 2]), list(indices[number // 2 : number])
+    whole, a, b = (Fetcher(data, seed)[Request(0, own)] for own in (first + second, first, second))
     if joints := joints_of(whole, [a, b]):
         orders = {"ba": (b, a), "aa": (a, a), "bb": (b, b)}
         others = {name: joined(whole, parts, joints) for name, parts in orders.items()}
@@ -118,10 +123,10 @@ def joined(batch: Any, parts: Sequence[Any], joints: Sequence[int | None]) -> An
 class Trials:
     """Calls of a task with one of the `samples`' batches, by its name, without gradients.
 
-    stateful_metrics: names of metrics that are not numbers. compute: the task's results for a batch on the device; None
-    calls the task with the model. snapshot: undoes what a call changes, to the state at construction; None makes one.
+    stateful_metrics: names of metrics that are not numbers. compute: the results of (task, model, batch on the device);
+    None calls the task. snapshot: undoes what a call changes, to the state at construction; None makes one.
     around: makes what is entered around a call. to: the dtype of floating-point tensors in batches; None: as it is.
-    Attribute: `lost`, parameters that a call has written and that could not be restored.
+    Attributes: `dtype`, which is `to`; `lost`, parameters that a call has written and that could not be restored.
     """
 
     def __init__(
@@ -133,19 +138,18 @@ class Trials:
         seed: int,
         stateful_metrics: Collection[str] = (),
         *,
-        compute: Callable[[Any], tuple[Tensor, Any, Mapping[str, Any]]] | None = None,
+        compute: Callable[..., tuple[Tensor, Any, Mapping[str, Any]]] | None = None,
         snapshot: Snapshot | None = None,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         to: torch.dtype | None = None,
     ):
         stateful = Stateful(model=model, task=task.unchecked)
-        self.samples, self.device, self.seed, self._to = samples, device, seed, to
-        self._compute = compute or functools.partial(task, model)
+        self.samples, self.device, self.seed, self.dtype = samples, device, seed, to
+        self._compute = functools.partial(compute, task, model) if compute else functools.partial(task, model)
         self._around, self._stateful_metrics = around, stateful_metrics
-        roots = (model, *stateful.modules.values())
-        for root in roots if snapshot is None else ():
+        self._roots = (model, *stateful.modules.values())
+        for root in self._roots if snapshot is None else ():
             root.to(device)  # modules of a task are moved later anyway
-        self._modules = [module for root in roots for module in root.modules()]
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self._snapshot, self.lost = snapshot or Snapshot.of(stateful), list[str]()
         if snapshot is None:
@@ -167,9 +171,10 @@ class Trials:
         batch = map_tensors(self._copied, self.samples.batches[name])
         try:
             with preserved_rng(self.device), self._around():
-                for module in self._modules:
-                    if not training or isinstance(module, BatchNorm):
-                        module.eval()
+                for root in self._roots:
+                    for module in root.modules() if training else (root,):
+                        if not training or isinstance(module, BatchNorm):
+                            module.eval()
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
                 with within or contextlib.nullcontext(), observed or contextlib.nullcontext():
@@ -183,7 +188,7 @@ class Trials:
             self.lost += [name for name in self._snapshot.lost if name not in self.lost]
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self._to if tensor.is_floating_point() else None, copy=True)
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=True)
 
     def _sums_of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         with contextlib.suppress(Exception):  # the first logged step raises it again
@@ -219,11 +224,12 @@ def ways_of(
     parts: Any,
     model: nn.Module,
     engine: Any = None,
-    doubles: bool = True,
+    noise: float | None = 0.0,
     **options: Any,
 ) -> list[Callable[[], Trials]]:
     """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
-    samples. engine: the model's, once it is built. doubles: also by copies in fp64 of small ones. options: of `Trials`.
+    samples. engine: the model's, once it is built. noise: in small models' copies in fp64, see `in_double`; None: no
+    copies. options: of `Trials`.
     """
     if parts.samples is None:
         return []
@@ -234,9 +240,11 @@ def ways_of(
     new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
     as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
     if engine is not None and engine.strategy.forward_is_collective:
-        return [functools.partial(as_trained, compute=functools.partial(engine.strategy.evaluate, task))]
-    doubled = functools.partial(in_double, *arguments)
-    return [doubled, new, as_trained] if doubles and _is_small(task, model) else [new, as_trained]
+        return [functools.partial(as_trained, compute=lambda task, _, batch: engine.strategy.evaluate(task, batch))]
+    if noise is None or not _is_small(task, model):
+        return [new, as_trained]
+    double = functools.partial(in_double, *arguments, noise=noise, compute=options.get("compute"))
+    return [double, new, as_trained]
 
 
 def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials], T]) -> T | None:
@@ -260,17 +268,25 @@ def _is_small(task: CheckedTask, model: nn.Module) -> bool:
     return sum(tensor.nbytes for tensor in held_tensors([model, task.unchecked])) <= MOST_COPIED
 
 
-def in_double(task: CheckedTask, model: nn.Module, *arguments: Any) -> Trials:
+def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float = 0.0, **options: Any) -> Trials:
     """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
-    what cannot be converted, such as a tensor in an attribute, fails when called. arguments: of `Trials`.
+    what cannot be converted, such as a tensor in an attribute, fails when called. arguments, options: of `Trials`.
+
+    noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before it.
     """
     originals = {id(module) for module in Stateful(model=model, task=task.unchecked).modules.values()}
     doubled, own = copy.deepcopy((model, task.unchecked))
     for module in (doubled, *Stateful(model=doubled, task=own).modules.values()):
         if id(module) not in originals:  # such as a global variable's, which a copied function shares
             module.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in doubled.parameters() if noise else ():
+            if parameter.is_floating_point():
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(drawn.to(parameter.device), alpha=noise)
     task = CheckedTask(own, task.setting)
-    return Trials(task, doubled, *arguments, around=_double_by_default, to=torch.float64)
+    return Trials(task, doubled, *arguments, around=_double_by_default, to=torch.float64, **options)
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ class Source:
         """This rank's samples of the step of `size` samples that begins at a position."""
         raise NotImplementedError
 
-    def first(self, most: int) -> Any:
-        """An indexable data set that begins with the first `most` samples, none of which are consumed."""
+    def first(self, most: int) -> tuple[Any, list[Any]]:
+        """An indexable data set, and the indices of the first samples of training, none of which are consumed."""
         raise NotImplementedError
 
     def steps_left(self, consumed: int, size: int) -> int | None:
@@ -127,8 +127,8 @@ class Sampler(Source):
         left = self.samples - consumed
         return left // size if self.drop_last else -(-left // size)
 
-    def first(self, most: int) -> Any:
-        return self.fetched
+    def first(self, most: int) -> tuple[Any, list[Any]]:
+        return self.fetched, self.order.indices(0, 0, min(most, self.samples))
 
 
 class Permutation:

@@ -122,7 +122,7 @@ class TrainBatches:
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples as a batch, on the CPU. Those of a stream are kept for training."""
-        return self._loader.example(self.source.first(samples), samples)
+        return self._loader.example(self.source.first(samples)[0], samples)
 
     def accumulation(self, size: int) -> int:
         """The number of micro-batches in a full step on this rank."""

@@ -98,10 +98,11 @@ class Stream(Source):
             if consumed == 0 and shard.epoch < epoch:
                 shard.begin_next_epoch()
 
-    def first(self, most: int) -> HeldSamples:
+    def first(self, most: int) -> tuple[HeldSamples, list[Any]]:
         """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
         epoch = min(shard.epoch for shard in self._shards)
-        return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
+        held = dict(enumerate(self._peek(epoch, most)[0]))
+        return HeldSamples(self.dataset, held), list(held)
 
     def begin_epoch(self, epoch: int) -> None:
         for shard in self._shards:
