@@ -189,8 +189,8 @@ class Comparison(NamedTuple):
                 "would depend on the micro-batch, and so on free memory. Do shapes broadcast, such as [B, 1] with [B]? "
                 "If it compares or mixes the samples of its batch, or has a term of the whole batch such as a "
                 "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
-                "on the task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). "
-                "If the model normalises over the batch in evaluation mode, let it use running statistics there. "
+                "on the task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md)."
+                " If the model normalises over the batch in evaluation mode, let it use running statistics there. "
                 f"{_IF_MEANT}"
             )
         if samples.same and not math.isclose(whole.divisor, a.divisor + b.divisor, rel_tol=most):
