@@ -40,13 +40,10 @@ class Draw(int):
 
     position: int
 
-    def __new__(cls, index: int, position: int) -> "Draw":
+    def __new__(cls, index: int, position: int = 0) -> "Draw":  # the default: unpickling sets it afterwards
         draw = super().__new__(cls, index)
         draw.position = position
         return draw
-
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
-        return int(self), self.position
 
 
 class Source:

@@ -124,19 +124,14 @@ def _blocks_of_transformers(model: nn.Module) -> list[nn.Module]:
     if not is_of_transformers(model):
         return []
     layers = sys.modules.get("transformers.modeling_layers")
-    found = [] if layers is None else _outermost(model, layers.GradientCheckpointingLayer)
+    kind = () if layers is None else layers.GradientCheckpointingLayer
+    found = [module for module in model.modules() if isinstance(module, kind)]
     if found:
-        return found
+        inside = {part for layer in found for part in layer.modules() if part is not layer}
+        return [layer for layer in found if layer not in inside]
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     alike = [members for members in lists if len({type(member) for member in members}) == 1]
     return max(alike, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
-
-
-def _outermost(root: nn.Module, kind: type) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in root.children():
-        found += [child] if isinstance(child, kind) else _outermost(child, kind)
-    return list(dict.fromkeys(found))
 
 
 def heads(model: nn.Module) -> list[str]:
