@@ -106,10 +106,14 @@ class Viewed(Linear):
 
 
 class Unused(Linear):
-    """A layer that gets no gradient."""
+    """A layer that gets no gradient, and a result that a forward leaves for the loss."""
 
     def build(self, num_classes: int) -> None:
         self.unused = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.left = super().forward(inputs)
+        return self.left
 
 
 class OwnProtocol(torch.optim.SGD):

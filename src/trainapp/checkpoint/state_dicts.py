@@ -127,10 +127,12 @@ class ModelState:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Not those of Transformers' own modules, nor results that a forward leaves for the loss."""
     for path, module in model.named_modules():
-        own = {} if has_extra_state(module) else vars(module)
+        own = {} if has_extra_state(module) or type(module).__module__.startswith("transformers.") else vars(module)
         for name, value in own.items():
-            if name not in MODULE_ATTRIBUTES and isinstance(value, (bool, int, float, str, Tensor)):
+            is_value = isinstance(value, (bool, int, float, str, Tensor)) and getattr(value, "grad_fn", None) is None
+            if name not in MODULE_ATTRIBUTES and is_value:
                 identity = (id(value), version_of(value)) if isinstance(value, Tensor) else value
                 yield f"{path}.{name}" if path else name, identity
 
