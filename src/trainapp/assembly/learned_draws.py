@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.checks import excess, modes_of, size_of
+from trainapp.assembly.checks import Mode, excess, modes_of, size_of
 from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
@@ -42,16 +42,15 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
     modes = [mode for mode in modes if not needs_whole_batch(mode.task)]
     if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
         samples = parts.first_samples(config.train.seed)
-        for task, work, training in modes if samples is not None and samples.same else ():
-            compute = _of_embeddings if has_embeddings(task) else None
-            ways = functools.partial(ways_of, task, config, parts, model, compute=compute)
+        for mode in modes if samples is not None and samples.same else ():
+            compute = _of_embeddings if has_embeddings(mode.task) else None
+            ways = functools.partial(ways_of, mode.task, config, parts, model, compute=compute)
             try:
-                learn = functools.partial(_shapes, ledger=ledger, work=work, training=training)
-                candidates = first_that_works(ways(noise=None), learn) or []
-                choose = functools.partial(_choose, candidates=candidates, ledger=ledger, work=work, training=training)
+                candidates = first_that_works(ways(noise=None), functools.partial(_shapes, mode=mode, ledger=ledger))
+                choose = functools.partial(_choose, mode=mode, ledger=ledger, candidates=candidates)
                 first_that_works(ways(noise=NOISE) if candidates else [], choose)
             except Exception as error:  # the first step raises it again, with its traceback
-                log.debug("train.draws: nothing is learnt of %s: %s", task.setting, error)
+                log.debug("train.draws: nothing is learnt of %s: %s", mode.task.setting, error)
     (first, *_) = ranks.all_gather_object(ledger)
     return first
 
@@ -65,14 +64,14 @@ def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int
     return total, 1, {}
 
 
-def _shapes(trial: Trials, ledger: Ledger, work: str, training: bool) -> list[Places]:
-    """Add what `work` draws to the ledger. Returns the ways to read it."""
+def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> list[Places]:
+    """Add what is drawn to the ledger. Returns the ways to read it."""
     logs = {"ab": dict[int, Drawn](), "a": dict[int, Drawn]()}
     positions = {batch: trial.samples.positions(batch) for batch in logs}
     for batch, drawn in logs.items():
-        trial(batch, training, Drawing((0,), positions[batch], Ledger(), work, drawn))
+        trial(batch, mode.training, Drawing((0,), positions[batch], Ledger(), mode.work, drawn))
     (whole, part), (number, of_part) = logs.values(), map(len, positions.values())
-    ledger.places[work] = places = places_of(whole, part, number, of_part)
+    ledger.places[mode.work] = places = places_of(whole, part, number, of_part)
     if len(whole) != len(part):
         ledger.depends["number of draws"] = (
             f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {of_part}: later "
@@ -84,21 +83,21 @@ def _shapes(trial: Trials, ledger: Ledger, work: str, training: bool) -> list[Pl
     return [places] if others == places else [places, others]
 
 
-def _choose(trial: Trials, candidates: list[Places], ledger: Ledger, work: str, training: bool) -> None:
+def _choose(trial: Trials, mode: Mode, ledger: Ledger, candidates: list[Places]) -> None:
     """Keep the one with which the loss of all samples is that of their halves."""
     deviations = []
     for candidate in candidates:
         values = {}
         for name in ("ab", "a", "b"):
-            drawing = Drawing((0,), trial.samples.positions(name), Ledger({work: candidate}), work)
-            values[name] = trial(name, training, drawing).loss
+            drawing = Drawing((0,), trial.samples.positions(name), Ledger({mode.work: candidate}), mode.work)
+            values[name] = trial(name, mode.training, drawing).loss
         deviations.append(abs(excess(values)) / (size_of(values) or 1.0))
     smallest = min(deviations)
     if not math.isfinite(smallest):
         raise ArithmeticError("the loss is not finite")
-    ledger.places[work] = candidates[deviations.index(smallest)]
+    ledger.places[mode.work] = candidates[deviations.index(smallest)]
     if smallest > (CLOSE if trial.dtype is torch.float64 else CLOSE_IN_FP32):
-        ledger.depends[f"draws of {work}"] = (
+        ledger.depends[f"draws of {mode.work}"] = (
             f"the loss of {trial.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
             "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
         )

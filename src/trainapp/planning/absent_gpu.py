@@ -74,16 +74,12 @@ class AbsentGpu:
     memory: int
     capability: tuple[int, int]
     on_cpu: bool = False
+    margin: float = 0.1
 
     @property
     def device(self) -> torch.device:
         """Of the trace's tensors."""
         return torch.device("cpu") if self.on_cpu else torch.device("cuda", 0)
-
-    @property
-    def margin(self) -> float:
-        """The relative error of a peak."""
-        return 0.3 if self.on_cpu else 0.1
 
     def limit(self, config: Config) -> int:
         """The bytes that a run on the device may reserve; without `memory.limit`, those of an unused device."""

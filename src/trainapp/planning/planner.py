@@ -201,7 +201,7 @@ def estimator_of(config: Config, method: str) -> Estimator:
     if method == "measured":
         return Measured(components, world, choose_device(config.train.device), gpu)
     if gpu is not None and method == "traced as on the CPU":
-        gpu = replace(gpu, on_cpu=True)
+        gpu = replace(gpu, on_cpu=True, margin=0.3)
     elif gpu is not None:
         pretend.give_autograd_a_device()
     return Traced(components, world, gpu, refuses=method != "made up")
