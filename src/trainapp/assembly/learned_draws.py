@@ -46,7 +46,8 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
             compute = _of_embeddings if has_embeddings(mode.task) else None
             ways = functools.partial(ways_of, mode.task, config, parts, model, compute=compute)
             try:
-                candidates = first_that_works(ways(noise=None), functools.partial(_shapes, mode=mode, ledger=ledger))
+                shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
+                candidates = first_that_works(ways(noise=None), shapes) or []
                 choose = functools.partial(_choose, mode=mode, ledger=ledger, candidates=candidates)
                 first_that_works(ways(noise=NOISE) if candidates else [], choose)
             except Exception as error:  # the first step raises it again, with its traceback
