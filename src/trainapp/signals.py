@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 TIME_IS_UP = 14  # the number, of SIGALRM, that stands for `train.max_time` among signals; none is sent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ECHO = 1.0  # seconds in which a second one is the first again: sent to a process, then to its group, say
 TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
 log = logging.getLogger(__name__)
 # A forked child's signals are not its parent's: a terminal's Ctrl-C in a loader's worker is no second signal.
@@ -67,8 +68,6 @@ class StopRequest:
         self.facts: dict[str, Any] | None = None
         self._at = 0.0
         self._process = os.getpid()  # loader workers inherit the handler
-        # Seconds: a terminal and the launcher both send the same Ctrl-C to a worker.
-        self._echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> "StopRequest":
@@ -149,7 +148,7 @@ class StopRequest:
                     now = self.at_work()
                     says = f"finishing the {now.name}; again to leave at once"
                     log.warning("%s: %s", named(number), "leaving; nothing is lost" if now.may_end else says)
-                elif number in SIGNALS and time.monotonic() - self._at >= self._echo:
+                elif number in SIGNALS and time.monotonic() - self._at >= ECHO:
                     self._exit(number, "a second signal")
 
     def _exit(self, number: int, why: str) -> NoReturn:

@@ -3,10 +3,12 @@
 import json
 import multiprocessing
 import signal
+import time
 
 import pytest
 import torch
 
+from trainapp.launch import elastic
 from trainapp.launch.elastic import Failures, leave_error, signals_forwarded
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import Interrupted
@@ -105,17 +107,19 @@ def test_errors_of_an_earlier_run_are_none_of_this_one(tmp_path):
     assert Failures(tmp_path).decide() is Restart.COUNTED
 
 
-def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures):
+def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures, monkeypatch):
     """The launcher waits for workers, which it does not restart; a second signal ends it."""
     passed_on = []
     former = signal.signal(signal.SIGUSR1, lambda number, _: passed_on.append(number))
-    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker = multiprocessing.get_context("fork").Process(target=lambda: [*iter(lambda: time.sleep(0.01), 0)])
     try:
         with signals_forwarded(failures):
             worker.start()
             signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)  # to the group: the same one
             worker.join(30)
             assert failures.decide() is Restart.REFUSED
+            monkeypatch.setattr(elastic, "ECHO", 0.0)
             with pytest.raises(Interrupted):
                 signal.raise_signal(signal.SIGUSR1)
             assert passed_on == []

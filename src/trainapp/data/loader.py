@@ -113,16 +113,26 @@ def loader_of(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
         dataset,
         batch_size=None,
         num_workers=workers,
-        worker_init_fn=_leave_ctrl_c,
+        worker_init_fn=_outlive_a_stop,
         generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
         multiprocessing_context="fork" if workers and standard and sys.platform == "linux" else None,
         **options,
     )
 
 
-def _leave_ctrl_c(worker: int) -> None:
-    """Ignore Ctrl-C, which a terminal also sends to workers: the step in progress still needs them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _outlive_a_stop(worker: int) -> None:
+    """Ignore signals that reach the whole process group: the step in progress still needs the workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, not for programs that a worker starts
+
+
+def started(loader: DataLoader) -> Iterator[Any]:
+    """A new iteration over it. Since its processes ignore SIGTERM, torch and multiprocessing kill a stuck one."""
+    with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
+        items: Any = iter(loader)
+    for worker in items._workers:
+        worker._popen.terminate = worker._popen.kill
+    return items
 
 
 def _unchanged(batch: Any) -> Any:
@@ -174,8 +184,7 @@ class BatchLoader:
                 fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         else:
             self._coming = requests
-            with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
-                fetched = iter(self._loader)
+            fetched = started(self._loader)
         return map(self._micro_batch, fetched, used)
 
     def close(self) -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from trainapp.data.loader import loader_of
+from trainapp.data.loader import loader_of, started
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
-from trainapp.torch_private import become_main_process, outside_dispatch_modes
+from trainapp.torch_private import become_main_process
 
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
@@ -162,8 +162,7 @@ class Shard(IterableDataset):
 
     def _ahead(self) -> Iterator[Read | None]:
         # Pickled, because torch sends every tensor of a worker through an open file.
-        with outside_dispatch_modes():  # the process inherits active modes: a memory counter, with its limit
-            return map(pickle.loads, iter(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
+        return map(pickle.loads, started(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
 
     def __iter__(self) -> Iterator[Read | None]:
         """The samples after the position, in this and all later epochs, with None after each epoch's end. Seeds the

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import TO_BE_CONTINUED, Interrupted, handled_by, pass_on
+from trainapp.signals import ECHO, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -91,12 +92,14 @@ def signals_forwarded(failures: "Failures") -> Iterator[None]:
     """
 
     def forward(number: int, frame: object) -> None:
+        if failures.signal and time.monotonic() - failures.signalled_at < ECHO:
+            return
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # workers that end have not failed
         pids = [worker.pid for worker in multiprocessing.active_children() if worker.pid]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        is_first, failures.signal = not failures.signal, number
+        is_first, failures.signal, failures.signalled_at = not failures.signal, number, time.monotonic()
         if not (is_first and pids):
             raise Interrupted(128 + number, number)
 
@@ -118,7 +121,7 @@ class Failures:
     def __init__(self, run_dir: Path):
         self.run_dir, self.count, self.for_memory = run_dir, 0, 0
         self.incurable: str | None = None
-        self.signal = 0
+        self.signal, self.signalled_at = 0, 0.0
         self.left: dict[str, tuple[int, bool]] = {}  # the last workers' errors
         take_errors(run_dir)  # discard those of an earlier run
         self._before: set[str] = set()

@@ -116,6 +116,13 @@ def read(run_dir: Path) -> Result | None:
         return None
 
 
+def forget_stop(run_dir: Path) -> None:
+    """Remove the result of a run that was stopped and now continues: if it dies, nothing may ask to continue it."""
+    former = read(run_dir)
+    if former is not None and former.stopped is not None:
+        (run_dir / RESULT).unlink()
+
+
 def write(result: Result) -> None:
     """Write result.json. Raises OSError if it cannot be written; an older file then stays."""
     facts = asdict(result)
@@ -154,8 +161,8 @@ def opening_lines(session: Session) -> list[str]:
 def report(session: Session, result: Result) -> None:
     """Write result.json and print the summary."""
     path = result.run_dir / RESULT
-    former = read(result.run_dir)  # stays where a run that had already finished is started again
-    is_new = session.meter.samples or session.stop.agreed or former is None or former.stopped is not None
+    # That of a run which had already finished stays when it is started again.
+    is_new = session.meter.samples or session.stop.agreed or read(result.run_dir) is None
     if session.config.mode == "train" and is_new:
         try:
             write(result)

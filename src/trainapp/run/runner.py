@@ -24,7 +24,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
-from trainapp.run.result import Result, opening_lines, print_command, report, result_of
+from trainapp.run.result import Result, forget_stop, opening_lines, print_command, report, result_of
 from trainapp.signals import AtWork, Interrupted, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
@@ -116,6 +116,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     session.sizes = initial_sizes(session, restart, saved)
     hooks.try_metrics(session)
     build.start_tracking(session)
+    if config.mode == "train" and ranks.is_rank_zero:
+        forget_stop(Path(config.run_dir))
     return session
 
 
