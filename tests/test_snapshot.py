@@ -62,6 +62,27 @@ def test_a_forward_leaves_no_trace():
     assert not snapshot.lost
 
 
+def test_changes_are_named_by_their_values():
+    """Not what is written or replaced by equal values."""
+    model, task, data = Counting(), CountingLoss(), [random.Random(1)]
+    model.device, model.equal, model.shape = torch.device("cpu"), torch.ones(2), [1.0, (2, "a")]
+    snapshot = Snapshot.of(Stateful(model=model, task=task, data=data))
+    snapshot.take()
+    model.table.fill_(1)
+    model.linear.weight.data.mul_(1)
+    model.device, model.equal, model.shape = torch.device("cpu"), torch.ones(2), [1.0, (2, "a")]
+    data[0].random()
+    assert not snapshot.changed()
+    task()
+    model.eval()  # the forward turns it back: BatchNorm counts
+    model(torch.ones(4, 2))
+    model.linear.bias.data.add_(1)
+    counted = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    own = ("lazy", "late", "extra", "steps", "running", "cache", "extra_state", "generator", "linear.bias")
+    tasks = {f"task.{name}" for name in ("calls", "mean", "by_half")}
+    assert set(snapshot.changed()) == counted | {f"model.{name}" for name in own} | tasks
+
+
 def test_owners_of_kinds_that_moved_on_stay():
     states = {"data": 1, "task": 1}
     owners = {
@@ -215,7 +236,7 @@ class CountingLoss:
 
 def test_plain_attributes_of_a_task_are_restored():
     task = CountingLoss()
-    snapshot = Snapshot({}, objects=[task])
+    snapshot = Snapshot({}, objects={"task": task})
     task()
     snapshot.take()
     alias = task.mean

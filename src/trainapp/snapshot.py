@@ -16,12 +16,13 @@ then on the parameter is copied. A first write cannot be undone: `restore` names
     snapshot = Snapshot({"model": model}, owners)
     snapshot.take()         # at the start of a step
     ...                     # forward, backward
-    snapshot.note_step()    # before the commit: remembers which parameters the forward wrote
+    snapshot.note_step()    # before the commit: remembers what the forward wrote
     snapshot.restore()      # instead of the commit, any number of times
 """
 
 import contextlib
 import operator
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -47,6 +48,10 @@ _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffer
 _IS_TRAINING = operator.attrgetter("training")
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 _COPIED = (Tensor, np.ndarray)  # attributes that are copied; others are restored by reference
+_PLAIN: tuple[type[Any], ...] = (
+    *(type(None), bool, int, float, complex, str, bytes, set),
+    *(np.ndarray, np.generic, torch.device),
+)
 _PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 Parameters = Literal["written", "trained", "all"]
 MOVED_ON = ("data", "generator")  # kinds of owners that are not rewound when a step is skipped
@@ -55,7 +60,7 @@ MOVED_ON = ("data", "generator")  # kinds of owners that are not rewound when a 
 class Structure:
     """The tensors and attributes of modules: collected once; invalid as soon as a module's contents change."""
 
-    def __init__(self, roots: Mapping[str, nn.Module], objects: Iterable[Any], shards: Mapping[Any, Tensor]):
+    def __init__(self, roots: Mapping[str, nn.Module], objects: Mapping[str, Any], shards: Mapping[Any, Tensor]):
         found = [(root, path, module) for root, top in roots.items() for path, module in top.named_modules()]
         self.modules = list({id(module): module for _, _, module in found}.values())
         self.registries = [registry for module in self.modules for registry in registries_of(module)]
@@ -64,7 +69,10 @@ class Structure:
         self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         own = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
         self.attributes: list[dict[str, Any]] = list(map(vars, own))
-        self.objects: list[dict[str, Any]] = list(map(vars, objects))
+        self.objects: list[dict[str, Any]] = list(map(vars, objects.values()))
+        paths = {id(module): ".".join(filter(None, (root, path))) for root, path, module in found}
+        self.places = [paths[id(module)] for module in self.modules for _ in registries_of(module)]
+        self.places += [*(paths[id(module)] for module in own), *objects]
         self.parameters: dict[str, Tensor] = {}  # this rank's shards
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
@@ -145,22 +153,24 @@ class State:
 
 
 class Snapshot:
-    """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: other
-    objects, such as a task, whose plain values, tensors and arrays in attributes are restored.
+    """See the head of this file. modules: by the first part of their parameters' names. owners: by name. objects: by
+    name, others, such as a task, whose plain values, tensors and arrays in attributes are restored.
 
     verified: number of first steps in which checksums are compared. Attributes: `written`, the parameters that forwards
-    are known to write; `lost`, parameters that the last `restore` found written without having a copy.
+    are known to write; `changes`, whatever the first steps' forwards changed; `lost`, parameters that the last
+    `restore` found written without having a copy.
     """
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         owners: Mapping[str, Owner] | None = None,
-        objects: Iterable[Any] = (),
+        objects: Mapping[str, Any] | None = None,
         verified: int = 2,
     ) -> None:
-        self._roots, self._owners, self._objects = modules, dict(owners or {}), list(objects)
+        self._roots, self._owners, self._objects = modules, dict(owners or {}), objects or {}
         self.written: list[str] = []
+        self.changes: set[str] = set()
         self.lost: list[str] = []
         self._steps_to_verify = verified
         # FSDP2 swaps these for gathered parameters in every forward and restores them itself.
@@ -180,8 +190,10 @@ class Snapshot:
         """
         owners = {n: owner for n, owner in stateful.owners.items() if not owner.is_held and owner.kind != "callbacks"}
         model = {name: root for name, root in stateful.roots.items() if name == "model"}
-        tasks = [root for name, root in stateful.roots.items() if name.endswith("task")]
-        objects = [task for task in tasks if hasattr(task, "__dict__") and not isinstance(task, nn.Module)]
+        tasks = {name: root for name, root in stateful.roots.items() if name.endswith("task")}
+        objects = {
+            n: task for n, task in tasks.items() if hasattr(task, "__dict__") and not isinstance(task, nn.Module)
+        }
         return cls(model | stateful.modules, owners, objects, verified)
 
     @property
@@ -260,9 +272,13 @@ class Snapshot:
             self.note(self._written())
 
     def note_step(self) -> None:
-        """`note_written` for a step whose gradients are complete, before its commit."""
+        """`note_written` for a step whose gradients are complete, before its commit; in the first steps, also what
+        else changed.
+        """
         self.note_written()
-        self._steps_to_verify = max(0, self._steps_to_verify - 1)
+        if self._steps_to_verify:
+            self.changes.update(self.changed())
+            self._steps_to_verify -= 1
 
     def note(self, names: Iterable[str]) -> None:
         """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
@@ -278,14 +294,23 @@ class Snapshot:
             silent = {name for name, known in state.sums.items() if not torch.equal(checksum(unsure[name]), known)}
         return [name for name in unsure if name in moved or name in silent]
 
-    def has_changed(self) -> bool:
-        """Whether anything has changed since `take`, except for what owners hold."""
+    def changed(self) -> list[str]:
+        """Names of what holds other values than at `take`, except for what data hold."""
         state = self._taken
+        copies: dict[int, Any] = {**state.copies_by_id(), **{id(array): kept for array, kept in state.arrays}}
         before, now = state.references, self._references(state.structure)
-        pairs = zip((*before.contents, *before.attributes), (*now.contents, *now.attributes), strict=True)
-        is_same = all(a.keys() == b.keys() and all(b[name] is value for name, value in a.items()) for a, b in pairs)
-        constants = [(constant.tensor, constant.copy) for constant in state.constants.values()]
-        return not is_same or any(not torch.equal(t, c) for t, c in (*state.copies, *constants) if c is not None)
+        found = [name for name in self._written() if id(state.structure.unsure[name]) not in copies]
+        with outside_dispatch_modes():
+            for place, old, new in zip(
+                (*state.structure.places, ""),
+                (*before.contents, *before.attributes, before.owned),
+                (*now.contents, *now.attributes, now.owned),
+                strict=True,
+            ):
+                for name in old | new:
+                    if not _is_equal(copies.get(id(old.get(name)), old.get(name)), new.get(name)):
+                        found.append(".".join(filter(None, (place, name))))
+        return [name for name in dict.fromkeys(found) if not name.partition(".")[0].endswith("data")]
 
     def restore(self, but: Collection[str] = ()) -> None:
         """Return to the last `take`. Sets `lost`. but: kinds of owners to leave unchanged."""
@@ -432,10 +457,22 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
         held.update(before)
 
 
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal. Tensors without memory are, and other objects if they are the same."""
+    if a is not b and isinstance(a, Tensor) and isinstance(b, Tensor):
+        return not _has_memory(a) or (a.shape == b.shape and torch.equal(a, b.to(a)))
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equal(value, b[name]) for name, value in a.items())
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return isinstance(a, _PLAIN) and np.array_equal(a, b)
+
+
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     """The plain values, tensors and arrays among an object's attributes; an embedding loss may keep others."""
-    kept = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
-    return {n: v for n, v in attributes.items() if isinstance(v, kept) or (_is_kept(v) and not v.requires_grad)}
+    return {n: v for n, v in attributes.items() if isinstance(v, _PLAIN) or (_is_kept(v) and not v.requires_grad)}
 
 
 def _is_kept(value: Any) -> bool:

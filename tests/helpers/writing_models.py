@@ -74,6 +74,16 @@ class TeacherOfBase(Teacher):
         return 0.5 * self.teacher(inputs)
 
 
+class SpectralNorm(Base):
+    """Each forward in training mode refines the estimate of the largest singular value."""
+
+    def build(self, num_classes: int) -> None:
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def change(self, inputs: Tensor) -> Tensor:
+        return torch.zeros(())
+
+
 class ExtraState(Base):
     """A Python counter and a queue, by torch's protocol."""
 

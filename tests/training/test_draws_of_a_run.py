@@ -157,6 +157,25 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
     assert (found.draws, found.depends_on_micro_batch) == (None, [])
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (runs.own_model("writing_models.Teacher"), "model.teacher.bias, model.teacher.weight, once"),
+        (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, once"),
+        (runs.own_model("writing_models.SpectralNorm"), "model.linear.parametrizations.weight.0._u,"),
+        (("model=resnet", "model.width=4"), "BatchNorm's statistics, once per micro-batch (7), not per step: "),
+    ],
+)
+def test_what_a_forward_writes_is_named(tmp_path, caplog, model, names):
+    settings = (*runs.STEPS_ONLY, *model, "data=digits", "user_packages=[writing_models]", BY_SAMPLE)
+    with caplog.at_level("WARNING"):
+        (text,) = runs.run(tmp_path / "cut", *settings, "batch.micro_size=7").depends_on_micro_batch
+    assert f"the forward writes {names}" in text
+    assert caplog.text.count(text) == 1
+    assert text.endswith("; GroupNorm (model.norm=group) does not") == ("BatchNorm" in names)
+    assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
+
+
 def test_shared_draws_are_named_once(tmp_path, caplog):
     assert max(differences(tmp_path, *of("Shared"), BY_SAMPLE)[:2]) < 1e-5
     with caplog.at_level("INFO"):

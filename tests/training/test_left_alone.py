@@ -80,6 +80,20 @@ def test_evaluation_leaves_every_module_in_its_own_mode():
     assert (model.training, model.norm.training, loss.training) == (True, False, True)
 
 
+class Sampling(nn.Dropout):
+    """Monte Carlo dropout: it stays on (Gal and Ghahramani 2016)."""
+
+    def train(self, mode=True):
+        return super().train(True)
+
+
+def test_a_train_of_the_users_own_decides_in_evaluation_too():
+    model = nn.Sequential(Sampling(), nn.Sequential(nn.Dropout()))
+    with evaluation_mode((model,)):
+        assert [module.training for module in model.modules()] == [False, True, False, False]
+    assert all(module.training for module in model.modules())
+
+
 def test_metrics_cannot_take_the_names_of_the_log():
     for name in RESERVED:
         assert evaluate_metrics({f"{name}_own": torch.tensor(1.0)})

@@ -24,7 +24,7 @@ from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
 from trainapp.models.huggingface import require_documents_apart
-from trainapp.models.inspect import blocks_of, has_batchnorm, is_of_transformers, lazy_modules, without_cache
+from trainapp.models.inspect import batchnorms, blocks_of, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import matching
@@ -206,7 +206,7 @@ def _spread(
         return DDP(model, ranks, config.parallel.ddp, updates)
     blocks = blocks_of(model, "parallel=fsdp")
     # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
-    dtype = torch.float32 if has_batchnorm(model) else compute_dtype
+    dtype = torch.float32 if batchnorms(model) else compute_dtype
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 

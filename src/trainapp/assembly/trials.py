@@ -180,7 +180,7 @@ class Trials:
                 with within or contextlib.nullcontext(), observed or contextlib.nullcontext():
                     loss, count, metrics = self._compute(batch)
                 if observed is not None:
-                    observed.writes = self._snapshot.has_changed()
+                    observed.writes = bool(self._snapshot.changed())
                 drawn = before != self._generator_states()
                 return Sums(float(loss), float(count), self._sums_of(metrics), drawn)
         finally:

@@ -7,7 +7,7 @@ modules. The package is imported only if such a model exists.
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,23 +23,23 @@ _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref
 
 
 @contextlib.contextmanager
-def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside the block; afterwards each module's own mode is restored, since parts of a model may be in
-    evaluation mode permanently.
+def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
+    """Evaluation mode inside the block, by the roots' own `train`, which may keep parts of them in training mode;
+    afterwards each module's mode is restored, since parts may be in evaluation mode permanently.
     """
     modes = [(module, module.training) for root in roots for module in root.modules()]
     try:
-        for module, _ in modes:
-            module.eval()
+        for root in roots:
+            root.eval()
         yield
     finally:
         for module, training in modes:
             module.training = training
 
 
-def has_batchnorm(model: nn.Module) -> bool:
-    """Whether the model normalises over the samples of a micro-batch."""
-    return any(isinstance(module, BatchNorm) for module in model.modules())
+def batchnorms(model: nn.Module) -> list[str]:
+    """The names of modules that normalise over the samples of a micro-batch."""
+    return [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:

@@ -21,7 +21,7 @@ from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.files import CONF
 from trainapp.models.adapters import linear_layers
-from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
+from trainapp.models.inspect import batchnorms, blocks_of, instead_of_batchnorm
 from trainapp.techniques import chunked_loss
 
 SGD, IN_FEWER_BITS = "torch.optim.SGD", "trainapp.optim.low_precision.AdamW"
@@ -169,7 +169,7 @@ def _head(situation: Situation) -> None:
 
 def _weights_in_bf16(situation: Situation) -> None:
     config, setting = situation.config, "precision=bf16_pure"
-    if has_batchnorm(situation.model):
+    if batchnorms(situation.model):
         remedy = instead_of_batchnorm(config.model)
         raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use precision=bf16, or {remedy}")
     kind = targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)

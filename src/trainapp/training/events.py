@@ -13,13 +13,15 @@ from torch import Tensor
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
+from trainapp.losses.losses import has_embeddings
 from trainapp.memory.live_tensors import Picture
-from trainapp.models.inspect import evaluation_mode, has_batchnorm, instead_of_batchnorm
+from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
 from trainapp.training.phase import Step
 from trainapp.training.session import Session
+from trainapp.units import listed
 
 
 @dataclass
@@ -146,14 +148,20 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
 
 
 def note_dependence(session: Session, step: Step) -> None:
-    """Note once what depends on the micro-batch: BatchNorm, and what is not drawn by sample."""
+    """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
     size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
-    if is_cut and has_batchnorm(session.state.model):
-        ledger.depends["batchnorm"] = (
-            f"the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of the global "
-            f"batch; {instead_of_batchnorm(session.config.model)} does not depend on it"
+    norms = batchnorms(session.state.model)
+    own = {name for name in session.snapshot.changes if name.rpartition(".")[0].removeprefix("model.") not in norms}
+    if has_embeddings(session.engine.task):  # which is called once per step
+        own = {name for name in own if not name.partition(".")[0].endswith("task")}
+    if is_cut and (names := ["BatchNorm's statistics"] * bool(norms) + sorted(own)):
+        ledger.depends["writes"] = (
+            f"the forward writes {listed(names)}, once per micro-batch ({size}), not per step: what is computed from "
+            "them depends on it"
         )
+        if norms:
+            ledger.depends["writes"] += f"; {instead_of_batchnorm(session.config.model)} does not"
     if is_cut and ledger.draws and not session.engine.draws_by_sample:
         ledger.depends["draws"] = (
             f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
