@@ -80,17 +80,19 @@ def test_evaluation_leaves_every_module_in_its_own_mode():
     assert (model.training, model.norm.training, loss.training) == (True, False, True)
 
 
-class Sampling(nn.Dropout):
+class Sampling(nn.Sequential):
     """Monte Carlo dropout: it stays on (Gal and Ghahramani 2016)."""
 
     def train(self, mode=True):
-        return super().train(True)
+        super().train(mode)
+        self[0].train()
+        return self
 
 
 def test_a_train_of_the_users_own_decides_in_evaluation_too():
-    model = nn.Sequential(Sampling(), nn.Sequential(nn.Dropout()))
+    model = nn.Sequential(Sampling(nn.Dropout()), nn.Dropout())
     with evaluation_mode((model,)):
-        assert [module.training for module in model.modules()] == [False, True, False, False]
+        assert [module.training for module in model.modules()] == [False, False, True, False]
     assert all(module.training for module in model.modules())
 
 
