@@ -72,6 +72,7 @@ def test_changes_are_named_by_their_values():
     model.linear.weight.data.mul_(1)
     model.device, model.equal, model.shape = torch.device("cpu"), torch.ones(2), [1.0, (2, "a")]
     data[0].random()
+    model.result = model.linear(torch.ones(4, 2))
     assert not snapshot.changed()
     task()
     model.eval()  # the forward turns it back: BatchNorm counts

@@ -295,20 +295,22 @@ class Snapshot:
         return [name for name in unsure if name in moved or name in silent]
 
     def changed(self) -> list[str]:
-        """Names of what holds other values than at `take`, except for what data hold."""
+        """Names of what holds other values than at `take`: not of data, nor of results left in attributes."""
         state = self._taken
         copies: dict[int, Any] = {**state.copies_by_id(), **{id(array): kept for array, kept in state.arrays}}
-        before, now = state.references, self._references(state.structure)
+        then, current = state.references, self._references(state.structure)
         found = [name for name in self._written() if id(state.structure.unsure[name]) not in copies]
         with outside_dispatch_modes():
             for place, old, new in zip(
                 (*state.structure.places, ""),
-                (*before.contents, *before.attributes, before.owned),
-                (*now.contents, *now.attributes, now.owned),
+                (*then.contents, *then.attributes, then.owned),
+                (*current.contents, *current.attributes, current.owned),
                 strict=True,
             ):
                 for name in old | new:
-                    if not _is_equal(copies.get(id(old.get(name)), old.get(name)), new.get(name)):
+                    before, now = old.get(name), new.get(name)
+                    is_result = getattr(now, "grad_fn", None) is not None
+                    if not is_result and not _is_equal(copies.get(id(before), before), now):
                         found.append(".".join(filter(None, (place, name))))
         return [name for name in dict.fromkeys(found) if not name.partition(".")[0].endswith("data")]
 
