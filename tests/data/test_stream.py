@@ -218,6 +218,15 @@ def test_ranks_read_parts_of_their_own(shards):
     assert found[0][1] != found[1][1]
 
 
+def test_a_step_has_a_sample_for_each_rank_that_reads_a_part():
+    def work(ranks):
+        with pytest.raises(UserError, match=r"batch\.global_size=1: each of the 2 ranks reads a shard"):
+            trained(batches_of(Quiet("train"), size=1, ranks=ranks), Progress(), 1)
+        return True
+
+    assert on_ranks(2, work) == [True, True]
+
+
 def test_other_workers_continue_the_parts_that_there_were():
     """And processes read what this one would."""
     batches, progress = batches_of(own_streams.Sharded("train"), shards=3), Progress()

@@ -206,6 +206,7 @@ def test_what_is_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message) as refused:
         runs.run(tmp_path, *MLP, *overrides)
     assert "\n" not in str(refused.value)
+    assert not (tmp_path / "metrics.jsonl").exists()  # before training
 
 
 def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):

@@ -142,6 +142,8 @@ def test_a_search_leaves_out_the_single_sample_that_a_model_refuses(name):
     model = (*OWN, "user_packages=[planned_models]", f"model._target_=planned_models.{name}")
     least = plan(*model, "batch.micro_size=3")["peak_bytes"]
     assert plan(*model, f"memory.limit={least}")["largest_micro_size"] == 3
+    if name == "Normed":  # the smallest size is planned where none fits
+        assert plan(*model, "memory.limit=1KiB")["micro_size"] == 2
 
 
 # --- other models, metrics and tasks

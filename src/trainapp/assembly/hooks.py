@@ -139,9 +139,12 @@ def _tried(session: Session) -> set[str]:
                 log.debug("the metrics cannot be tried: %s", error)
                 continue
             session.metrics.update(metrics)
-        found |= {*metrics} - {EVERY}
+        found |= {"loss", *metrics} - {EVERY}
+    found = found.union(*session.ranks.all_gather_object(found))
+    if found:  # else no rank could try
+        session.metrics.require_updates(session.ranks)
     session.metrics.reset()
-    return set().union(*session.ranks.all_gather_object(found))
+    return found
 
 
 def _require_known(session: Session, found: set[str]) -> None:

@@ -121,10 +121,22 @@ def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:
     return {"data": train} | {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
 
 
+def _split_of_training(components: Components) -> Any:
+    """The training tasks' `split` function, if they have one. Raises UserError if updates have different ones."""
+    splits = [split for task in components.training_tasks if callable(split := attribute(task, "split"))]
+    if callable(getattr(components.train_data, "split", None)) or not splits:
+        return None
+    if len(splits) < len(components.training_tasks) or any(split != splits[0] for split in splits):
+        raise UserError(
+            "updates: their tasks cut batches in different ways (`split`), but have the same batches; give the data "
+            "set a method `split(batch, start, end)` that keeps what each of them needs, or all tasks the same function"
+        )
+    return splits[0]
+
+
 def _train_batches(config: Config, components: Components, common: dict[str, Any]) -> TrainBatches:
     size, data, settings = config.batch.global_size, components.train_data, config.data
-    splits = [attribute(task, "split") for task in components.training_tasks]
-    common = common | {"global_size": size, "split": next(filter(callable, splits), None)}
+    common = common | {"global_size": size, "split": _split_of_training(components)}
     if is_stream(data):
         _require_streamable(config)
         # `auto` is one process at most: with more, the order of the samples depends on their number.

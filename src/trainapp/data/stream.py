@@ -151,6 +151,11 @@ class Stream(Source):
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
         """Read the step's samples: all of them, to keep this rank's share, or those of this rank's shards."""
         world, rank = self.ranks.world, self.ranks.rank
+        if self.is_sharded and size < world:
+            raise UserError(
+                f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
+                "one sample of each step"
+            )
         start, end = own_part(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))

@@ -105,20 +105,23 @@ class StatefulMetrics:
         finally:
             self._before = {}
 
-    def results(self, ranks: Ranks, around: Callable[[], contextlib.AbstractContextManager[None]]) -> dict[str, Any]:
-        """Each metric's result for the samples of all ranks, equal on every rank. Collective.
-
-        around: a context manager around each metric's `compute`. Raises UserError, on all ranks, for a metric to which
-        nothing was passed.
-        """
-        if not self._held:
-            return {}
+    def require_updates(self, ranks: Ranks) -> None:
+        """Raises UserError, on all ranks, for a metric to which nothing was passed on any of them. Collective."""
         for name in sorted(self.names.difference(*ranks.all_gather_object(self._updated))):
             raise UserError(
                 f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
                 f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
                 "`update`, such as (logits, targets); or the evaluation data has no samples"
             )
+
+    def results(self, ranks: Ranks, around: Callable[[], contextlib.AbstractContextManager[None]]) -> dict[str, Any]:
+        """Each metric's result for the samples of all ranks, equal on every rank. Collective.
+
+        around: a context manager around each metric's `compute`. Raises as `require_updates`.
+        """
+        if not self._held:
+            return {}
+        self.require_updates(ranks)
         results = {}
         for name, held in self._held.items():
             with _named(f"metrics.{name}: compute of a {type(held.metric).__name__}"):

@@ -48,6 +48,12 @@ def instead_of_batchnorm(model_settings: Model) -> str:
     return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
 
 
+def smallest_micro_batch(model: nn.Module) -> int:
+    """The model's own, otherwise 2 with BatchNorm1d, which cannot train on a single sample of shape [1, C]."""
+    with_norm = any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
+    return getattr(model, "smallest_micro_batch", 2 if with_norm else 1)
+
+
 def lazy_modules(model: nn.Module) -> list[str]:
     """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
     lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]

@@ -17,7 +17,7 @@ from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.source import Progress, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.models.inspect import blocks_of
+from trainapp.models.inspect import blocks_of, smallest_micro_batch
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import outside_dispatch_modes
@@ -66,7 +66,7 @@ class Work:
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
         techniques = tuple(available(Situation(self.config, model, self.engine.knows_loss)))
-        smallest = getattr(model, "smallest_micro_batch", 1)
+        smallest = smallest_micro_batch(model)
         return dataclasses.replace(found, smallest=smallest, blocks=blocks, techniques=techniques)
 
     def train_step(self) -> None:

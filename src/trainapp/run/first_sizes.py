@@ -7,6 +7,7 @@ from typing import Any
 from trainapp.config.schema import INFERENCE, Config
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
+from trainapp.models.inspect import smallest_micro_batch
 from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
 from trainapp.sizes.record import EVALUATION, Sizes, key_of
 from trainapp.training.session import Session
@@ -45,7 +46,7 @@ def initial_sizes(session: Session, restart: Record | None = None, saved: Record
 
     by_update = {}
     for name in [update.name for update in config.updates] or [""]:
-        by_update[name] = own = new(given or share, getattr(session.state.model, "smallest_micro_batch", 1))
+        by_update[name] = own = new(given or share, smallest_micro_batch(session.state.model))
         own.used = dict(saved.get("used", {}).get(name, {}))
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt, share)
         _begin(own, key_of(name), attempt, restart, found if given is None else {})
