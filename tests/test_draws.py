@@ -312,9 +312,6 @@ def test_a_hook_that_logs_in_the_backward_does_not_change_a_recomputation(caplog
     assert "hook" in caplog.text
 
 
-# --- outside
-
-
 def test_outside_of_a_drawing_torch_draws_its_own():
     """Numbers that torch 2.13 gives without trainapp; also in other threads, and from generators that are passed."""
     torch.manual_seed(7)
@@ -361,9 +358,6 @@ def test_the_scratch_of_a_draw_has_a_bound(kind, dtype, shape):
             peak = max(peak, live)
     assert 0 < peak <= scratch(target.shape, "cpu", 16)
     assert 4 * peak > scratch(target.shape, "cpu", 16) or kind == "bernoulli_" or len(shape) > 2  # which has no blocks
-
-
-# --- distributions
 
 
 def ks(values, cdf):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from trainapp.rng import (
+    evaluation_key,
     generator_state,
     is_generator,
     preserved_rng,
-    seed_evaluation,
     seed_everything,
     seed_from,
     set_generator_state,
@@ -46,7 +46,7 @@ def test_a_step_is_seeded_by_its_numbers():
 
 def test_an_evaluation_is_seeded_by_its_name():
     """With the same numbers in every process."""
-    seed_evaluation(CPU, 3, "hard")
+    seed_from(CPU, *evaluation_key(3, "hard"))
     assert random.random() == 0.6445671638438529
 
 

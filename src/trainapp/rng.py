@@ -48,13 +48,8 @@ def seed_from(device: torch.device, *numbers: int) -> None:
         torch.mps.manual_seed(seed)
 
 
-def seed_evaluation(device: torch.device, seed: int, name: str) -> None:
-    """Seed for an evaluation of the data set of this name: all evaluations of a run draw the same numbers."""
-    seed_from(device, *evaluation_key(seed, name))
-
-
 def evaluation_key(seed: int, name: str) -> tuple[int, int]:
-    """The numbers that an evaluation of the data set of this name draws from."""
+    """What to seed from for an evaluation of the data set of this name: all of a run draw the same numbers."""
     return seed, zlib.crc32(name.encode())  # Python's hash of a string differs between processes
 
 

@@ -339,16 +339,6 @@ class Snapshot:
             moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
             _refill(registry, before | moving)
 
-    def _restore_attributes(self, structure: Structure, references: _References) -> None:
-        modules = len(structure.attributes)
-        for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
-            _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
-        for now, before in zip(structure.objects, references.attributes[modules:], strict=True):
-            plain = _plain(now)
-            _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
-        for module, is_training in zip(structure.modules, references.training, strict=True):
-            module.training = is_training
-
     def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str]) -> None:
         for name, held in owned.items():
             if self._owners[name].kind not in but:
@@ -383,7 +373,14 @@ class Snapshot:
 
     def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
         self._restore_registries(structure, references.contents)
-        self._restore_attributes(structure, references)
+        modules = len(structure.attributes)
+        for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
+            _refill(now, before | {name: now[name] for name in MODULE_ATTRIBUTES & now.keys()})
+        for now, before in zip(structure.objects, references.attributes[modules:], strict=True):
+            plain = _plain(now)
+            _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
+        for module, is_training in zip(structure.modules, references.training, strict=True):
+            module.training = is_training
         self._restore_owners(references.owned, but)
 
     def restore_generators(self) -> None:

@@ -105,9 +105,6 @@ def test_groups_keep_their_ratio(tmp_path):
     assert [group.get("lr") for group in changed.optimizer.groups] == [pytest.approx(50.0), None]
 
 
-# What the curve says
-
-
 def test_the_suggestion_of_a_known_curve():
     rates = [10 ** (-6 + 0.1 * step) for step in range(70)]  # up to 10
     curve = [2 - math.tanh(2 * (math.log10(rate) + 3)) + 50 * rate**2 for rate in rates]

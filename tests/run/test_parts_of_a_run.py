@@ -57,8 +57,6 @@ def test_validation_sets_and_metrics_with_the_objective_that_they_have(tmp_path)
     runs.run(tmp_path / "out", "mode=export", *resumed)
 
 
-# Other data
-
 ROWS = [("the quick brown fox", "fox"), ("jumps over", "none"), ("the lazy dog", "dog")] * 10
 
 

@@ -140,9 +140,7 @@ def test_half_precision(tmp_path):
     chosen = (*STEADY, MIRRORED, "precision=fp16")
     whole, expected = weights(tmp_path / "whole", *chosen, "batch.micro_size=32")
     cut, found = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
-    fresh = runs.prepare(tmp_path / "fresh", *OWN, *chosen)
-    start = runs.weights(fresh.state.model)
-    fresh.close()
+    start = runs.weights(runs.closed(tmp_path / "fresh", *OWN, *chosen).state.model)
     assert runs.relative_error(found - start, expected - start) < 0.08
     assert cut.state.precision.scaler.get_scale() == whole.state.precision.scaler.get_scale()
     assert cut.state.progress.skipped == whole.state.progress.skipped
@@ -189,12 +187,9 @@ def test_one_of_several_updates(tmp_path):
     whole, expected = weights(tmp_path / "whole", *chosen, "batch.micro_size=32")
     _, found = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    fresh = runs.prepare(tmp_path / "fresh", *OWN, *chosen)
-    before = runs.weights(fresh.state.model.body), runs.weights(fresh.state.model.head)
-    fresh.close()
-    model = whole.state.model
-    assert not torch.equal(runs.weights(model.body), before[0])
-    assert not torch.equal(runs.weights(model.head), before[1])
+    model, fresh = whole.state.model, runs.closed(tmp_path / "fresh", *OWN, *chosen).state.model
+    assert not torch.equal(runs.weights(model.body), runs.weights(fresh.body))
+    assert not torch.equal(runs.weights(model.head), runs.weights(fresh.head))
 
 
 def test_the_evaluation_does_not_depend_on_its_micro_batch(tmp_path):
@@ -207,14 +202,10 @@ def test_the_evaluation_does_not_depend_on_its_micro_batch(tmp_path):
         model, data = run.state.model.eval(), run.eval_sets[""].dataset
         run.close()
     with torch.no_grad():
-        parts = [mirrored_loss(model, data, i, min(i + 32, len(data))) for i in range(0, len(data), 32)]
-    expected = sum(parts) / len(data)
+        chunks = [data.__getitems__(range(i, min(i + 32, len(data)))) for i in range(0, len(data), 32)]
+        expected = sum(float(own_tasks.mirrored(model, chunk)[0]) for chunk in chunks) / len(data)
     assert [each["loss"] for each in found.values()] == [pytest.approx(expected, rel=1e-5)] * 3
     assert found[7].keys() == {"loss", "own"}
-
-
-def mirrored_loss(model, data, start, end):
-    return float(own_tasks.mirrored(model, data.__getitems__(range(start, end)))[0])
 
 
 class Views(Mirrored):

@@ -108,10 +108,6 @@ class Caching(nn.Module):
 CACHING = ("~model", "+model._target_=test_eval_mode.Caching", "user_packages=[test_eval_mode]", "data=digits")
 
 
-def under_inference_mode(monkeypatch):
-    monkeypatch.setattr(loop, "evaluate", torch.inference_mode()(loop.evaluate))
-
-
 def test_a_model_may_keep_what_it_makes_in_evaluation(tmp_path, monkeypatch):
     """Negative control: under inference mode it could not, which is why evaluation is not."""
     losses = {}
@@ -119,6 +115,6 @@ def test_a_model_may_keep_what_it_makes_in_evaluation(tmp_path, monkeypatch):
         runs.run(tmp_path / every, *CACHING, f"every.eval={every}")
         losses[every] = [line["loss"] for line in helpers.metrics(tmp_path / every)]
     assert losses["2"] == losses["null"]
-    under_inference_mode(monkeypatch)
+    monkeypatch.setattr(loop, "evaluate", torch.inference_mode()(loop.evaluate))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         runs.run(tmp_path / "inference", *CACHING, "every.eval=2")

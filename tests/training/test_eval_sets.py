@@ -35,15 +35,6 @@ def test_each_is_evaluated_and_logged_by_its_name(tmp_path):
     assert trained[0] == trained[1]
 
 
-def test_one_of_them_is_the_objective(tmp_path):
-    ended = runs.run(tmp_path, *MLP, *BOTH, "objective=min shifted/loss")
-    lines = helpers.evaluations(tmp_path)
-    assert ended.metric == "shifted/loss"
-    assert ended.objective == lines[-1]["shifted/loss"]
-    best = min(lines, key=lambda line: line["shifted/loss"])["step"]
-    assert runs.saved(tmp_path, 4)["progress"]["best_step"] == best
-
-
 def test_out_of_memory_continues_where_it_was(tmp_path, monkeypatch):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
     overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")
@@ -69,9 +60,7 @@ def test_metrics_are_of_each_set_and_callbacks_of_all(tmp_path):
     chosen = (*MLP, *BOTH, *hooks, "callbacks=[confusion_matrix]", "every.eval=4", "user_packages=[own_hooks]")
     ended = runs.run(tmp_path, *chosen, "objective=max shifted/mine/total")
     (line,) = helpers.evaluations(tmp_path)
-    run = runs.prepare(tmp_path / "sizes", *chosen)
-    run.close()
-    sizes = {name: batches.samples for name, batches in run.eval_sets.items()}
+    sizes = {name: batches.samples for name, batches in runs.closed(tmp_path / "sizes", *chosen).eval_sets.items()}
     assert {line["mine/total"], line["seen/mine/total"], line["shifted/mine/total"]} == {*sizes.values()}
     assert ended.objective == line["shifted/mine/total"] == sizes["shifted"] == 30
     assert line["mine/share"] == pytest.approx(line["accuracy"])

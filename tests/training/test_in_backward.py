@@ -57,17 +57,13 @@ def test_gradients_that_are_not_divided_are_noticed(tmp_path, monkeypatch):
 def test_gradients_are_gone_from_the_peak(tmp_path):
     """Of large weights and few activations."""
     big = ("model=mlp", "model.width=512", "model.depth=6", "data=digits", "train.max_steps=2", *PLAIN[:1])
-    run = runs.prepare(tmp_path / "sizes", *big)
-    gradients = run.meter.static[Category.GRADIENTS]
-    run.close()
+    gradients = runs.closed(tmp_path / "sizes", *big).meter.static[Category.GRADIENTS]
     peak = {}
     for name, own in {"after": (), "within": (ON,), "two micro-batches": (ON, "batch.micro_size=8")}.items():
         peak[name] = runs.run(tmp_path / name, *big, *own).peak_memory_bytes
     assert peak["after"] - peak["within"] > 0.7 * gradients  # the largest is a quarter of all
     assert peak["two micro-batches"] > peak["within"] + 0.5 * gradients  # as the run says
-    run = runs.prepare(tmp_path / "state", *big, ON)
-    assert run.meter.static[Category.GRADIENTS] == 0
-    run.close()
+    assert runs.closed(tmp_path / "state", *big, ON).meter.static[Category.GRADIENTS] == 0
 
 
 @pytest.mark.slow
@@ -88,9 +84,6 @@ def test_a_planned_peak_is_the_measured_one(tmp_path):
     settings = (*runs.MODELS["gpt"], ON, *PLAIN[:1], "train.max_steps=2", "batch.micro_size=16")
     planned, _ = planner.plan(runs.configure(tmp_path / "plan", *settings, "plan.techniques=false"))
     assert planned["peak_bytes"] == runs.run(tmp_path / "run", *settings).peak_memory_bytes
-
-
-# What breaks it
 
 
 class Changing(nn.Module):

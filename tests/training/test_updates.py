@@ -95,12 +95,6 @@ def test_metrics_of_all_updates_are_logged_and_callbacks_called_once_per_step(tm
     assert result(tmp_path)["metric"] == "loss"
 
 
-def before_commit(monkeypatch, do):
-    """Have `do(engine)` called before each commit."""
-    commit = Engine.commit
-    monkeypatch.setattr(Engine, "commit", lambda engine, *rest: (do(engine), commit(engine, *rest))[1])
-
-
 @BOTH
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, own, stop):
@@ -151,13 +145,14 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path, monk
     """A signal during the first update of step 2: the step is finished and saved."""
     stop = runs.StopAt(99)
     run = runs.runner.prepare(runs.configure(tmp_path, *OWN), stop, runs.SingleRank())
-    stop.run = run
+    stop.run, commit = run, Engine.commit
 
-    def strike(engine):
+    def struck(engine, *rest):
         if (engine.step.number, engine.step.update.name) == (2, "discriminator"):
             stop.step = 0
+        return commit(engine, *rest)
 
-    before_commit(monkeypatch, strike)
+    monkeypatch.setattr(Engine, "commit", struck)
     loop.train(run)
     run.close()
     assert (run.state.progress.step, run.state.progress.update) == (2, 0)
@@ -194,8 +189,6 @@ def test_a_run_that_is_killed_between_two_updates_resumes_exactly(tmp_path):
     assert runs.differences(end(tmp_path / "b", 6), end(tmp_path / "a", 6)) == []
 
 
-# Memory
-
 ABOVE_4 = Fault("forward", 1, above=4, update="generator")
 
 
@@ -212,8 +205,7 @@ def test_each_update_has_sizes_of_its_own(tmp_path):
     runs.run(tmp_path / "c", *OWN, *settings)  # other sizes, other statistics of the BatchNorm
     assert runs.differences(runs.saved(tmp_path / "a", 3)["model"], runs.saved(tmp_path / "c", 3)["model"]) != []
     assert recorded.result.oom_restarts == 2
-    run = runs.prepare(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto", "train.max_steps=4")
-    run.close()
+    run = runs.closed(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto", "train.max_steps=4")
     assert {name: own.size for name, own in run.sizes.by_update.items()} == {"discriminator": 16, "generator": 4}
 
 
@@ -241,9 +233,6 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch, own):
     run.close()
     assert len(set(peaks)) == 2
     assert planned == max(peaks)
-
-
-# Numerics
 
 
 def test_fp16_has_a_loss_scale_for_each(tmp_path):
@@ -285,9 +274,6 @@ def spoiled(model, batch):
     """Nothing but nan."""
     loss, count, sums = discriminate(model, batch)
     return loss * float("nan"), count, sums
-
-
-# Mistakes
 
 
 def updates(*entries):

@@ -109,9 +109,6 @@ def _base_weights(config: Config) -> str | None:
     return source
 
 
-# The losses
-
-
 def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTask, dict[str, CheckedTask]]:
     """The task of evaluations and those of the updates. For task=auto, the first is the data set's or, with updates,
     the last one's; data for several losses need not declare one.
@@ -153,9 +150,6 @@ def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[s
             "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
         )
     return CheckedTask(task, f"{setting}={name}")
-
-
-# The data
 
 
 def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -200,9 +194,6 @@ def _require_same_classes(train: Any, data: Any, setting: str) -> None:
             f"{setting}: its classes are {listed(own)}, but those of the training data {listed(known)}; they must be "
             "the same, in the same order (a folder of images takes them as `classes`)"
         )
-
-
-# The device
 
 
 def choose_device(setting: str) -> torch.device:

@@ -86,7 +86,7 @@ def load_parts(
     """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters.
 
     components: opened by an earlier call. memory, resumes: see `build`. Raises UserError for errors in names and
-    arguments.
+    arguments, and for settings that do not suit the data.
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     components = components or load_components(config)
@@ -96,14 +96,6 @@ def load_parts(
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    batches, eval_sets = _data_batches(config, components, device, ranks)
-    return Parts(components, device, memory, numerics, batches, eval_sets, resumes=resumes)
-
-
-def _data_batches(
-    config: Config, components: Components, device: torch.device, ranks: Ranks
-) -> tuple[TrainBatches, EvalSets]:
-    """Training batches, and evaluation batches by name. Raises UserError for settings that do not suit the data."""
     common: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
@@ -113,7 +105,8 @@ def _data_batches(
     batches = _train_batches(config, components, common)
     common["equal"] = ranks.world > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
     split = attribute(components.task, "split")
-    return batches, {name: EvalBatches(data, split=split, **common) for name, data in components.eval_data.items()}
+    eval_sets = {name: EvalBatches(data, split=split, **common) for name, data in components.eval_data.items()}
+    return Parts(components, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
 def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:

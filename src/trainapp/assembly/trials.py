@@ -93,13 +93,11 @@ def joints_of(batch: Any, parts: Sequence[Any]) -> list[int | None]:
     for whole, *pieces in zip(*of_each, strict=True):
         if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (whole, *pieces)):
             return []
-        if not all(torch.equal(whole, piece) for piece in pieces):
-            joint = next((dim for dim in range(whole.ndim) if _are_joined(whole, pieces, dim)), None)
-            if joint is None:
-                return []
-            joints.append(joint)
-        else:
-            joints.append(None)
+        is_same = all(torch.equal(whole, piece) for piece in pieces)
+        found = (dim for dim in range(whole.ndim) if not is_same and _are_joined(whole, pieces, dim))
+        joints.append(next(found, None))
+        if joints[-1] is None and not is_same:
+            return []
     return joints if any(joint is not None for joint in joints) else []
 
 

@@ -49,23 +49,17 @@ def build(config: Config, model: nn.Module, names: Names, precision: Precision, 
     every = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained = parameters_of(model, names)
     updates = []
-    for number, (setting, own) in enumerate(zip(config.optimizers, trained, strict=True)):
+    for number, ((setting, settings), own) in enumerate(zip(config.optimizers.items(), trained, strict=True)):
+        decay = settings.layer_decay
         with trained_alone(own, every):
-            optimizer = _optimizer(config, model, device, setting)
+            blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
+            optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
+            if settings.in_backward:
+                require_separable(optimizer)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
         scaled = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))  # each has its own loss scale
         updates.append(Update(optimizer, scaled, parameters=own, number=number))
-    for update, settings in zip(updates, config.updates, strict=False):  # without `updates`, the only one has no name
-        update.name, update.every = settings.name, settings.every
+    for update, given in zip(updates, config.updates, strict=False):  # without `updates`, the only one has no name
+        update.name, update.every = given.name, given.every
     return updates
-
-
-def _optimizer(config: Config, model: nn.Module, device: torch.device, setting: str) -> torch.optim.Optimizer:
-    settings = config.optimizers[setting]
-    decay = settings.layer_decay
-    blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
-    optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
-    if settings.in_backward:
-        require_separable(optimizer)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer

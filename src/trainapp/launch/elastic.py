@@ -177,9 +177,6 @@ def workers_to_start(config: Config) -> int:
     return available if wanted == "auto" else wanted
 
 
-# A worker
-
-
 def run_worker(config: Config) -> Outcome:
     """Run one rank in this process, as set by RANK, WORLD_SIZE and so on in the environment."""
     host.prepare_allocator()

@@ -103,9 +103,6 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0]
 
 
-# Names used in Hydra's configuration
-
-
 def register() -> None:
     """Register the resolvers `run_name` and `by_mode`, once per process."""
     is_old = omegaconf.__version__.startswith("2.3.")  # its `register_resolver` is another function

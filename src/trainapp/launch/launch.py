@@ -27,9 +27,6 @@ _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous
 environment.register()  # here, because jobs of a launcher such as submitit import the callbacks, not __main__
 
 
-# The lock of the run directory
-
-
 class RefuseSecondRun(Callback):
     """Takes the lock before Hydra opens the log. Hydra swallows exceptions raised in callbacks, hence `Reported`."""
 
@@ -73,9 +70,6 @@ def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
     OmegaConf.save(overrides, folder / "overrides.yaml")
-
-
-# The run
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:

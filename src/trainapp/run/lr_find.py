@@ -60,7 +60,17 @@ def run(config: Config) -> float:
             f"mode=lr_find: the loss falls at no rate from lr_find.min={settings.min:g} on; begin lower, or look for a "
             "mistake in model or loss"
         )
-    print(_text(run_dir, rates, found, why if len(steps) < settings.steps else ""), flush=True)
+    ended = f", where {why}" if len(steps) < settings.steps else ""
+    still = "; the loss still falls at the highest rate, raise lr_find.max" if found.lowest == rates[-1] else ""
+    print(
+        f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}{ended}",
+        f"steepest descent at {found.steepest:.2g}; lowest loss at {found.lowest:.2g}, a tenth of which is "
+        f"{found.lowest / 10:.2g}{still}",
+        f"{PICTURE} is in {run_dir}",
+        f"optimizer.lr={found.rate:.2g}",
+        sep="\n",
+        flush=True,
+    )
     return float(f"{found.rate:.2g}")
 
 
@@ -133,20 +143,6 @@ def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
     slopes = np.gradient(curve[: end + 1], np.log(rates[: end + 1]))
     first = min(len(curve) // 10, end - FEWEST)  # early averages hold few losses, and their noise has steep slopes
     return Suggestion(rates[first + int(np.argmin(slopes[first:]))], rates[end])
-
-
-def _text(run_dir: Path, rates: list[float], found: Suggestion, why_ended: str) -> str:
-    why = f", where {why_ended}" if why_ended else ""
-    still = "; the loss still falls at the highest rate, raise lr_find.max" if found.lowest == rates[-1] else ""
-    return "\n".join(
-        [
-            f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}{why}",
-            f"steepest descent at {found.steepest:.2g}; lowest loss at {found.lowest:.2g}, a tenth of which is "
-            f"{found.lowest / 10:.2g}{still}",
-            f"{PICTURE} is in {run_dir}",
-            f"optimizer.lr={found.rate:.2g}",
-        ]
-    )
 
 
 def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion | None) -> None:

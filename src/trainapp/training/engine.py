@@ -331,9 +331,6 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-# --- numbers and tensors
-
-
 def _on(device: torch.device, value: Number) -> Tensor:
     """The value in fp64 on `device`. Numbers are filled in: `as_tensor` would copy from the host and synchronize."""
     if isinstance(value, Tensor):

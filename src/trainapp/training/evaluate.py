@@ -17,7 +17,7 @@ from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import evaluation_key, seed_evaluation, seed_from
+from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
 from trainapp.training import events
 from trainapp.training.engine import Engine, Totals
@@ -105,8 +105,9 @@ def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[
     draws are known by in the ledger.
     """
     state, snapshot = engine.state, engine.snapshot
-    seed_evaluation(state.device, state.seed, name)
-    engine.draws_for = work, evaluation_key(state.seed, name)
+    key = evaluation_key(state.seed, name)
+    seed_from(state.device, *key)
+    engine.draws_for = work, key
     preserved = snapshot.preserved_generators()
     with preserved, state.average.in_place_of_weights(), evaluation_mode(state.modules), snapshot.undone_on_error():
         yield
@@ -127,7 +128,7 @@ def each_micro_batch(
     sizes = session.sizes.evaluation
     for micro in (micro for batch in fetched for micro in sizes.cut(batch, session.eval_ranks)):
         with session.metrics.undone_on_error():
-            watching = watched(session, sizes, session.eval_ranks, micro.data, micro.samples)
+            watching = watched(session, sizes, micro.data, micro.samples)
             with watching, session.engine.drawing(micro):
                 result = compute(micro)
             session.snapshot.note_written()
@@ -170,7 +171,7 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
     for start, chosen in parts:
         if session.stop_heard():
             break
-        watching = watched(session, session.sizes.evaluation, session.eval_ranks, chosen, always=True)
+        watching = watched(session, session.sizes.evaluation, chosen, always=True)
         with watching, session.state.precision.autocast:
             seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
             loss, count, metrics = embedded.loss_of(chosen, session.state.device)
@@ -199,9 +200,6 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:
         progress.best, progress.best_step = value, progress.step
-
-
-# --- embedding losses
 
 
 class Embedded:

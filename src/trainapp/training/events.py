@@ -119,9 +119,6 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
     )
 
 
-# --- log
-
-
 def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Collect this update's metrics; write them after the step's last update. Waits for the device."""
     progress, batches = session.state.progress, session.batches

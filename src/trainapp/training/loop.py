@@ -29,7 +29,7 @@ def train(session: Session) -> None:
     while True:
         update_weight_average(session)
         events.after_step(session)
-        if session.evaluation_is_due:
+        if session.awaits_evaluation and not session.stop.agreed:  # after a stop, the same command does
             evaluate(session)
         if session.save_is_due:
             save(session)

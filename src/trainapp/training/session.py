@@ -111,11 +111,6 @@ class Session:
         self.snapshot: Snapshot = self.engine.snapshot
 
     @property
-    def evaluation_is_due(self) -> bool:
-        """Whether to evaluate now; after a stop, the same command does."""
-        return self.awaits_evaluation and not self.stop.agreed
-
-    @property
     def awaits_evaluation(self) -> bool:
         """Whether an evaluation is due and not yet done at this step."""
         return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
@@ -190,8 +185,6 @@ class Session:
         flags = self.ranks.finish_flag_exchange()
         self.stop.agreed, self.checkpointer.is_due = flags.stop_signal, flags.save_is_due
         return flags
-
-    # --- stopping
 
     def stop_heard(self) -> int:
         """The number of a signal to this rank, or to another one that has announced it; 0 without one."""

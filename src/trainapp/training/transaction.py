@@ -18,7 +18,6 @@ import torch
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
-from trainapp.parallel.ranks import Ranks
 from trainapp.rng import noted_draws
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import Phase, Step
@@ -78,16 +77,13 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
         session.snapshot.restore()
 
 
-# --- the step's micro-batches
-
-
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
     """The coming step's samples, fetched and split to the size that fits: the same number on every rank."""
     batches, sizes = session.batches, session.sizes
     by_update = [own.size for own in sizes.by_update.values()]
     fetched = session.meter.timed(batches.micro_batches(session.state.progress, by_update, session.state.every))
     cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
-    return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train, session.ranks))
+    return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train))
 
 
 def around(session: Session, micro: MicroBatch) -> Context:
@@ -101,7 +97,7 @@ def around(session: Session, micro: MicroBatch) -> Context:
 @contextlib.contextmanager
 def _measured(session: Session, micro: MicroBatch, summing: Context) -> Iterator[None]:
     engine, step = session.engine, session.engine.step
-    watching = watched(session, session.sizes.train, session.ranks, micro.data, micro.samples)
+    watching = watched(session, session.sizes.train, micro.data, micro.samples)
     flops: Context = contextlib.nullcontext()
     if engine.is_first and not engine.draws_by_sample:
         watching = noted_draws(engine.ledger, session.state.device, watching)
@@ -109,9 +105,6 @@ def _measured(session: Session, micro: MicroBatch, summing: Context) -> Iterator
         flops = meter.counting(step.update.name, micro.samples * step.update.every)  # samples since the update last ran
     with summing, watching, flops:
         yield
-
-
-# --- watched memory
 
 
 def watch_step(session: Session, step: Step) -> Context:
@@ -139,18 +132,13 @@ def is_watched(session: Session, sizes: MicroBatchSizes) -> bool:
 
 @contextlib.contextmanager
 def watched(
-    session: Session,
-    sizes: MicroBatchSizes,
-    ranks: Ranks,
-    batch: Any,
-    samples: int | None = None,
-    always: bool = False,
+    session: Session, sizes: MicroBatchSizes, batch: Any, samples: int | None = None, always: bool = False
 ) -> Iterator[None]:
     """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
     batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
-    sizes: the search that chose this size. ranks: ranks running this batch together. samples: reported with the peak;
-    None if the peak is not representative. always: watch whatever the sizes say.
+    sizes: the search that chose this size. samples: reported with the peak; None if the peak is not representative.
+    always: watch whatever the sizes say.
     """
     if not (always or is_watched(session, sizes)):
         yield
@@ -165,7 +153,7 @@ def watched(
     if is_typical and samples and before and after:
         sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
-        _require_all_allocated(session, sizes, ranks)
+        _require_all_allocated(session, sizes)
 
 
 # --- allocations that fail without an error, because a library catches it and falls back
@@ -181,7 +169,7 @@ def refused_in_attempt(session: Session) -> int:
     return refused_allocations() - session.attempt.refused
 
 
-def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Ranks) -> None:
+def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
     """Raises SwallowedOutOfMemory if an allocation has failed in a micro-batch of an unvalidated size, a smaller size
     is left to try, and the other ranks can be informed.
 
@@ -196,6 +184,7 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes, ranks: Rank
     if count <= 0 or not session.config.oom.enabled:
         return
     note_refused(session)
+    ranks = session.eval_ranks if sizes is session.sizes.evaluation else session.ranks
     if sizes.can_shrink and (ranks.world == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(
             f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
