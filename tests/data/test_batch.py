@@ -123,20 +123,14 @@ def test_every_kind_is_read_mapped_and_cut(kind):
     assert len(held) >= 2
     doubled = map_tensors(lambda t: t * 2, batch)
     assert type(doubled) is type(batch)
-    inputs, targets = inputs_and_targets(doubled)
-    assert torch.equal(inputs, plain["inputs"] * 2)
-    assert torch.equal(targets, plain["targets"] * 2)
+    assert runs.differences(inputs_and_targets(doubled), (plain["inputs"] * 2, plain["targets"] * 2)) == []
     assert all(torch.equal(a, b * 2) for a, b in zip(tensors_in(doubled), held, strict=True))
     # The original is unchanged.
-    inputs, targets = inputs_and_targets(batch)
-    assert torch.equal(inputs, plain["inputs"])
-    assert torch.equal(targets, plain["targets"])
+    assert runs.differences(inputs_and_targets(batch), (plain["inputs"], plain["targets"])) == []
     assert all(a is b for a, b in zip(tensors_in(batch), held, strict=True))
     assert elements_in(batch) == sum(t.numel() for t in held)
     piece = rows(batch, 4, 7)
-    inputs, targets = inputs_and_targets(piece)
-    assert torch.equal(inputs, plain["inputs"][4:7])
-    assert torch.equal(targets, plain["targets"][4:7])
+    assert runs.differences(inputs_and_targets(piece), (plain["inputs"][4:7], plain["targets"][4:7])) == []
     if kind in ATTRIBUTES:
         name, value = ATTRIBUTES[kind]
         assert getattr(doubled, name) == getattr(piece, name) == value

@@ -1,6 +1,7 @@
 """Streams: where a position is, that it is reached again exactly, and which rank reads what."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import own_streams
 import pytest
@@ -46,24 +47,17 @@ class Together(SingleRank):
 
 def on_ranks(world, work):
     """What `work(ranks)` returns on each of so many ranks."""
-    shared, results = ([None] * world, threading.Barrier(world, timeout=30)), [None] * world
+    shared = [None] * world, threading.Barrier(world, timeout=30)
 
     def run(rank):
         try:
-            results[rank] = work(Together(rank, world, shared))
-        except BaseException as error:
-            results[rank] = error
+            return work(Together(rank, world, shared))
+        except BaseException:
             shared[1].abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(run, range(world)))
 
 
 def batches_of(source, size=16, ranks=None, **arguments):

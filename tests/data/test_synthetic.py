@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -32,15 +34,10 @@ def test_images_can_be_learned_and_carry_over_to_validation():
     assert (predicted == foreign["targets"]).float().mean() < 0.5
 
 
-def make_images(split, seed=0):
-    return SyntheticImages(split, seed=seed, image_shape=[1, 8, 8])
+KINDS = [partial(SyntheticImages, image_shape=[1, 8, 8]), partial(SyntheticTokens, context_length=16)]
 
 
-def make_tokens(split, seed=0):
-    return SyntheticTokens(split, seed=seed, context_length=16)
-
-
-@pytest.mark.parametrize("make", [make_images, make_tokens])
+@pytest.mark.parametrize("make", KINDS, ids=["images", "tokens"])
 def test_a_sample_is_a_function_of_seed_split_and_index(make):
     data = make("train")
     whole = data.__getitems__(range(1024))

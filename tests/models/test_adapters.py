@@ -72,9 +72,7 @@ def test_another_base_is_refused(tmp_path, base):
 def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     run = runs.run_until(tmp_path / "run", 4, *on(base))
     inputs = torch.arange(12)[None]
-    trained = run.state.model.eval()
-    with torch.no_grad():
-        wanted = trained(inputs).logits
+    wanted = outputs(run.state.model, inputs)
     export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}")  # the rest is the run's own
     runs.run(tmp_path / "small", *export)
     runs.run(tmp_path / "whole", *export, "export.merge=true")
@@ -82,11 +80,10 @@ def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     assert (small / "adapter_model.safetensors").stat().st_size < 0.5 * (whole / "model.safetensors").stat().st_size
     assert not (small / "model.safetensors").exists()
     assert json.loads((small / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
-    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    with torch.no_grad():
-        without = own(inputs).logits
-        adapted = peft.PeftModel.from_pretrained(own, small).eval()(inputs).logits
-        merged = transformers.AutoModelForCausalLM.from_pretrained(whole).eval()(inputs).logits
+    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    without = outputs(own, inputs)
+    adapted = outputs(peft.PeftModel.from_pretrained(own, small), inputs)
+    merged = outputs(transformers.AutoModelForCausalLM.from_pretrained(whole), inputs)
     torch.testing.assert_close(adapted, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(merged, wanted, rtol=1e-4, atol=1e-5)
     assert (without - wanted).abs().max() > 1e-3

@@ -1,5 +1,6 @@
 """`model=hf`, and models of Transformers by their class: how the program reads them, and what it refuses."""
 
+import contextlib
 import logging
 import shutil
 
@@ -152,12 +153,10 @@ def test_models_that_would_mix_packed_documents_are_refused():
 
 
 def gradients(tmp_path, *overrides):
-    run = runs.prepare(tmp_path, *hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, *overrides)
-    try:
+    overrides = (*hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, *overrides)
+    with contextlib.closing(runs.prepare(tmp_path, *overrides)) as run:
         runs.accumulate(run)
         return runs.gradients(run.state.model)
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,6 @@ from trainapp.errors import UserError
 from trainapp.models.resnet import ResNet
 
 
-def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("depth", "count", "blocks", "entries"),
     [
@@ -23,7 +19,7 @@ def parameters(model: nn.Module) -> int:
 def test_sizes_are_torchvisions(depth, count, blocks, entries):
     with torch.device("meta"):
         model = ResNet((3, 224, 224), 1000, depth=depth)
-    assert parameters(model) == count
+    assert sum(p.numel() for p in model.parameters()) == count
     assert len(model.blocks()) == blocks
     assert len(model.state_dict()) == entries
 

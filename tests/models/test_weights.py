@@ -2,6 +2,7 @@ import os
 import pickle
 
 import pytest
+import runs
 import safetensors.torch
 import torch
 from torch import nn
@@ -26,10 +27,7 @@ def save(state, path):
 
 
 def assert_same(model: nn.Module, other: nn.Module):
-    ours, theirs = model.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert runs.differences(model.state_dict(), other.state_dict()) == []
 
 
 def refusal(model, path, **options) -> str:

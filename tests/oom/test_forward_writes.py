@@ -129,9 +129,8 @@ SKIPPING = ("train.nonfinite=skip", "train.draws=device")  # no trial calls, whi
 
 def skipped(run_dir: Path, case: str, step: int) -> list[str]:
     """What differs after a step whose inputs are not finite."""
-    session = prepared(tiny(run_dir, *CASES[case], *SKIPPING))
     injector = Injector([Fault("forward", step, kind="nan")])
-    try:
+    with contextlib.closing(prepared(tiny(run_dir, *CASES[case], *SKIPPING))) as session:
         for _ in range(step - 1):
             loop.train_step(session)
         before = model_state(session.state.model)
@@ -140,8 +139,6 @@ def skipped(run_dir: Path, case: str, step: int) -> list[str]:
             loop.train_step(session)
         assert session.state.progress.skipped == 1
         return differences(before, model_state(session.state.model))
-    finally:
-        session.close()
 
 
 @pytest.mark.parametrize("case", ["Teacher", "TeacherSilent", "ExtraState"])

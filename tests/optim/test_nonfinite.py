@@ -9,20 +9,17 @@ from trainapp.training import loop
 MLP = runs.MODELS["mlp"]
 
 
-def poison(run, step, value=float("nan")):
-    """Make one sample of the step after `step` others produce a non-finite loss. Returns its index in the data."""
+def poison(run, step):
+    """Make one sample of the step after `step` others produce a non-finite loss."""
     data = run.batches.dataset
     progress = type(run.state.progress)()
     for _ in range(step):
         run.batches.advance(progress)
     index = run.batches.share(progress).numbers[3]
-    if data.augment:
-        data._shifted = data._shifted.copy()
-        data._shifted[index] = value
-    else:
-        data._images = data._images.copy()
-        data._images[index] = value
-    return index
+    name = "_shifted" if data.augment else "_images"
+    pixels = getattr(data, name).copy()
+    pixels[index] = float("nan")
+    setattr(data, name, pixels)
 
 
 @pytest.mark.parametrize("save", [True, False])

@@ -262,22 +262,15 @@ def _first_8(batch: Any) -> Any:
     return map_tensors(lambda t: t[:, :8].contiguous(), batch)
 
 
-def _shortened(piece: Any) -> Any:
-    return lambda start, end: _first_8(piece(start, end))
-
-
-def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:
+def train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int, steps: Sequence[int]) -> Record:
     """All texts are cut to 8 tokens, except those of one rank in these steps."""
-    return functools.partial(_train_short_but, long_rank=long_rank, steps=steps)
-
-
-def _train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int, steps: Sequence[int]) -> Record:
     fetch = TrainBatches.micro_batches
 
     def shortened(self: TrainBatches, progress: Progress, *cut: Any) -> Any:
         for micro in fetch(self, progress, *cut):
             long = rank == long_rank and progress.step + 1 in steps
-            yield micro if long else micro._replace(data=_first_8(micro.data), piece=_shortened(micro.piece))
+            short = micro._replace(data=_first_8(micro.data), piece=lambda *ends, of=micro.piece: _first_8(of(*ends)))
+            yield micro if long else short
 
     with mock.patch.object(TrainBatches, "micro_batches", shortened):
         return train(rank, config, *arguments)

@@ -5,6 +5,7 @@ The reference is a run on as many ranks that changes its size by `batch.micro_sc
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,12 +54,8 @@ def test_recovered_as_configured(cell, spread, model, step):
 
 def train_blindly(rank: int, *arguments) -> Record:
     """A wrong variant: no write of a parameter is noticed."""
-    written = Snapshot._written
-    Snapshot._written = lambda self: []
-    try:
+    with mock.patch.object(Snapshot, "_written", return_value=[]):
         return train(rank, *arguments)
-    finally:
-        Snapshot._written = written
 
 
 def test_without_noticing_writes_the_cell_fails(cell):

@@ -5,6 +5,7 @@ cell asserts that its error struck, that no step was lost and no sample repeated
 size, and that every gradient matches the reference to a relative error below 1e-6.
 """
 
+import functools
 import itertools
 import json
 
@@ -292,9 +293,8 @@ def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     # then on votes are held while that shape is in use, and an error in it is recovered in place.
     texts = ("model.context_length=64", "data.min_length=33", "train.max_steps=10", "oom.clean_steps=2")
     fault = Fault("backward", 9, 2, rank=1)
-    records = cell.run(
-        2, f"parallel={spread}", *texts, faults=[fault], function=train_short_but(1, steps=(5, 6, 9, 10))
-    )
+    function = functools.partial(train_short_but, long_rank=1, steps=(5, 6, 9, 10))
+    records = cell.run(2, f"parallel={spread}", *texts, faults=[fault], function=function)
     assert [record.error for record in records] == [None, None]
     assert [[failure.step for failure in record.failures] for record in records] == [[9], [9]]
     assert records[0].shapes == records[1].shapes == {16: 4, 128: 2}

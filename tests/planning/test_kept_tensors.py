@@ -1,5 +1,6 @@
 """Tensors that live from step to step: counted in every one, planned and measured alike."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -28,13 +29,11 @@ def own(name, *more):
 
 def measured(folder, *overrides, steps=STEPS):
     """The peak of each step, in bytes."""
-    run, peaks = runs.prepare(folder, *overrides), []
-    try:
+    peaks = []
+    with contextlib.closing(runs.prepare(folder, *overrides)) as run:
         for _ in range(steps):
             loop.train_step(run)
             peaks.append(run.memory.counter.peak)
-    finally:
-        run.close()
     return peaks
 
 
@@ -67,14 +66,12 @@ def test_it_is_counted_in_the_first_step_only_without_what_is_carried(tmp_path, 
 
 def test_an_evaluation_between_steps_leaves_nothing_in_them(tmp_path):
     """Its totals, and a metric's, die with it."""
-    run, peaks = runs.prepare(tmp_path, *OVER, *runs.MODELS["mlp"], "every.eval=1", "batch.eval_micro_size=8"), []
-    try:
+    overrides, peaks = (*OVER, *runs.MODELS["mlp"], "every.eval=1", "batch.eval_micro_size=8"), []
+    with contextlib.closing(runs.prepare(tmp_path, *overrides)) as run:
         for _ in range(4):
             loop.train_step(run)
             peaks.append(run.memory.counter.peak)
             evaluate(run)
-    finally:
-        run.close()
     assert peaks[1] == peaks[2] == peaks[3]
 
 
@@ -96,26 +93,20 @@ def test_the_limit_is_not_exceeded_without_a_word(tmp_path):
 
 def test_models_of_our_own_keep_nothing(tmp_path):
     for name, model in runs.MODELS.items():
-        run = runs.prepare(tmp_path / name, *OVER, *model)
-        try:
+        with contextlib.closing(runs.prepare(tmp_path / name, *OVER, *model)) as run:
             for _ in range(3):
                 loop.train_step(run)
                 with run.memory.watch(run.meter.resident()):
                     kept = [n for n, kind in run.memory.counter.kinds.items() if kind == "kept"]
                 assert kept == [], name
-        finally:
-            run.close()
 
 
 def test_the_error_names_what_is_kept(tmp_path):
-    run = runs.prepare(tmp_path, *own("Bank"))
-    try:
+    with contextlib.closing(runs.prepare(tmp_path, *own("Bank"))) as run:
         for _ in range(2):
             loop.train_step(run)
         run.memory.limit = run.memory.counter.peak
         failure = runner.attempt(run)
-    finally:
-        run.close()
     assert failure.step == 3
     assert failure.by_category["kept"] == 4 * 4000
     assert sum(failure.by_category.values()) == failure.used

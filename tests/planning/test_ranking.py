@@ -1,5 +1,7 @@
 """The techniques in the plan: alone and stacked as measured, in the order of least harm; the best plan runs."""
 
+import contextlib
+
 import measured
 import pytest
 import runs
@@ -115,14 +117,11 @@ def test_the_result_is_what_the_list_says(tmp_path, technique):
     own = (*SMALL, "model.width=64", f"train.grad_clip={clip}", "every.log=1", "train.max_steps=3")
 
     def losses(name, *more):
-        run = runs.prepare(tmp_path / name, *own, *more)
         with_loss = []
-        run.tracker.log = lambda step, samples, scalars, metric: with_loss.append(scalars["loss"])
-        try:
+        with contextlib.closing(runs.prepare(tmp_path / name, *own, *more)) as run:
+            run.tracker.log = lambda step, samples, scalars, metric: with_loss.append(scalars["loss"])
             for _ in range(3):
                 loop.train_step(run)
-        finally:
-            run.close()
         return with_loss
 
     plain, changed = losses("plain"), losses("changed", *technique.setting.split())

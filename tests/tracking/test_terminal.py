@@ -1,5 +1,6 @@
 """The terminal: a live bar on a terminal, lines elsewhere."""
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -34,14 +35,9 @@ def on_a_terminal(command, cwd):
     process = subprocess.Popen(command, cwd=cwd, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # EIO: the other end is closed
-            break
-        if not chunk:
-            break
-        shown += chunk
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while chunk := os.read(ours, 65536):
+            shown += chunk
     os.close(ours)
     return shown.decode(), process.wait(timeout=60)
 

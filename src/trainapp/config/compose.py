@@ -136,9 +136,7 @@ def _with_optimizer(update: Any, common: Any) -> Any:
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them, and a note on settings of earlier versions."""
     setting, value = re.split(r"[=:]", line.partition(": ")[0] + "=", maxsplit=2)[:2]
-    if former := command_line.renamed(setting, value):
-        return former
-    return re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
+    return command_line.renamed(setting, value) or re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

@@ -105,12 +105,10 @@ class Sampler(Source):
         else:
             self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
         self.order_name = self.order.name
-        self._shares = lru_cache(maxsize=2)(self._share)  # the current step's and the next
+        # Keeps those of the current step and the next.
+        self.share = lru_cache(maxsize=2)(self.share)  # type: ignore[method-assign]
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
-        return self._shares(epoch, consumed, size)
-
-    def _share(self, epoch: int, consumed: int, size: int) -> Share:
         total = max(0, min(size, self.samples - consumed))
         start, end = own_part(total, self.rank, self.world)
         behind = consumed + size

@@ -45,7 +45,6 @@ class HeldSamples(Dataset):
 
 
 def _digest_of(sample: Any) -> list[Any]:
-    """Checksums of the tensors and arrays in a sample."""
     found = tensors_in(default_convert(sample))
     return [checksum(tensor).tolist() for tensor in found if tensor.layout is torch.strided and not tensor.is_nested]
 
@@ -158,7 +157,7 @@ class Stream(Source):
             )
         start, end = own_part(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
-        ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))
+        ends = all(shard.available(epoch, count + 1) <= count for shard, count in zip(self._shards, taken, strict=True))
         spare = samples[0] if samples else None
         is_compared = world > 1 and not self.is_sharded and not self._step.key  # the first read
         digest = _digest_of(spare) if is_compared else None

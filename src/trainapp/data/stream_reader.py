@@ -42,7 +42,6 @@ def at_most(samples: int, dataset: Any) -> int:
 
 
 def _shard_of(source: Any, index: int, count: int) -> Any:
-    """The source's shard `index` of `count`."""
     if count == 1:
         return source
     if _is_of_datasets(source):
@@ -124,10 +123,6 @@ class Shard(IterableDataset):
     def sample(self, number: int) -> Any:
         """A held sample; see `available`."""
         return self._buffer[number].sample
-
-    def ends_after(self, epoch: int, count: int) -> bool:
-        """Whether the shard has no sample of the epoch after its next `count`, which are `available`."""
-        return self.available(epoch, count + 1) <= count
 
     def advance(self, count: int) -> None:
         """Count the next `count` samples as trained."""

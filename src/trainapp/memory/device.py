@@ -210,7 +210,6 @@ class CpuMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def measuring(self, resident: Resident) -> Iterator[None]:
-        """Count storages, and enforce the limit if there is one."""
         counter = self.counter = self.new_counter()
         self._lapped = 0
         try:
@@ -248,7 +247,6 @@ class CpuMemory(DeviceMemory):
         return self._scalars(self._allocated, self._allocated, peak, peak)
 
     def used(self) -> int:
-        """Live bytes at the end of the last watched block."""
         return self._allocated
 
 

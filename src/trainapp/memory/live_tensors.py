@@ -258,13 +258,7 @@ class LiveTensors(DispatchMode):
             return 0
         size = storage.nbytes()
         number = self._number = self._number + 1
-
-        def freed(_: weakref.ref[torch.UntypedStorage], key: int = key, size: int = size, number: int = number) -> None:
-            if self._alive.pop(key, None) is not None:
-                self.live -= size
-                self.events.append((number, -size))
-
-        self._alive[key] = _Counted(number, size, weakref.ref(storage, freed))
+        self._alive[key] = _Counted(number, size, weakref.ref(storage, lambda _: self._forget(key)))
         self.live += size
         self.events.append((number, size))
         return size

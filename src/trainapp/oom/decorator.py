@@ -35,11 +35,7 @@ def find_executable_batch_size(
     When called, raises NoExecutableBatchSize (a RuntimeError) if no size is left. Other errors pass through.
     """
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
+        return lambda function: find_executable_batch_size(function, starting_batch_size, reduce_batch_size_fn)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -122,12 +122,8 @@ def report(session: Session, failure: OomReport) -> None:
     if failure.by_peer:
         ranks = listed(map(str, failure.culprits))
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
-    else:
-        log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
-        _write_report(session, failure)
-
-
-def _write_report(session: Session, failure: OomReport) -> None:
+        return
+    log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
     try:
         path = write(session, failure)
         session.memory.dump(path.with_suffix(".snapshot.pickle"))

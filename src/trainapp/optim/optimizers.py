@@ -58,7 +58,6 @@ def build_optimizer(
         copies = HostCopies() if settings.offload else None
         provided: dict[str, Any] = {"params": groups if copies is None else copies.of_groups(groups)}
         provided |= {} if settings.lr is None else {"lr": settings.lr}
-        optimizer: torch.optim.Optimizer
         optimizer = targets.construct(kind, settings.arguments | kernel, setting, user_packages, provided)
         _require_known(settings, optimizer, setting)
         for group in optimizer.param_groups:
@@ -141,7 +140,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def _groups(
     kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str
 ) -> list[dict[str, Any]]:
-    """The parameter groups for the optimizer's constructor."""
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     if "weight_decay" in inspect.signature(kind).parameters:
         # An optimizer may define its own groups.
@@ -206,7 +204,6 @@ def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, settin
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer options that a group sets."""
     return {name: value for name, value in group.items() if name != "match"}
 
 

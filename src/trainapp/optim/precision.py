@@ -182,7 +182,6 @@ class NonFiniteCheck:
         return True
 
     def _record(self, step: int, values: Mapping[str, Tensor]) -> None:
-        """Record a bad step on the device."""
         good = [torch.isfinite(value) & (value > 0 if name == "count" else True) for name, value in values.items()]
         # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
         all_good = torch.stack([flag.to(self._first_bad.device, non_blocking=True) for flag in good]).all()

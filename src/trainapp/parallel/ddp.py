@@ -89,7 +89,6 @@ class DDP(SingleDevice):
             self._wrap()
 
     def turn_to(self, update: int) -> None:
-        """Use the update's wrapper."""
         self._update = update
         self.forward, self._buckets, self._exchange = self._of_update[update]
 
@@ -125,12 +124,10 @@ class DDP(SingleDevice):
                 rebuild_buckets(self.forward)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """Runs the task within DDP's forward."""
         return compute_within(self.forward, task, batch)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Exchanges gradients in the last micro-batch only."""
         self._exchange.due = last
         # A static graph needs DDP's bookkeeping in every backward: only the hook skips the exchange then.
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():

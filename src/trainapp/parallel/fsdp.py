@@ -3,7 +3,7 @@
 import collections
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from trainapp.torch_private import (
     prepare_fsdp,
     tree_map,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 is slow to import
 
 
 class FSDP(SingleDevice):
@@ -46,6 +43,7 @@ class FSDP(SingleDevice):
         settings: Fsdp,
         compute_dtype: torch.dtype,
     ):
+        # Late: it is slow to import.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         super().__init__(model, ranks)
@@ -74,7 +72,10 @@ class FSDP(SingleDevice):
         self.recovers_in_place = hasattr(self._root, "reset_iter_state")  # from torch 2.13 on
         self.groups = (dist.group.WORLD, self._shard_group, replicas)
         _gate_collectives(task_module, ranks, replicas)
-        _prefetch(sharded, settings.prefetch)
+        depth = settings.prefetch  # FSDP2 itself gathers one block ahead; more overlap with compute, and cost memory
+        for position, block in enumerate(sharded if depth > 1 else ()):
+            block.set_modules_to_forward_prefetch(sharded[position + 1 : position + 1 + depth])
+            block.set_modules_to_backward_prefetch(sharded[max(0, position - depth) : position][::-1])
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
 
@@ -191,11 +192,3 @@ def _gated(kind: type, ranks: Ranks) -> Any:
                 return super().__call__(*args, **kwargs)
 
     return Gated()
-
-
-def _prefetch(blocks: list["FSDPModule"], depth: int) -> None:
-    """Gather `depth` blocks ahead (FSDP2 itself: one): overlaps with compute and costs their memory."""
-    if depth > 1:
-        for position, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + depth])
-            block.set_modules_to_backward_prefetch(blocks[max(0, position - depth) : position][::-1])

@@ -180,8 +180,7 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
     own = choose_device(config.train.device) if config.plan.device is None else None
     if method != "measured" and own is not None and own.type == "cuda":
         named = absent_gpu.named(config, own)
-        facts: Facts = answer_of(f"{__name__}.answer", named, picture, only_modes, method, sees_devices=False)
-        return facts
+        return answer_of(f"{__name__}.answer", named, picture, only_modes, method, sees_devices=False)
     if method == "traced" and own is not None and own.type == "mps":
         raise NotImplementedError("no trace knows what MPS allocates")
     with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory

@@ -30,11 +30,13 @@ def text(facts: dict[str, Any], config: Config) -> str:
     """The plan as text; if something fits, the last line has the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
-    lines = [*_peak(facts), _largest(facts)]
+    limit, largest = bytes_text(facts["limit_bytes"]), facts["largest_micro_size"]
+    fits = f"largest that fits {limit}: micro-batch {largest}" if largest else f"no micro-batch fits {limit}"
+    lines = [*_peak(facts), fits]
     if facts["best"] is not None:
         lines += [*_techniques(facts), *_best(facts)]
-    elif facts["largest_micro_size"]:
-        lines.append(" ".join(size_overrides(config, facts["largest_micro_size"])))
+    elif largest:
+        lines.append(" ".join(size_overrides(config, largest)))
     return "\n".join(lines)
 
 
@@ -45,10 +47,14 @@ def summary(facts: dict[str, Any]) -> str:
 
 def _peak(facts: dict[str, Any]) -> list[str]:
     module = f" ({facts['module']})" if facts["module"] else ""
+    ranks, of_ranks = facts["ranks"], list[str]()
+    if ranks["world"] > 1:
+        copies = f", {ranks['replicas']} replicas" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
+        of_ranks.append(f"{ranks['world']} ranks, {ranks['strategy']}{copies}: rank 0, which has the most")
     lines = [
         f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {bytes_text(facts['limit_bytes'])}, "
         f"in {facts['phase'].replace('_', ' ')}{module}",
-        *_of_ranks(facts["ranks"]),
+        *of_ranks,
         *([f"activation checkpointing: {modes_text(facts['modes'])}"] if facts["modes"] else []),
         *facts["notes"],
     ]
@@ -57,11 +63,6 @@ def _peak(facts: dict[str, Any]) -> list[str]:
         lines.append(f"measured: {peak}, {facts['step_seconds']:.3g} s per step")
     lines += ["peak by phase", *_rows(facts["phases"])]
     return [*lines, *(["at the peak", *_rows(facts["categories"])] if facts["categories"] else [])]
-
-
-def _largest(facts: dict[str, Any]) -> str:
-    limit, largest = bytes_text(facts["limit_bytes"]), facts["largest_micro_size"]
-    return f"largest that fits {limit}: micro-batch {largest}" if largest else f"no micro-batch fits {limit}"
 
 
 def _techniques(facts: dict[str, Any]) -> list[str]:
@@ -97,7 +98,6 @@ def _measured(entry: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def _best(facts: dict[str, Any]) -> list[str]:
-    """The best plan, and its overrides to paste."""
     best, limit = facts["best"], bytes_text(facts["limit_bytes"])
     peak = bytes_text(best["peak_bytes"])
     if best["missing_bytes"]:
@@ -106,13 +106,6 @@ def _best(facts: dict[str, Any]) -> list[str]:
         changes = ", though it changes the training" if best["result"] == "other" else ""
         line = f"the least change that fits {limit}: peak {peak}{changes}:"
     return [line, best["overrides"]]
-
-
-def _of_ranks(ranks: dict[str, Any]) -> list[str]:
-    if ranks["world"] == 1:
-        return []
-    copies = f", {ranks['replicas']} replicas" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
-    return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: rank 0, which has the most"]
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Traces a step of a configuration: built as for training, but run on tensors without data.
-
-`measured` runs the same steps for real.
-"""
+"""Traces a step of a configuration: built as for training, but run on tensors without data."""
 
 import contextlib
 import dataclasses
@@ -24,12 +21,7 @@ from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Work, longest, planned_config, without_values
-from trainapp.torch_private import (
-    convertible_fakes,
-    fake_tensor_mode,
-    outside_dispatch_modes,
-    registries_of,
-)
+from trainapp.torch_private import convertible_fakes, fake_tensor_mode, outside_dispatch_modes, registries_of
 from trainapp.units import parse_memory_size
 
 _VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
@@ -90,7 +82,7 @@ class Traced:
                 stack.enter_context(gpu.pretended())
             parts.memory = recorder = Recorder(parts.device)
             parts.initial_device = str(parts.device)
-            fake = _faking(stack.enter_context(fake_tensor_mode()).from_tensor, parts.device)
+            fake = functools.partial(_fake, stack.enter_context(fake_tensor_mode()).from_tensor, parts.device)
             values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
             stack.enter_context(values)
             if gpu is not None:
@@ -112,16 +104,12 @@ class Traced:
             return found if gpu is None else gpu.completed(found, engine, config)
 
 
-def _faking(from_tensor: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Makes fake tensors on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        can_view = device.type == "cpu" and tensor.layout is torch.strided
-        is_view = can_view and tensor.untyped_storage().nbytes() != tensor.nbytes
-        with outside_dispatch_modes() if is_view else contextlib.nullcontext():  # creating it would be counted
-            return from_tensor(tensor).to(device)
-
-    return fake
+def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
+    """A fake tensor on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
+    can_view = device.type == "cpu" and tensor.layout is torch.strided
+    is_view = can_view and tensor.untyped_storage().nbytes() != tensor.nbytes
+    with outside_dispatch_modes() if is_view else contextlib.nullcontext():  # creating it would be counted
+        return from_tensor(tensor).to(device)
 
 
 # --- models without data

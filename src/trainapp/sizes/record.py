@@ -59,7 +59,6 @@ class Sizes:
             file.write(strict_json(failed | {"oom_restarts": self.oom_restarts}))
 
     def _by_key(self) -> dict[str, MicroBatchSizes]:
-        """All sizes by their keys in files."""
         return {key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
 
 

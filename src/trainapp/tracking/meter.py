@@ -140,7 +140,6 @@ class Meter:
             self.paused += time.monotonic() - started
 
     def _seconds(self) -> float:
-        """This process's training time."""
         return max(1e-9, time.monotonic() - self._started - self.paused)
 
     def samples_per_second(self) -> float:

@@ -12,7 +12,6 @@ class Handler(logging.StreamHandler):
     """Writes log records to a stream, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         try:
             tqdm.write(self.format(record), file=self.stream)
         except Exception:
@@ -50,16 +49,11 @@ class Progress:
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
             self.bar.set_description_str(text, refresh=False)
-        else:
-            logging.getLogger(__name__).info(
-                "step %d/%s | %s | %s left", step, self.bar.total or "?", text, self._left(step)
-            )
-
-    def _left(self, step: int) -> str:
-        done = step - self._first
-        if not self.bar.total or done <= 0:
-            return "?"
-        return tqdm.format_interval((time.monotonic() - self._started) / done * (self.bar.total - step))
+            return
+        done, left = step - self._first, "?"
+        if self.bar.total and done > 0:
+            left = tqdm.format_interval((time.monotonic() - self._started) / done * (self.bar.total - step))
+        logging.getLogger(__name__).info("step %d/%s | %s | %s left", step, self.bar.total or "?", text, left)
 
     def close(self) -> None:
         """Close the bar, leaving it on the terminal."""

@@ -141,7 +141,6 @@ class SupervisedFineTuning(Tokenized):
         return _marked(coded["input_ids"], is_answer)
 
     def _written(self, place: str, turns: list[dict[str, Any]], tokenize: bool = False, **options: bool) -> Any:
-        """The messages as the chat template writes them."""
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=tokenize, **options)
         except Exception as error:  # templates raise various errors, such as for roles that do not alternate
