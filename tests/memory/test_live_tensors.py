@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.config.schema import Memory
-from trainapp.draws import BLOCK, SCRATCH, install
+from trainapp.draws import BLOCK, ROW, SCRATCH, install, scratch
 from trainapp.memory.device import CpuMemory
 from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
 from trainapp.rng import Drawing, Ledger
@@ -89,12 +89,12 @@ def drawn(work, limit=None, size=1000):
 
 
 def test_what_drawing_by_sample_takes_is_counted():
-    """Twenty-four bytes per element of a block, besides the result, and again on fake tensors."""
-    noise = drawn(torch.randn_like)
-    assert noise.peak == 16000 + SCRATCH * 4000
+    """Twenty-four bytes per element of a block and a little per row, besides the result; the same on fake tensors."""
+    noise, of_noise = drawn(torch.randn_like), scratch((4, 1000), "cpu", 4)
+    assert noise.peak == 16000 + of_noise == 16000 + SCRATCH * 4000 + ROW * 4 + 8
     assert sum(size for _, size in noise.events) == noise.live == 0
-    assert drawn(lambda x: F.dropout(x, 0.5)).peak == 16000 + SCRATCH * 4000  # while the mask is drawn
-    assert drawn(torch.randn_like, size=BLOCK["cpu"]).peak == (16 + SCRATCH) * BLOCK["cpu"]
+    assert drawn(lambda x: F.dropout(x, 0.5)).peak == 16000 + of_noise  # while the mask is drawn
+    assert drawn(torch.randn_like, size=BLOCK["cpu"]).peak == (16 + SCRATCH) * BLOCK["cpu"] + ROW * 4 + 8
     heads = torch.ones(4, 1, 8, 8)
     assert drawn(lambda _: F.scaled_dot_product_attention(heads, heads, heads)).peak < SCRATCH * 100  # draws nothing
     with LiveTensors() as counter:
@@ -105,10 +105,11 @@ def test_what_drawing_by_sample_takes_is_counted():
 
 
 def test_drawing_by_sample_is_refused_over_the_limit():
-    drawn(torch.randn_like, limit=16000 + SCRATCH * 4000)
+    limit = 16000 + scratch((4, 1000), "cpu", 4)
+    drawn(torch.randn_like, limit=limit)
     before = torch.default_generator.get_state()
-    with pytest.raises(MemoryLimitExceeded, match=r"randn_like.* tried to allocate 93.8 KiB with 15.6 KiB"):
-        drawn(torch.randn_like, limit=16000 + SCRATCH * 4000 - 1)
+    with pytest.raises(MemoryLimitExceeded, match=r"randn_like.* tried to allocate 93.9 KiB with 15.6 KiB"):
+        drawn(torch.randn_like, limit=limit - 1)
     assert torch.equal(torch.default_generator.get_state(), before)
 
 
