@@ -408,9 +408,9 @@ def record_memory_history(max_entries: int | None) -> None:
     torch.cuda.memory._record_memory_history(**{"enabled": None} if max_entries is None else started)
 
 
-# device -> dict. The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads
-# them.
-memory_snapshot = torch.cuda.memory._snapshot
+def memory_snapshot(device: torch.device) -> dict[str, Any]:
+    """The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads them."""
+    return torch.cuda.memory._snapshot(device)
 
 
 # --- workers of the data loader
