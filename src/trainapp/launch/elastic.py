@@ -91,11 +91,13 @@ def signals_forwarded(failures: "Failures") -> Iterator[None]:
     them after 30 s. A second one, or one without workers, raises Interrupted. Then the former handler gets the signal.
     """
 
+    others = {child.pid for child in multiprocessing.active_children()}  # the caller's own
+
     def forward(number: int, frame: object) -> None:
         if failures.signal and time.monotonic() - failures.signalled_at < ECHO:
             return
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # workers that end have not failed
-        pids = [worker.pid for worker in multiprocessing.active_children() if worker.pid]
+        pids = [worker.pid for worker in multiprocessing.active_children() if worker.pid and worker.pid not in others]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
