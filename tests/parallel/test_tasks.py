@@ -98,7 +98,7 @@ def test_asking_a_task_for_its_metrics_leaves_no_trace(cell, spread):
 def test_the_loss_is_checked_later_together(cell, spread):
     """At the start the gate is uniform."""
     own = ("model._target_=own_tasks.Uniform", "~model.width", "~model.dropout", f"parallel={spread}")
-    own = (*own, "train.max_steps=16", "optimizer.lr=0.03")
+    own = (*own, "train.max_steps=16", "optimizer.lr=0.1")
     for record in run(cell, 2, "balanced", *own):
         assert "after step 8, task=own_tasks.balanced: the loss is not a sum over samples" in record.error
     for record in run(cell, 2, "balanced", *own, "train.check_loss=false"):
