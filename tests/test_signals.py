@@ -141,7 +141,8 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     output, errors = process.communicate(timeout=30)
     assert process.returncode == TO_BE_CONTINUED, errors
     assert "Traceback" not in errors
-    assert errors.count(f"{signal.Signals(number).name}: finishing the step; again to leave at once") == 1
+    # On a busy machine it is said when the step has ended.
+    assert len(re.findall(rf"{signal.Signals(number).name}: finishing the \w+; again to leave at once", errors)) == 1
     assert re.search(f"{signal.Signals(number).name}: saved [0-9.]+ s after it", errors)
     saved = list((run_dir / "checkpoints").glob("step_*"))
     assert len(saved) == 1
