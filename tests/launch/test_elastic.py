@@ -106,7 +106,7 @@ def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures, monke
     """The launcher waits for workers, which it does not restart; a second signal ends it."""
     passed_on = []
     former = signal.signal(signal.SIGUSR1, lambda number, _: passed_on.append(number))
-    worker = multiprocessing.get_context("fork").Process(target=lambda: [*iter(lambda: time.sleep(0.01), 0)])
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     try:
         with signals_forwarded(failures):
             worker.start()
