@@ -3,6 +3,7 @@
 Torch is not imported here, so that --help, --cfg and shell completion stay fast.
 """
 
+import dataclasses
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import trainapp
 from trainapp.config import command_line, compose
@@ -23,13 +24,14 @@ from trainapp.files import CONF
 from trainapp.launch import environment, launch
 from trainapp.new import project
 from trainapp.signals import TIME_IS_UP, Interrupted
+from trainapp.sweep import commands
 
 log = logging.getLogger(__name__)
 
 
 # Hydra 1.4 takes the classes that its own settings, such as hydra.callbacks and hydra.job_logging, may name.
-TRUSTED: dict[str, Any] = {"execution_whitelist": ["trainapp.*", "hydra.*", "logging.*", "colorlog.*"]}
-_OPTIONS = compose.VERSION_BASE or TRUSTED
+TRUSTED = ["trainapp.*", "hydra.*", "hydra_plugins.*", "logging.*", "colorlog.*"]
+_OPTIONS: dict[str, Any] = compose.VERSION_BASE or {"execution_whitelist": TRUSTED}
 
 
 @hydra.main(**_OPTIONS, config_path=str(CONF), config_name="train")
@@ -50,7 +52,9 @@ def job(composed: DictConfig) -> float | None:
             given = command_line.overrides(hydra_config)
             command = command_line.resume_command(hydra_config, run_dir)
             config = compose.from_hydra(composed, run_dir, command, given)
-            launch.describe(composed, config, hydra_config.overrides.task)
+            if direction := OmegaConf.select(hydra_config.sweeper, "direction"):  # of another sweeper than ours
+                config = dataclasses.replace(config, sweeper_direction=str(getattr(direction, "name", direction))[:3])
+            launch.describe(composed, config, hydra_config.overrides.task, command_line.flags(hydra_config))
             try:
                 return launch.launch(config, is_sweep)
             except Interrupted as stopped:
@@ -73,8 +77,8 @@ def job(composed: DictConfig) -> float | None:
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
-    if sys.argv[1:2] == ["new"]:
-        return _new(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in ("new", *commands.COMMANDS) and not _goes_on(sys.argv[1], sys.argv[2:]):
+        return None
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
     command_line.add_import_paths(sys.argv[1:])
@@ -100,9 +104,13 @@ def _fail(text: str) -> None:
     print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
 
 
-def _new(arguments: Sequence[str]) -> None:
+def _goes_on(name: str, arguments: Sequence[str]) -> bool:
+    """Do a command such as `new`. Whether the program goes on with the arguments that it has set."""
     try:
+        if name != "new":
+            return commands.run(name, arguments)
         project.command(arguments)
+        return False
     except UserError as error:
         _fail(str(error))
         sys.exit(error.exit_code)

@@ -225,9 +225,14 @@ def _logged(run_dir: Path) -> Iterator[None]:
         file.close()
 
 
+def _echoed(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        sys.stderr.write(line)
+        yield line
+
+
 def _run_as_command(config: Config) -> None:
     """Run in a command-line process. Signals are passed on to it; its error is raised here."""
-    message: list[str] = []  # its last message for the user
     sent: list[int] = []
 
     def send(number: int, frame: object) -> None:
@@ -244,12 +249,7 @@ def _run_as_command(config: Config) -> None:
     ) as process:
         assert process.stderr is not None
         with handled_by(send):
-            for line in process.stderr:
-                sys.stderr.write(line)
-                if line.startswith("trainapp: "):
-                    message = [line.removeprefix("trainapp: ").strip()]
-                elif message and line.startswith(" " * 10):
-                    message.append(line.strip())
+            message = command_line.message_in(_echoed(process.stderr))
     exit_code = process.returncode
     if exit_code < 0:  # killed by a signal, which a shell reports so
         exit_code = 128 - exit_code

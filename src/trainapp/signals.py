@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-TIME_IS_UP = 14  # the number, of SIGALRM, that stands for `train.max_time` among signals; none is sent
+from trainapp.errors import UserError
+
+# Numbers, of SIGALRM and SIGVTALRM, that stand for `train.max_time` and a pause of a sweep; these are not sent.
+TIME_IS_UP, PAUSED = 14, 26
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ECHO = 1.0  # seconds in which a second one is the first again: sent to a process, then to its group, say
+BEFORE_SLURM_ENDS = 120.0  # seconds, for the end of a step, a save and the trackers
 TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
 log = logging.getLogger(__name__)
 # A forked child's signals are not its parent's: a terminal's Ctrl-C in a loader's worker is no second signal.
@@ -105,6 +109,11 @@ class StopRequest:
             self.facts["seconds"] = time.monotonic() - self._at
             log.info("%s: saved %.1f s after it", named(self.agreed), self.facts["seconds"])
 
+    def pause(self) -> None:
+        """The run's sweep pauses it. Call on all ranks, which then stop as after a signal."""
+        self.agreed = PAUSED
+        self._note(PAUSED)
+
     def leave(self, number: int) -> NoReturn:
         """Pass the signal to its previous handler, then end the run. Raises Interrupted."""
         status = self._status(number)
@@ -172,8 +181,18 @@ def handled_by(handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
 
 
 def named(number: int) -> str:
-    """SIGTERM, or train.max_time."""
-    return "train.max_time" if number == TIME_IS_UP else signal.Signals(number).name
+    """SIGTERM, train.max_time, or sweep.pruner."""
+    others = {TIME_IS_UP: "train.max_time", PAUSED: "sweep.pruner"}
+    return others.get(number) or signal.Signals(number).name
+
+
+def slurm_end(setting: str) -> float:
+    """The Unix time at which to stop before the Slurm job ends. Raises UserError, which names the setting, outside of
+    one.
+    """
+    if "SLURM_JOB_END_TIME" not in os.environ:
+        raise UserError(f"{setting}=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
+    return float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
 
 
 def pass_on(number: int, handler: Any) -> None:

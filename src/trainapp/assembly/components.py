@@ -56,7 +56,7 @@ class Components:
 
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
-    found = _locate_all(config)
+    found = located(config)
     train, evaluated = _datasets(config, found)
     if not evaluated and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
@@ -75,7 +75,7 @@ def load_components(config: Config) -> Components:
     )
 
 
-def _locate_all(config: Config) -> dict[str, Any]:
+def located(config: Config) -> dict[str, Any]:
     """The classes and functions that `data`, `model`, `eval`, the optimizers and the tasks name, by setting. Raises
     UserError with all errors at once.
     """

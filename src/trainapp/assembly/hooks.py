@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name, no_such_metric
 from trainapp.hooks.predictions import FirstPredictions
+from trainapp.hooks.rungs import RUNGS, AskSweep
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
@@ -53,15 +55,21 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
 
 
 def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
-    """The callbacks, including early stopping if `stopping.patience` is set and the run trains. task, sets: see
-    `Objective.of`.
+    """The callbacks, including early stopping if `stopping.patience` is set and the run trains, and the questions to a
+    sweep. task, sets: see `Objective.of`. Raises UserError if another sweeper looks for the opposite.
     """
-    stopping = config.stopping
-    if stopping.patience is None or config.mode != "train":
-        return hooks["callbacks"]
-    direction, metric = Objective.of(config.objective if stopping.metric == "auto" else stopping.metric, task, sets)
-    early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
-    return {**hooks["callbacks"], EARLY_STOPPING: early}
+    found, stopping, goal = dict(hooks["callbacks"]), config.stopping, Objective.of(config.objective, task, sets)
+    if config.sweeper_direction not in ("", goal.direction):
+        raise UserError(
+            f"hydra.sweeper.direction={config.sweeper_direction}imize: the objective of these runs is "
+            f"{' '.join(goal)}; set hydra.sweeper.direction={goal.direction}imize"
+        )
+    if config.mode == "train" and stopping.patience is not None:
+        direction, metric = goal if stopping.metric == "auto" else Objective.of(stopping.metric, task, sets)
+        found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
+    if config.mode == "train" and (Path(config.run_dir) / RUNGS).exists():  # the run belongs to a sweep with a pruner
+        found[RUNGS] = AskSweep(Path(config.run_dir), *goal)
+    return found
 
 
 def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:

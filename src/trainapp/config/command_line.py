@@ -12,7 +12,7 @@ from typing import cast
 
 from hydra.conf import HydraConf
 from hydra.errors import HydraException
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainapp.config.schema import ABOUT_A_RUN, Config
@@ -79,9 +79,14 @@ def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str |
 
 def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
     """The shell command that resumes this run: the same overrides, in the same directory."""
-    sources = hydra_config.runtime.config_sources
-    folders = [source.path for source in sources if source.provider == "command-line"]
-    return command(overrides(hydra_config), run_dir, folders)
+    return command([*flags(hydra_config), *overrides(hydra_config)], run_dir)
+
+
+def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
+    """Hydra's flags on the command line that decide what is composed."""
+    sources, name = hydra_config.runtime.config_sources, hydra_config.job.config_name
+    found = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+    return found if name == "train" else [*found, f"--config-name={name}"]
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
@@ -111,6 +116,17 @@ def size_overrides(config: Config, size: int) -> list[str]:
     others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
     others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
     return [*others, f"batch.micro_size={size}"]
+
+
+def message_in(lines: Iterable[str]) -> list[str]:
+    """The last message for the user in a process's output, as `__main__` prints it: its lines."""
+    message: list[str] = []
+    for line in lines:
+        if line.startswith("trainapp: "):
+            message = [line.removeprefix("trainapp: ").strip()]
+        elif message and line.startswith(" " * 10):
+            message.append(line.strip())
+    return message
 
 
 # Names that do not exist

@@ -23,7 +23,7 @@ from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
 
-FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments")
+FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments", "sweeper_direction")
 # Hydra 1.3 asks which version's defaults are meant; 1.4 has one set of them, and warns if it is told.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 

@@ -352,6 +352,23 @@ class Generate:
 
 
 @dataclass(config=STRICT)
+class Sweep:
+    """Of a multirun; its jobs do not read it. sampler: a name, or a class of Optuna with its arguments."""
+
+    sampler: Literal["grid", "random", "tpe"] | Target = "grid"
+    trials: PositiveInt | None = None
+    parallel: Auto | PositiveInt = "auto"
+    seed: Seed = 0
+    pruner: Literal["none", "halving", "hyperband", "median"] = "none"
+    eta: Annotated[int, Field(ge=2, strict=True)] = 3
+    rungs: PositiveInt = 3
+    max_time: Time | None = None
+    max_failures: PositiveInt | None = None
+    retry_failed: Bool = False
+    storage: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Adapter:
     kind: Literal["none", "lora"] = "none"
     rank: PositiveInt = 8
@@ -372,7 +389,8 @@ class Model(Target):
 @dataclass(config=STRICT)
 class Config:
     """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
-    the settings that the command line names; `started` is the Unix time from which `train.max_time` counts.
+    the settings that the command line names; `started` is the Unix time from which `train.max_time` counts;
+    `sweeper_direction`, min or max, is that of a sweeper which is not the program's own.
     """
 
     data: Data
@@ -405,11 +423,13 @@ class Config:
     lr_find: LrFind = field(default_factory=LrFind)
     predict: Predict = field(default_factory=Predict)
     generate: Generate = field(default_factory=Generate)
+    sweep: Sweep = field(default_factory=Sweep)
     adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
     given: list[str] = field(default_factory=list, compare=False)
     started: float = field(default_factory=time.time, compare=False)
+    sweeper_direction: str = ""
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:

@@ -34,7 +34,7 @@ ALLOWED_PACKAGES = (
 )
 # By package.
 EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-EXTRAS |= {"transformers": "hf", "datasets": "hf", "peft": "peft"}
+EXTRAS |= {"transformers": "hf", "datasets": "hf", "peft": "peft", "optuna": "sweep"}
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:

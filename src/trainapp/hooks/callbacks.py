@@ -42,8 +42,9 @@ class View:
     every rank must make the same forward. tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag,
     path, step)` and `note(text)`; writes only on rank 0. waited: seconds that this process has waited for batches.
     evaluated: the evaluation data sets by name, "" for the data's own split. stop: ends the run after this step, as if
-    it had reached its end; takes the reason, for result.json. logged: the step's loss, rates and other metrics if it is
-    logged (`every.log`), otherwise empty.
+    it had reached its end; takes the reason, for result.json. pause: saves the run and ends the process, to be
+    continued. is_stopping: whether a signal has asked for that. length: steps of the whole run, None if unknown.
+    logged: the step's loss, rates and other metrics if it is logged (`every.log`), otherwise empty.
     """
 
     step: int
@@ -57,6 +58,9 @@ class View:
     waited: float
     evaluated: Mapping[str, Any]
     stop: Callable[[str], None]
+    pause: Callable[[], None]
+    is_stopping: Callable[[], bool]
+    length: int | None
     logged: Mapping[str, float] = field(default_factory=dict)
 
     @property

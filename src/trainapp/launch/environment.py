@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.errors import UserError
 
+SWEEP_STARTED = "TRAINAPP_SWEEP_STARTED"  # the variable by which a sweep tells its jobs when it began
+
 
 @dataclass(frozen=True)
 class SchedulerTask:
@@ -105,10 +107,21 @@ def _first_host(nodes: str) -> str:
 
 def register() -> None:
     """Register the resolvers `run_name` and `by_mode`, once per process."""
+    _register("run_name", default_run_name, use_cache=True, replace=True)
+    _register("by_mode", by_mode, replace=True)
+
+
+def use_time_of_sweep() -> None:
+    """In a job of a sweep, `${now:...}` is when the sweep began. Call after Hydra has registered its own."""
+    if started := os.environ.get(SWEEP_STARTED):
+        own = datetime.datetime.fromisoformat(started)
+        _register("now", lambda pattern: own.strftime(pattern), use_cache=True, replace=True)
+
+
+def _register(*arguments: Any, **options: Any) -> None:
     is_old = omegaconf.__version__.startswith("2.3.")  # its `register_resolver` is another function
-    register_resolver: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
-    register_resolver("run_name", default_run_name, use_cache=True, replace=True)
-    register_resolver("by_mode", by_mode, replace=True)
+    function: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
+    function(*arguments, **options)
 
 
 def by_mode(of_run: str, of_plan: str, of_lr_find: str, *, _root_: DictConfig) -> str:

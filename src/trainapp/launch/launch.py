@@ -4,6 +4,7 @@ no torch before the process is prepared for it.
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainapp.signals import StopRequest
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+COMMAND = ".hydra/command.json"
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous workers
 environment.register()  # here, because jobs of a launcher such as submitit import the callbacks, not __main__
 
@@ -32,6 +34,7 @@ class RefuseSecondRun(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra. In a sweep each job takes its own lock."""
+        environment.use_time_of_sweep()
         name = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
         if name is None:  # reported later, with other mistakes
             return
@@ -57,8 +60,9 @@ def _claim(run_dir: Path) -> None:
         directory.acquire(run_dir, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
 
 
-def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None:
-    """Write .hydra/ with the composed configuration and the overrides. Hydra would do so before the run can be refused.
+def describe(composed: DictConfig, config: Config, overrides: list[str], flags: list[str]) -> None:
+    """Write .hydra/ with the composed configuration, the overrides, and the command for `trainapp continue`. Hydra
+    would do so before the run can be refused.
 
     Raises UserError if the directory belongs to another experiment.
     """
@@ -70,6 +74,9 @@ def describe(composed: DictConfig, config: Config, overrides: list[str]) -> None
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
     OmegaConf.save(overrides, folder / "overrides.yaml")
+    if config.mode == "train":
+        command = {"arguments": [*flags, *overrides], "cwd": os.getcwd()}
+        Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:

@@ -4,6 +4,7 @@ callbacks.
 An error in a callback ends the run after its step is saved; all ranks agree on that, and on a stop.
 """
 
+import functools
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,11 @@ from trainapp.units import listed
 
 @dataclass
 class Verdict:
-    """The outcome of a rank's callbacks: the message of an error, and the reason for a stop."""
+    """The outcome of a rank's callbacks: the message of an error, the reason for a stop, and whether to pause."""
 
     failure: str | None = None
     stop: str | None = None
+    pauses: bool = False
 
 
 def after_step(session: Session) -> None:
@@ -85,9 +87,11 @@ def call(session: Session, method: str, *arguments: Any) -> None:
 def _act(session: Session, own: Verdict) -> None:
     """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
     by_rank = [own]
-    differs, heard = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard())
+    differs, heard, pauses = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard(), int(own.pauses))
     if not session.is_finished:
         session.stop.agreed = heard  # the callback may have taken long: no further step
+        if pauses and not heard:
+            session.stop.pause()
     if session.ranks.world > 1 and differs:
         by_rank = session.ranks.all_gather_object(own)
     session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
@@ -98,7 +102,8 @@ def _act(session: Session, own: Verdict) -> None:
 
 
 def _view(session: Session, name: str, verdict: Verdict) -> View:
-    progress = session.state.progress
+    progress, length = session.state.progress, session.limits.length
+    is_known = length.steps_per_epoch is not None or session.config.train.max_steps is not None
 
     def stop(reason: str) -> None:
         verdict.stop = verdict.stop or (reason if reason.startswith("stopping.") else f"callbacks.{name}: {reason}")
@@ -115,6 +120,9 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         waited=session.meter.waited,
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
+        pause=functools.partial(setattr, verdict, "pauses", True),
+        is_stopping=lambda: bool(session.stop_heard()),
+        length=length.total_steps if is_known else None,
         logged=dict(session.attempt.logged),
     )
 

@@ -1,17 +1,14 @@
 """The length of a run, in steps and in time, and the intervals at which it logs, evaluates and saves."""
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainapp.config.schema import Config, Train
 from trainapp.data.source import Progress, TrainBatches
-from trainapp.errors import UserError
+from trainapp.signals import slurm_end
 from trainapp.units import RunLength, parse_duration, parse_time, to_steps
-
-BEFORE_SLURM_ENDS = 120.0  # seconds, for the end of a step, a save and the trackers
 
 
 class Interval(NamedTuple):
@@ -74,11 +71,7 @@ def deadline(config: Config) -> float:
     wanted = config.train.max_time
     if wanted is None or config.mode == "lr_find":
         return math.inf
-    end = config.started + (parse_time(wanted) or 0.0)
-    if wanted == "auto":
-        if "SLURM_JOB_END_TIME" not in os.environ:
-            raise UserError("train.max_time=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
-        end = float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
+    end = slurm_end("train.max_time") if wanted == "auto" else config.started + (parse_time(wanted) or 0.0)
     return time.monotonic() + end - time.time()
 
 

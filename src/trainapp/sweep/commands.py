@@ -1,0 +1,82 @@
+"""`trainapp continue DIR`, `trainapp leaderboard DIR` and `trainapp rerun RUN`. Imports no torch."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainapp.config import command_line
+from trainapp.errors import UserError
+from trainapp.launch.launch import COMMAND
+from trainapp.sweep import leaderboard
+from trainapp.sweep.journal import NAME, Journal
+
+
+def resumed(arguments: Sequence[str]) -> list[str]:
+    """The arguments that continue a sweep or a run in its directory, with the given overrides added; in the working
+    directory that it was started in. Raises UserError for a directory of neither.
+    """
+    folder = _folder("continue", arguments)
+    if (folder / NAME).exists():
+        first = Journal(folder, writes=False).asked
+        os.chdir(first["cwd"])
+        return [*with_changes(first["command"], arguments[1:]), command_line.override("hydra.sweep.dir", str(folder))]
+    given, cwd = _of_run("continue", folder)
+    os.chdir(cwd)
+    return [*with_changes(given, arguments[1:]), command_line.override("hydra.run.dir", str(folder))]
+
+
+def rerun(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a new run from those of another, with the given overrides in place of its own."""
+    given, cwd = _of_run("rerun", _folder("rerun", arguments))
+    os.chdir(cwd)
+    return with_changes(given, arguments[1:])
+
+
+def show_leaderboard(arguments: Sequence[str]) -> None:
+    """Print the table of a sweep or of a folder of runs."""
+    leaderboard.show(_folder("leaderboard", arguments))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], list[str] | None]] = {
+    "continue": resumed,
+    "rerun": rerun,
+    "leaderboard": show_leaderboard,
+}
+
+
+def with_changes(given: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Overrides of which the later one of a setting, or of a group's option, counts."""
+    changed = {_key(text) for text in changes}
+    return [*(text for text in given if _key(text) not in changed), *changes]
+
+
+def _key(text: str) -> str:
+    return text if text.startswith("-") else re.split(r"[=]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _folder(name: str, arguments: Sequence[str]) -> Path:
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"trainapp {name}: give the directory of a {'run' if name == 'rerun' else 'sweep or a run'}")
+    folder = Path(arguments[0]).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"trainapp {name} {arguments[0]}: there is no such directory")
+    return folder
+
+
+def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
+    """The arguments that started a run, and its working directory."""
+    path = folder / COMMAND
+    if not path.exists():
+        raise UserError(f"trainapp {name} {folder}: neither a sweep nor a run of the command line was started here")
+    facts = json.loads(path.read_text())
+    return facts["arguments"], facts["cwd"]
+
+
+def run(name: str, arguments: Sequence[str]) -> bool:
+    """Do a command. Returns whether the program goes on, with the arguments that it has set in `sys.argv`."""
+    further = COMMANDS[name](arguments)
+    sys.argv[1:] = further or []
+    return further is not None

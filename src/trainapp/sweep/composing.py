@@ -1,0 +1,145 @@
+"""What a job of a sweep is: its overrides, directory, configuration and command. All are checked before any trains."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pydantic
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from pydantic import TypeAdapter
+
+from trainapp.config import command_line, compose
+from trainapp.config.schema import Config, Sweep
+from trainapp.config.targets import messages
+from trainapp.errors import UserError
+from trainapp.sweep.space import Space, Values
+
+CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
+# Hydra's own overrides that are about the sweep.
+_OF_THE_SWEEP = (
+    "hydra.mode=",
+    "hydra.sweep.",
+    "hydra/sweeper",
+    "hydra.sweeper",
+    "hydra/launcher",
+    "hydra.launcher",
+    "hydra.run.dir=",
+)
+
+
+def settings_of(composed: DictConfig) -> Sweep:
+    """The settings `sweep.*`. Raises UserError with all mistakes."""
+    plain = cast(Any, OmegaConf.to_container(composed.sweep, resolve=True))
+    try:
+        return TypeAdapter(Sweep).validate_python(plain)
+    except pydantic.ValidationError as error:
+        known = list(composed.sweep)
+        raise UserError("\n".join(messages(error, "sweep", lambda location: known))) from None
+
+
+@dataclass(frozen=True)
+class Composed:
+    """overrides: what the job's command line has, without Hydra's."""
+
+    overrides: list[str]
+    folder: Path
+    config: Config
+
+
+class Composer:
+    """Composes jobs from the sweep's own configuration."""
+
+    def __init__(self, loader: ConfigLoader, sweep: DictConfig, space: Space):
+        self.folder = Path(str(sweep.hydra.sweep.dir)).resolve()
+        self._loader, self._sweep, self.space = loader, sweep, space
+
+    def job(self, number: int, values: Values) -> Composed:
+        """Raises UserError for mistakes in its settings."""
+        overrides = self.space.overrides(values)
+        try:
+            config = self._loader.load_sweep_config(self._sweep, overrides)
+        except Exception as error:
+            message = command_line.explain(error, overrides)
+            if message is None:
+                raise
+            raise UserError(message) from None
+        with open_dict(config):
+            config.hydra.job.num, config.hydra.job.id = number, str(number)
+        with _resolved_by(config):
+            folder = self.folder / str(OmegaConf.select(config, "hydra.sweep.subdir"))
+            with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+                config.hydra.runtime.output_dir = str(folder)
+            task = config.copy()
+            with open_dict(task):
+                del task["hydra"]
+            return Composed(overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
+
+    def check(self) -> Config:
+        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Returns
+        one's configuration. Raises UserError that names those that could not start.
+        """
+        size = self.space.size
+        chosen: Iterable[Values] = self.space.grid() if size is not None and size <= CHECKED else self.space.samples()
+        errors: dict[str, str] = {}
+        configs: dict[str, Config] = {}
+        for values in chosen:
+            name = " ".join(self.space.swept(values)) or "the job"
+            try:
+                configs[name] = self.job(0, values).config
+            except UserError as error:
+                errors[name] = str(error)
+        # In a process of its own, since it imports torch and users' modules, which this one does not need.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            errors |= process.submit(_errors_in, configs).result()
+        if errors:
+            lines = [f"{name}: {'; '.join(text.splitlines())}" for name, text in errors.items()]
+            raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
+        return next(iter(configs.values()))
+
+    def command(self, job: Composed, number: int, more: list[str]) -> list[str]:
+        """How to start the job as a process. more: other overrides."""
+        given = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
+        return [
+            *(sys.executable, "-m", "trainapp", *command_line.flags(self._sweep.hydra)),
+            *(*job.overrides, *more, *(text for text in given if not text.startswith(_OF_THE_SWEEP))),
+            *("hydra.mode=RUN", command_line.override("hydra.run.dir", str(job.folder))),
+            *(f"hydra.job.num={number}", f"hydra.job.id='{number}'"),
+            command_line.override("hydra.sweep.dir", str(self.folder)),
+        ]
+
+
+def _errors_in(configs: dict[str, Config]) -> dict[str, str]:
+    """The mistakes in the classes that configurations name, and in their arguments."""
+    from trainapp.assembly.components import located
+
+    errors = {}
+    for name, config in configs.items():
+        try:
+            located(config)
+        except UserError as error:
+            errors[name] = str(error)
+    return errors
+
+
+@contextmanager
+def _resolved_by(config: DictConfig) -> Iterator[None]:
+    """Inside the block, `${hydra:...}` refers to this job."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def shown(path: Path) -> str:
+    """The path as a user would type it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

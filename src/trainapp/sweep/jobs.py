@@ -1,0 +1,226 @@
+"""The processes of a sweep's jobs: started with a share of the machine, found again after the sweep itself was killed.
+
+Each leads a session of its own, so that a terminal's Ctrl-C reaches the sweep alone, which passes it on once. What it
+prints goes to `console.log` in its directory.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainapp.config.command_line import message_in
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.signals import TO_BE_CONTINUED
+from trainapp.sweep.journal import facts_of
+from trainapp.units import parse_memory_size
+
+LOG = "console.log"
+JOB = "TRAINAPP_SWEEP_JOB"  # the variable by which a job's processes are found: its directory
+UNKNOWN = -1000  # exit status of a process that this one has not started
+FILES = {"train": "result.json", "plan": "plan.json"}  # by mode, what a finished job has written
+_MARK = "== started "  # before what each process prints
+SHARE = 0.9  # of the memory of jobs that share a device: the rest is for what no allocator counts
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A share of the machine: GPUs by their names in CUDA_VISIBLE_DEVICES, CPU cores, and the number of slots with
+    which it shares its memory. None: all of it.
+    """
+
+    gpus: tuple[str, ...] | None = None
+    cores: tuple[int, ...] | None = None
+    sharing: int = 1
+
+    def __str__(self) -> str:
+        return f"GPU {', '.join(self.gpus)}" if self.gpus else ""
+
+    def memory(self, config: Config) -> list[str]:
+        """The override that gives a job its share of `memory.limit`."""
+        if self.sharing == 1:
+            return []
+        limit = config.memory.limit
+        if limit is None or parse_memory_size(limit, 0) == 0:  # a fraction
+            return [f"memory.limit={float(limit or SHARE) / self.sharing:.4g}"]
+        return [f"memory.limit={parse_memory_size(limit, 0) // self.sharing}"]
+
+
+def gpus_here() -> list[str]:
+    """The visible CUDA devices, as in CUDA_VISIBLE_DEVICES. If a driver is here, a process of its own asks torch."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name.strip() and name.strip() != "-1"]
+    if not (shutil.which("nvidia-smi") or Path("/dev/kfd").exists()):
+        return []
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return [str(number) for number in range(int(subprocess.run(command, capture_output=True, text=True).stdout or 0))]
+
+
+def slots(parallel: int | str, config: Config) -> list[Slot]:
+    """The machine divided for `sweep.parallel` jobs of this configuration, which says how many devices one takes."""
+    gpus = [] if config.train.device in ("cpu", "mps") or config.mode == "plan" else gpus_here()
+    if config.parallel.strategy == "single":
+        each = 1
+    else:
+        each = len(gpus) or 1 if config.parallel.devices == "auto" else int(config.parallel.devices)
+    if each > len(gpus) > 0:
+        raise UserError(f"parallel.devices={each}: this machine has {len(gpus)} GPUs")
+    fitting = len(gpus) // each
+    count = int(parallel) if parallel != "auto" else fitting or 1
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    found = []
+    for number in range(count):
+        own = tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) or tuple(cores)
+        first = number % fitting * each if fitting else 0
+        devices = tuple(gpus[first : first + each]) if gpus else None
+        found.append(Slot(devices, own if count > 1 and cores else None, -(-count // (fitting or 1))))
+    return found
+
+
+class Job:
+    """A running process. poll: its exit status, UNKNOWN if it was started by another one; None while it runs."""
+
+    def poll(self) -> int | None:
+        """See the class."""
+        raise NotImplementedError
+
+    def send(self, number: int) -> None:
+        """Pass on a signal."""
+
+
+@dataclass
+class Started(Job):
+    """A process of this one."""
+
+    process: subprocess.Popen[bytes]
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+@dataclass
+class Found(Job):
+    """A process that has outlived the sweep that started it, and those that it has started."""
+
+    processes: list[psutil.Process]
+
+    def poll(self) -> int | None:
+        return None if any(map(_is_alive, self.processes)) else UNKNOWN
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            self.processes[0].send_signal(number)
+
+
+@dataclass
+class Launched(Job):
+    """A job that a launcher of Hydra runs, in a thread that waits for it. No signal reaches it from here."""
+
+    launch: Callable[[], Any]
+    error: str = ""
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for returned in self.launch():
+                _ = returned.return_value  # raises the job's error
+        except BaseException as error:
+            self.error = f"{'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}"
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else int(bool(self.error))
+
+
+def start(command: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Started:
+    """Start a job in its slot. threads: of torch; None: torch's choice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = dict(os.environ) | {JOB: str(folder)}
+    env.pop("HYDRA_FULL_ERROR", None)  # set by `__main__`: with it, a user's mistake would come with its traceback
+    if threads is not None:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if slot.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+    with (folder / LOG).open("ab") as log:
+        log.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        log.flush()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, slot.cores or ())) if slot.cores else None,
+        )
+    return Started(process)
+
+
+def found(folders: Iterable[Path]) -> dict[Path, Found]:
+    """The processes of jobs in these directories that run already."""
+    wanted = {str(folder): folder for folder in folders}
+    by_folder: dict[Path, list[psutil.Process]] = {}
+    for process in psutil.process_iter() if wanted else ():
+        with contextlib.suppress(psutil.Error):
+            if (folder := wanted.get(process.environ().get(JOB, ""))) and process.pid != os.getpid():
+                by_folder.setdefault(folder, []).append(process)
+    return {folder: Found(sorted(own, key=lambda process: process.create_time())) for folder, own in by_folder.items()}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job's process ended. state, facts, error: as in `journal.Trial`."""
+
+    state: str
+    facts: dict[str, Any]
+    error: str = ""
+
+
+def outcome(folder: Path, mode: str, status: int, error: str = "") -> Outcome:
+    """Judge by the exit status and by what is in the job's directory."""
+    result: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        result = json.loads((folder / FILES.get(mode, "")).read_text())
+    is_complete = bool(result) and (mode != "train" or (result.get("ended") and not result.get("stopped")))
+    facts = facts_of(result)
+    if (status == UNKNOWN and is_complete) or status == 0:
+        return Outcome("finished", facts)
+    if status in (UNKNOWN, TO_BE_CONTINUED):
+        return Outcome("stopped", facts)
+    if status < 0 or status > 128:
+        name = signal.Signals(abs(status) - 128 * (status > 0)).name
+        return Outcome("stopped", facts, f"ended by {name}" if status > 0 else f"killed by {name}")
+    error = error or _error_in(folder / LOG)
+    return Outcome("infeasible" if error.startswith("out of memory") else "failed", facts, error)
+
+
+def _error_in(log: Path) -> str:
+    """The last message in a job's output: for the user, or of a traceback."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = text.rpartition(_MARK)[2].splitlines()[1:]
+    last = next((line for line in reversed(lines) if line.strip()), "no message")
+    return "; ".join(message_in(lines)) or last.strip()

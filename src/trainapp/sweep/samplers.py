@@ -1,0 +1,224 @@
+"""What to run next: every point of a grid, random points, or what a sampler of Optuna proposes.
+
+Nothing is kept between proposals: each follows from the journal, `sweep.seed` and the trial's number, so that a sweep
+that was killed proposes what an undisturbed one would. No configuration is proposed twice.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainapp.config import targets
+from trainapp.config.schema import Sweep
+from trainapp.errors import UserError
+from trainapp.sweep.journal import Trial
+from trainapp.sweep.space import Choice, Interval, Space, Values
+
+_DIRECTIONS = {"max": "maximize", "min": "minimize"}
+_TRIES = 100  # to find a configuration that has not run yet
+
+
+class Sampler(Protocol):
+    """direction: min or max; empty while nothing has finished."""
+
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+        """The configuration of the trial with this number; None if there is none left."""
+
+
+def build(settings: Sweep, space: Space) -> Sampler:
+    """The sampler of `sweep.sampler`. Raises UserError for one that does not suit the space."""
+    if settings.sampler == "grid":
+        if space.intervals:
+            raise UserError(
+                f"sweep.sampler=grid: {', '.join(space.intervals)} is an interval, of which there is no grid; list "
+                "values, or use sweep.sampler=random or tpe with sweep.trials=N"
+            )
+        return Grid(space)
+    if settings.trials is None and space.size is None:
+        raise UserError(
+            f"sweep.trials=null: {', '.join(space.intervals)} is an interval, and the sweep would never end; set the "
+            "number of configurations, such as sweep.trials=20"
+        )
+    if settings.sampler == "random":
+        return Random(settings.seed, space)
+    return OfOptuna(settings, space)
+
+
+class Grid:
+    """All configurations in order; those that have run are left out."""
+
+    def __init__(self, space: Space):
+        self._rest: Iterator[Values] = space.grid()
+
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+        """See `Sampler`."""
+        known = {trial.values for trial in trials}
+        return next((values for values in self._rest if values not in known), None)
+
+
+class Random:
+    """Independent draws."""
+
+    def __init__(self, seed: int, space: Space):
+        self._seed, self._space = seed, space
+
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+        """See `Sampler`."""
+        known = {trial.values for trial in trials}
+        for attempt in range(_TRIES):
+            rng = np.random.default_rng([self._seed, number, attempt])
+            values = tuple(_drawn(of, rng) for of in self._space.dimensions)
+            if values not in known:
+                return values
+        return None
+
+
+def _drawn(of: Choice | Interval, rng: np.random.Generator) -> str:
+    if isinstance(of, Choice):
+        return of.values[rng.integers(len(of.values))]
+    if of.is_whole and not of.is_log:
+        return of.text(int(rng.integers(int(of.low), int(of.high), endpoint=True)))
+    if of.is_log:
+        return of.text(math.exp(rng.uniform(math.log(of.low), math.log(of.high))))
+    return of.text(rng.uniform(of.low, of.high))
+
+
+class OfOptuna:
+    """A sampler of Optuna. Its study is made anew from the trials for each proposal."""
+
+    def __init__(self, settings: Sweep, space: Space):
+        targets.require_package("optuna", f"sweep.sampler={_name(settings)}")
+        import optuna
+
+        self._seed, self._space = settings.seed, space
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        if isinstance(settings.sampler, str):
+            # Values of running trials count as bad, so that jobs at the same time differ.
+            self._kind: Any = optuna.samplers.TPESampler
+            self._arguments = {"multivariate": True, "constant_liar": True}
+        else:
+            self._kind = targets.locate(settings.sampler.target, "sweep.sampler._target_", ["optuna"])
+            self._arguments = settings.sampler.arguments
+        self._sampler(0)
+
+    def _sampler(self, *numbers: int) -> Any:
+        seed = int(np.random.default_rng([self._seed, *numbers]).integers(2**32))
+        takes_seed = "seed" in targets.parameters_of(self._kind)
+        arguments = ({"seed": seed} if takes_seed else {}) | self._arguments
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
+            try:
+                return self._kind(**arguments)
+            except (TypeError, ValueError, ImportError) as error:
+                raise UserError(f"sweep.sampler: {self._kind.__name__}: {error}") from None
+
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+        """See `Sampler`."""
+        known = {trial.values for trial in trials}
+        for attempt in range(_TRIES):
+            study = study_of(self._space, trials, direction, self._sampler(number, attempt))
+            found = study.ask(distributions_of(self._space)).params
+            values = tuple(
+                of.text(found[of.key]) if isinstance(of, Interval) else found[of.key] for of in self._space.dimensions
+            )
+            if values not in known:
+                return values
+        return None
+
+
+def _name(settings: Sweep) -> str:
+    return settings.sampler if isinstance(settings.sampler, str) else settings.sampler.target
+
+
+def distributions_of(space: Space) -> dict[str, Any]:
+    """The space in Optuna's terms."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    found: dict[str, Any] = {}
+    for of in space.dimensions:
+        if isinstance(of, Choice):
+            found[of.key] = CategoricalDistribution(of.values)
+        elif of.is_whole:
+            found[of.key] = IntDistribution(int(of.low), int(of.high), log=of.is_log)
+        else:
+            found[of.key] = FloatDistribution(of.low, of.high, log=of.is_log)
+    return found
+
+
+def study_of(space: Space, trials: Sequence[Trial], direction: str, sampler: Any = None) -> Any:
+    """The trials as a study of Optuna, in memory.
+
+    What does not fit, diverges or pauses at a rung is told as pruned, which samplers learn from: they ignore failed
+    trials, and what failed for another reason says nothing of its configuration.
+    """
+    import optuna
+
+    study = optuna.create_study(sampler=sampler, direction=_DIRECTIONS.get(direction))
+    for trial in trials:
+        study.add_trial(_told(space, trial))
+    return study
+
+
+def _told(space: Space, trial: Trial) -> Any:
+    """A trial in Optuna's terms."""
+    from optuna.trial import TrialState, create_trial
+
+    state, value = TrialState.RUNNING, None
+    if trial.state == "finished":
+        value = trial.finite("best_objective")
+        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+    elif trial.state in ("paused", "infeasible") or trial.diverged:
+        state = TrialState.PRUNED
+    elif trial.state == "failed":
+        state = TrialState.FAIL
+    params = {
+        of.key: own if isinstance(of, Choice) else int(own) if of.is_whole else float(own)
+        for of, own in zip(space.dimensions, trial.values, strict=True)
+    }
+    return create_trial(
+        state=state,
+        value=value,
+        params=params,
+        distributions=distributions_of(space),
+        user_attrs={"job": trial.number, "directory": trial.folder},
+        intermediate_values={rung: value for rung, value in trial.reached.items() if value is not None},
+    )
+
+
+def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], direction: str) -> None:
+    """Add the trials that have ended, and are not there yet, to the study of this name, for Optuna's dashboard.
+
+    Raises UserError if the storage cannot be used.
+    """
+    import optuna
+
+    try:
+        study = optuna.create_study(
+            storage=url, study_name=name, direction=_DIRECTIONS.get(direction), load_if_exists=True
+        )
+        known = {own.user_attrs.get("job") for own in study.get_trials(deepcopy=False)}
+        for trial in trials:
+            if trial.state in ("finished", "failed", "infeasible") and trial.number not in known:
+                study.add_trial(_told(space, trial))
+    except Exception as error:  # of SQLAlchemy, of its drivers, of the network
+        raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
+
+
+def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[str, float]:
+    """The share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
+    arXiv:2304.10255); empty without Optuna, or with too few finished trials.
+    """
+    try:
+        from optuna import importance
+    except ImportError:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            evaluator = importance.PedAnovaImportanceEvaluator()
+            return dict(importance.get_param_importances(study_of(space, trials, direction), evaluator=evaluator))
+        except (ValueError, RuntimeError):
+            return {}

@@ -1,0 +1,378 @@
+"""The sweep: starts jobs as slots become free, answers their questions at rungs, and writes the journal.
+
+Whatever kills it, the same command goes on: finished trials stay, running ones are waited for, interrupted ones resume
+from their checkpoints, and the rest is proposed as if nothing had happened.
+"""
+
+import contextlib
+import datetime
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from trainapp.config import command_line
+from trainapp.config.schema import Config, Sweep
+from trainapp.errors import UserError
+from trainapp.hooks import rungs
+from trainapp.launch import environment, launch
+from trainapp.signals import ECHO, TO_BE_CONTINUED, handled_by, named, slurm_end
+from trainapp.sweep import jobs, leaderboard, samplers
+from trainapp.sweep.composing import Composed, Composer, settings_of, shown
+from trainapp.sweep.halving import Pruner
+from trainapp.sweep.jobs import Job, Slot
+from trainapp.sweep.journal import Journal, Trial
+from trainapp.sweep.space import Choice, Space, parse
+from trainapp.units import parse_time
+
+_POLL = 0.1  # seconds between looks at the running jobs
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_MAY_CHANGE = ("trials", "parallel", "max_time", "max_failures", "retry_failed", "storage")
+
+
+def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arguments: list[str]) -> None:
+    """Do or continue the sweep of these overrides. Raises UserError for mistakes, and SystemExit with the status: 1 if
+    jobs failed, 75 if it was interrupted and the same command goes on.
+    """
+    environment.require_one_process("multirun", "start `python -m trainapp -m ...` once: it starts its jobs itself")
+    settings, space = settings_of(composed), parse(arguments, context.config_loader)
+    composer = Composer(context.config_loader, composed, space)
+    sampler = samplers.build(settings, space)
+    with launch.locked(str(composer.folder)):
+        journal = Journal(composer.folder)
+        asked = _asked(settings, space)
+        if journal.first:
+            _require_same(journal.first, asked, composer.folder)
+        config = composer.check()
+        if settings.pruner != "none":
+            _require_pausable(settings, config)
+        if not journal.first or journal.asked["asked"] != asked:
+            started = datetime.datetime.now().isoformat(timespec="seconds")
+            command = [*command_line.flags(composed.hydra), "-m", *_given(composed)]
+            journal.add(
+                "sweep" if not journal.first else "asked",
+                asked=asked,
+                command=command,
+                cwd=os.getcwd(),
+                started=started,
+            )
+        os.environ[environment.SWEEP_STARTED] = journal.first["started"]
+        launcher = None
+        if composed.hydra.launcher._target_ != _BASIC:
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=context, task_function=function, config=composed
+            )
+        status = _Sweeper(settings, composer, sampler, journal, config, launcher).run()
+    if status:
+        raise SystemExit(status)
+
+
+def _given(composed: DictConfig) -> list[str]:
+    """The overrides of the command line, without the sweep's directory."""
+    both: Any = OmegaConf.to_container(composed.hydra.overrides, resolve=False)
+    skipped = ("hydra.sweep.dir=", "hydra.mode=")
+    return [text for text in (*both["task"], *both["hydra"]) if not text.startswith(skipped)]
+
+
+def _asked(settings: Sweep, space: Space) -> dict[str, Any]:
+    """What decides which jobs a sweep has, as plain values."""
+    dimensions = {of.key: list(of.values) if isinstance(of, Choice) else asdict(of) for of in space.dimensions}
+    kept = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE}
+    return {"fixed": sorted(space.fixed), "dimensions": dimensions, **kept}
+
+
+def _require_same(first: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raises UserError, with all differences, for another sweep than the directory's. A grid may have grown."""
+    before, found = first["asked"], []
+    for text in sorted({*before["fixed"]} ^ {*now["fixed"]}):
+        found.append(f"{text}: {'no longer given' if text in before['fixed'] else 'not given before'}")
+    for key in before["dimensions"].keys() | now["dimensions"].keys():
+        old, new = before["dimensions"].get(key), now["dimensions"].get(key)
+        has_grown = isinstance(old, list) and isinstance(new, list) and {*old} <= {*new}
+        if old != new and not (has_grown and now["sampler"] == "grid"):
+            found.append(f"{key}: {_shown(old)} before, {_shown(new)} now")
+    if not found and list(before["dimensions"]) != list(now["dimensions"]):
+        found.append(f"the order of {', '.join(before['dimensions'])}")
+    names = [name for name in now if name not in ("fixed", "dimensions") and before.get(name) != now[name]]
+    found += [f"sweep.{name}: {before.get(name)} before, {now[name]} now" for name in names]
+    if found:
+        lines = "\n".join(f"  {line}" for line in found)
+        raise UserError(
+            f"hydra.sweep.dir={folder}: this directory belongs to another sweep:\n{lines}\nchoose another directory; a "
+            f"grid may get more values, and {', '.join(f'sweep.{name}' for name in _MAY_CHANGE)} may change"
+        )
+
+
+def _shown(values: Any) -> str:
+    if values is None:
+        return "not swept"
+    return ",".join(values) if isinstance(values, list) else f"[{values['low']:g}, {values['high']:g}]"
+
+
+def _require_pausable(settings: Sweep, config: Config) -> None:
+    if config.mode != "train" or not config.checkpointing.save or config.every.eval is None:
+        raise UserError(
+            f"sweep.pruner={settings.pruner}: pauses runs at an evaluation and continues them from a checkpoint; it "
+            "needs mode=train, every.eval and checkpointing.save=true"
+        )
+
+
+@dataclass
+class _Running:
+    trial: Trial
+    job: Job
+    slot: Slot
+    started: float
+
+
+class _Sweeper:
+    """The loop. launcher: one of Hydra's that runs the jobs; None: processes of this machine."""
+
+    def __init__(
+        self,
+        settings: Sweep,
+        composer: Composer,
+        sampler: samplers.Sampler,
+        journal: Journal,
+        config: Config,
+        launcher: Any,
+    ):
+        self.settings, self.composer, self.sampler, self.journal = settings, composer, sampler, journal
+        self.config, self.launcher, self.folder = config, launcher, composer.folder
+        self.pruner = Pruner(settings) if settings.pruner != "none" else None
+        self.running: dict[int, _Running] = {}
+        self.slots = [Slot()] * _count(settings, 1) if launcher else jobs.slots(settings.parallel, config)
+        retried = ("new", "stopped", "failed") if settings.retry_failed else ("new", "stopped")
+        self.to_resume = [own for own in journal.trials if own.state in retried]
+        self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
+        self._deadline = _deadline(settings)
+        self.bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty())
+
+    @property
+    def direction(self) -> str:
+        """max or min; empty while no trial has said. Raises UserError if trials differ where they are compared."""
+        found = {(own.facts["direction"], own.facts["metric"]) for own in self.journal.trials if "metric" in own.facts}
+        if len(found) > 1 and (self.pruner or self.settings.sampler != "grid"):
+            goals = ", ".join(" ".join(goal) for goal in sorted(found))
+            raise UserError(f"objective: jobs have different ones ({goals}), which cannot be compared; set objective")
+        return next(iter(found))[0] if len(found) == 1 else ""
+
+    def run(self) -> int:
+        """Until nothing is left or a signal ends it. Returns the exit status."""
+        self._print_opening()
+        with handled_by(self._handle), contextlib.closing(self.bar):
+            self._find_running()
+            while True:
+                self._collect()
+                if not self.stop:
+                    self._fill()
+                if not self.running:
+                    break
+                self._show_progress()
+                time.sleep(_POLL)
+        trials = self.journal.trials
+        leaderboard.show(self.folder)
+        if self.stop or any(own.state in ("new", "stopped", "running") for own in trials):
+            print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
+            return TO_BE_CONTINUED
+        return int(any(own.state == "failed" for own in trials))
+
+    def _print_opening(self) -> None:
+        space, known = self.composer.space, len(self.journal.trials)
+        swept = [
+            f"{of.key}: {', '.join(of.values) if isinstance(of, Choice) else _shown(asdict(of))}"
+            for of in space.dimensions
+        ]
+        size, most = space.size, self.settings.trials
+        count = most if size is None else size if most is None else min(most, size)
+        at_a_time = f"{len(self.slots)} at a time" if len(self.slots) > 1 else "one at a time"
+        print(f"sweep of {count} jobs, {at_a_time}, in {shown(self.folder)}{f'; {known} known' * bool(known)}")
+        print("\n".join(f"  {line}" for line in swept), flush=True)
+
+    # What comes next
+
+    def _fill(self) -> None:
+        """Start jobs in the free slots."""
+        while len(self.running) < len(self.slots) and not self._has_failed_often():
+            if (trial := self._next()) is None:
+                return
+            self._start(trial)
+
+    def _has_failed_often(self) -> bool:
+        most = self.settings.max_failures
+        return most is not None and sum(own.state == "failed" for own in self.journal.trials) >= most
+
+    def _next(self) -> Trial | None:
+        if self.to_resume:
+            return self.to_resume.pop(0)
+        if (trial := self._promoted()) is not None:
+            return trial
+        trials, most = self.journal.trials, self.settings.trials
+        if not self._is_exhausted and (most is None or len(trials) < most):
+            number = len(trials)
+            values = self.sampler.propose(number, trials, self.direction)
+            if values is not None:
+                self.journal.add("trial", number=number, values=values)
+                return trials[number]
+        self._is_exhausted = True
+        return None if self.running else self._promoted(is_last=True)
+
+    def _promoted(self, is_last: bool = False) -> Trial | None:
+        found = self.pruner.promotable(self.journal.trials, self.direction, is_last) if self.pruner else None
+        if found is None:
+            return None
+        trial, rung = found
+        self.journal.add("promote", number=trial.number, rung=rung)
+        return trial
+
+    def _start(self, trial: Trial) -> None:
+        number = trial.number
+        taken = [own.slot for own in self.running.values()]
+        slot = next(own for own in self.slots if self.slots.count(own) > taken.count(own))
+        try:
+            job = self.composer.job(number, trial.values)
+        except UserError as error:
+            self._note_end(trial, jobs.Outcome("failed", {}, "; ".join(str(error).splitlines())), 0.0)
+            return
+        threads = trial.threads if trial.threads is not None else _threads(slot)
+        self.journal.add("start", number=number, threads=threads, folder=str(job.folder))
+        self._prepare_rungs(trial, job.folder)
+        self._say(
+            f"job {number} starts{f' on {slot}' * bool(str(slot))}: {' '.join(self.composer.space.swept(trial.values))}"
+        )
+        self.running[number] = _Running(trial, self._process(trial, job, slot, threads), slot, time.monotonic())
+
+    def _process(self, trial: Trial, job: Composed, slot: Slot, threads: int | None) -> Job:
+        if self.launcher is not None:
+            launcher = self.launcher
+            return jobs.Launched(lambda: launcher.launch([job.overrides], initial_job_idx=trial.number))
+        more = slot.memory(job.config)
+        if self.pruner and not job.config.chooses("checkpointing.keep_last"):
+            more.append("checkpointing.keep_last=1")  # of paused runs there may be many
+        return jobs.start(self.composer.command(job, trial.number, more), job.folder, slot, threads)
+
+    def _prepare_rungs(self, trial: Trial, folder: Path) -> None:
+        for name in (rungs.ASKS, rungs.ANSWERS, rungs.RUNGS):
+            (folder / name).unlink(missing_ok=True)
+        if self.pruner and (left := self.pruner.rungs(trial)):
+            folder.mkdir(parents=True, exist_ok=True)
+            rungs.write(folder / rungs.RUNGS, left)
+
+    # What has happened
+
+    def _find_running(self) -> None:
+        """The jobs that outlived an earlier process of this sweep; those that did not are to be resumed."""
+        lost = {Path(own.folder): own for own in self.journal.trials if own.state == "running"}
+        alive = jobs.found(lost)
+        for folder, trial in lost.items():
+            job = alive.get(folder, jobs.Found([]))
+            slot = self.slots[min(len(self.running), len(self.slots) - 1)]
+            self.running[trial.number] = _Running(trial, job, slot, time.monotonic())
+            if folder in alive:
+                self._say(f"job {trial.number} still runs")
+
+    def _collect(self) -> None:
+        for number, own in list(self.running.items()):
+            status = own.job.poll()
+            self._answer(own.trial)
+            if status is None:
+                continue
+            del self.running[number]
+            error = getattr(own.job, "error", "")
+            found = jobs.outcome(Path(own.trial.folder), self.config.mode, status, error)
+            if found.state == "stopped" and own.trial.reached and max(own.trial.reached) not in own.trial.promoted:
+                found = jobs.Outcome("paused", found.facts)
+            self._note_end(own.trial, found, time.monotonic() - own.started)
+            if status == jobs.UNKNOWN and found.state == "stopped":
+                self.to_resume.append(own.trial)
+        if not self.stop and time.monotonic() >= self._deadline:
+            self._say("sweep.max_time: the time is up; the jobs save and end")
+            self._pass_on(15)
+
+    def _answer(self, trial: Trial) -> None:
+        """Answer a job's question at a rung."""
+        folder = Path(trial.folder)
+        if self.pruner is None or (asks := rungs.read(folder / rungs.ASKS)) is None:
+            return
+        rung = asks["rung"]
+        if rung not in trial.reached:
+            trial.reached[rung] = asks["value"]
+            trial.facts |= {"metric": asks["metric"], "direction": asks["direction"]}
+            goes_on = self.pruner.goes_on(trial, rung, self.journal.trials, self.direction)
+            self.journal.add("rung", number=trial.number, goes_on=goes_on, **asks)
+        rungs.write(folder / rungs.ANSWERS, {"rung": rung, "goes_on": rung in trial.promoted})
+        (folder / rungs.ASKS).unlink()
+
+    def _note_end(self, trial: Trial, found: jobs.Outcome, seconds: float) -> None:
+        self.journal.add("end", number=trial.number, seconds=round(seconds, 3), **asdict(found))
+        facts, value = trial.facts, trial.finite("best_objective")
+        best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
+        steps = f" at step {facts['steps']}" if trial.state in ("paused", "stopped") and "steps" in facts else ""
+        why = f": {trial.error}; see {shown(Path(trial.folder) / jobs.LOG)}" if trial.error else ""
+        self._say(f"job {trial.number} {trial.state}{steps}{best}{why}")
+        if self.settings.storage and self.direction:
+            space, trials = self.composer.space, self.journal.trials
+            samplers.copy_to_storage(self.settings.storage, self.folder.name, space, trials, self.direction)
+
+    # Signals and the terminal
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.stop and time.monotonic() - self._stopped_at < ECHO:
+            return
+        if not self.stop:
+            waits = "the launcher's jobs go on by themselves" if self.launcher else "the running jobs save and end"
+            self._say(f"{named(number)}: {waits}; again to leave at once")
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        is_second, self.stop, self._stopped_at = bool(self.stop), number, time.monotonic()
+        for own in self.running.values():
+            own.job.send(number)
+        if is_second or self.launcher:
+            print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
+            os._exit(128 + number if is_second else TO_BE_CONTINUED)
+
+    def _show_progress(self) -> None:
+        if self.bar.disable:
+            return
+        trials = self.journal.trials
+        counts = [
+            (state, sum(own.state == state for own in trials)) for state in ("finished", "running", "paused", "failed")
+        ]
+        best = leaderboard.best_of(leaderboard.rows_of(self.journal))
+        text = ", ".join(f"{count} {state}" for state, count in counts if count)
+        self.bar.set_description_str(f"{text}{f'; best {best}' if best else ''}")
+
+    def _say(self, text: str) -> None:
+        if self.bar.disable:
+            print(text, flush=True)
+        else:
+            tqdm.write(text)
+
+
+def _count(settings: Sweep, default: int) -> int:
+    return default if settings.parallel == "auto" else int(settings.parallel)
+
+
+def _threads(slot: Slot) -> int | None:
+    """Threads of a new trial: as many as it has cores, unless the user has set a number."""
+    if given := os.environ.get("OMP_NUM_THREADS"):
+        return int(given)
+    return len(slot.cores) if slot.cores else None
+
+
+def _deadline(settings: Sweep) -> float:
+    """The `time.monotonic()` of `sweep.max_time`."""
+    if settings.max_time is None:
+        return math.inf
+    if settings.max_time == "auto":
+        return time.monotonic() + slurm_end("sweep.max_time") - time.time()
+    return time.monotonic() + (parse_time(settings.max_time) or 0.0)
