@@ -94,7 +94,7 @@ class Traced:
             engine = assemble(planned, parts, ranks)
             stack.enter_context(document_borders(bool(components.spec.get("packed"))))
             engine.is_first = False  # the first step's additional checks read values
-            self._is_of_transformers = is_of_transformers(engine.state.model)
+            self._is_of_transformers = any(map(is_of_transformers, engine.state.model.modules()))
             work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
             if gpu is not None:
                 gpu.prepare(engine)

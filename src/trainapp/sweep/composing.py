@@ -82,9 +82,13 @@ class Composer:
                 del task["hydra"]
             return Composed(overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
 
-    def check(self) -> Config:
-        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Returns
-        one's configuration. Raises UserError that names those that could not start.
+    def first(self) -> Config:
+        """The configuration of one of the jobs."""
+        return self.job(0, next(iter(self.space.samples()))).config
+
+    def check(self) -> None:
+        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Raises
+        UserError that names those that could not start.
         """
         size = self.space.size
         chosen: Iterable[Values] = self.space.grid() if size is not None and size <= CHECKED else self.space.samples()
@@ -102,7 +106,6 @@ class Composer:
         if errors:
             lines = [f"{name}: {'; '.join(text.splitlines())}" for name, text in errors.items()]
             raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
-        return next(iter(configs.values()))
 
     def command(self, job: Composed, number: int, more: list[str]) -> list[str]:
         """How to start the job as a process. more: other overrides."""

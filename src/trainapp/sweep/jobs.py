@@ -5,6 +5,7 @@ prints goes to `console.log` in its directory.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -222,5 +223,6 @@ def _error_in(log: Path) -> str:
     """The last message in a job's output: for the user, or of a traceback."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = text.rpartition(_MARK)[2].splitlines()[1:]
-    last = next((line for line in reversed(lines) if line.strip()), "no message")
-    return "; ".join(message_in(lines)) or last.strip()
+    # Of a traceback, the line after the indented ones; notes may follow it.
+    ends = [own for before, own in itertools.pairwise(lines) if before.startswith(" ") and not own.startswith(" ")]
+    return "; ".join(message_in(lines)) or (ends or lines or ["no message"])[-1].strip()

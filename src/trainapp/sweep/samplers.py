@@ -18,6 +18,7 @@ from trainapp.sweep.journal import Trial
 from trainapp.sweep.space import Choice, Interval, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
+_FEWEST = 4  # finished trials that say anything about the importance of a setting
 _TRIES = 100  # to find a configuration that has not run yet
 
 
@@ -209,11 +210,13 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
 
 def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[str, float]:
     """The share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
-    arXiv:2304.10255); empty without Optuna, or with too few finished trials.
+    arXiv:2304.10255); empty without Optuna, or with fewer than _FEWEST finished trials.
     """
     try:
         from optuna import importance
     except ImportError:
+        return {}
+    if sum(trial.state == "finished" for trial in trials) < _FEWEST:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

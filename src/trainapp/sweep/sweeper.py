@@ -51,7 +51,9 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
         asked = _asked(settings, space)
         if journal.first:
             _require_same(journal.first, asked, composer.folder)
-        config = composer.check()
+        if not journal.first or journal.asked["asked"] != asked:
+            composer.check()
+        config = composer.first()
         if settings.pruner != "none":
             _require_pausable(settings, config)
         if not journal.first or journal.asked["asked"] != asked:
@@ -312,6 +314,7 @@ class _Sweeper:
         (folder / rungs.ASKS).unlink()
 
     def _note_end(self, trial: Trial, found: jobs.Outcome, seconds: float) -> None:
+        (Path(trial.folder) / rungs.RUNGS).unlink(missing_ok=True)  # whoever continues it now asks no sweep
         self.journal.add("end", number=trial.number, seconds=round(seconds, 3), **asdict(found))
         facts, value = trial.facts, trial.finite("best_objective")
         best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
