@@ -30,11 +30,12 @@ def swept(space, count, own, kill_at=(), sign=1):
     for number in range(count):
         if number in kill_at:
             sampler = samplers.build(own, space)
-        values = sampler.propose(number, trials, "max" if trials else "")
-        if values is None:
+        found = sampler.propose(number, trials, "max" if trials else "")
+        if found is None:
             break
+        values = found.values
         facts = {"metric": "m", "direction": "max", "best_objective": sign * quality(values) if space is SPACE else 0.0}
-        trials.append(Trial(number, values, "finished", facts=facts))
+        trials.append(Trial(number, values, "finished", facts=facts, attributes=found.attributes))
     return [trial.values for trial in trials]
 
 
@@ -57,8 +58,8 @@ def test_a_grid_that_has_grown_runs_only_what_is_new():
     known = [Trial(number, values, "finished") for number, values in enumerate(CHOICES.grid())]
     larger = Space((), (Choice("a", ("0", "1", "2", "3")), Choice("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
-    assert grid.propose(6, known, "") == ("0", "x")
-    assert grid.propose(7, known, "") == ("0", "y")
+    assert grid.propose(6, known, "").values == ("0", "x")
+    assert grid.propose(7, known, "").values == ("0", "y")
     assert grid.propose(8, known, "") is None
 
 

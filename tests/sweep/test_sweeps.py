@@ -190,13 +190,16 @@ def test_jobs_are_composed_as_hydra_composes_them(tmp_path):
     """With a folder of configurations, groups, added and removed settings, and Hydra's resolvers."""
     (tmp_path / "own/experiment").mkdir(parents=True)
     own = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      model.width: 4,8\n"
-    (tmp_path / "own/experiment/mine.yaml").write_text(own + "user_packages:\n  - p${hydra:job.num}\n  - y${now:%Y}\nsweep:\n  seed: 3\n")
+    (tmp_path / "own/experiment/mine.yaml").write_text(
+        own + "user_packages:\n  - p${hydra:job.num}\n  - y${now:%Y}\nsweep:\n  seed: 3\n"
+    )
     given = (
         "--config-dir=own",
         "experiment=mine",
         *(text for text in QUICK if text != "model.width=16"),
         "~data.drop_last",
-        "++data.augment=false", "+data@eval.hard=digits",
+        "++data.augment=false",
+        "+data@eval.hard=digits",
         "train.max_steps=1",
     )
     given = (*given, "precision=bf16,fp32", "hydra.sweep.subdir=${hydra:job.num}_${model.width}", "every.eval=null")

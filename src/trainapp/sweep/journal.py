@@ -33,7 +33,8 @@ _FACTS = (
 class Trial:
     """One configuration. state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished,
     failed, or infeasible (it does not fit in memory). threads: None for torch's choice. facts: of its result.json.
-    reached: values at rungs, None for nan. promoted: rungs that it has left. error: why it failed.
+    reached: values at rungs, None for nan. promoted: rungs that it has left. attributes: what the
+    sampler notes of it. error: why it failed.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Trial:
     facts: dict[str, Any] = field(default_factory=dict)
     reached: dict[int, float | None] = field(default_factory=dict)
     promoted: set[int] = field(default_factory=set)
+    attributes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0  # of all its processes that have ended
 
@@ -87,7 +89,7 @@ class Journal:
             self.asked = line
             return
         if event == "trial":
-            self.trials.append(Trial(line["number"], tuple(line["values"])))
+            self.trials.append(Trial(line["number"], tuple(line["values"]), attributes=line["attributes"]))
             return
         trial = self.trials[line["number"]]
         if event == "start":

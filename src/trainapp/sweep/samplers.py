@@ -6,8 +6,9 @@ that was killed proposes what an undisturbed one would. No configuration is prop
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,10 +23,17 @@ _FEWEST = 4  # finished trials that say anything about the importance of a setti
 _TRIES = 100  # to find a configuration that has not run yet
 
 
+class Proposal(NamedTuple):
+    """A configuration. attributes: what a sampler of Optuna notes with it, such as its generation."""
+
+    values: Values
+    attributes: Mapping[str, Any] = MappingProxyType({})
+
+
 class Sampler(Protocol):
     """direction: min or max; empty while nothing has finished."""
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         """The configuration of the trial with this number; None if there is none left."""
 
 
@@ -54,10 +62,10 @@ class Grid:
     def __init__(self, space: Space):
         self._rest: Iterator[Values] = space.grid()
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         """See `Sampler`."""
         known = {trial.values for trial in trials}
-        return next((values for values in self._rest if values not in known), None)
+        return next((Proposal(values) for values in self._rest if values not in known), None)
 
 
 class Random:
@@ -66,14 +74,14 @@ class Random:
     def __init__(self, seed: int, space: Space):
         self._seed, self._space = seed, space
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         """See `Sampler`."""
         known = {trial.values for trial in trials}
         for attempt in range(_TRIES):
             rng = np.random.default_rng([self._seed, number, attempt])
             values = tuple(_drawn(of, rng) for of in self._space.dimensions)
             if values not in known:
-                return values
+                return Proposal(values)
         return None
 
 
@@ -116,7 +124,7 @@ class OfOptuna:
             except (TypeError, ValueError, ImportError) as error:
                 raise UserError(f"sweep.sampler: {self._kind.__name__}: {error}") from None
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Values | None:
+    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         """See `Sampler`."""
         known = {trial.values for trial in trials}
         for attempt in range(_TRIES):
@@ -126,7 +134,7 @@ class OfOptuna:
                 of.text(found[of.key]) if isinstance(of, Interval) else found[of.key] for of in self._space.dimensions
             )
             if values not in known:
-                return values
+                return Proposal(values, study.get_trials(deepcopy=False)[-1].system_attrs)
         return None
 
 
@@ -184,6 +192,7 @@ def _told(space: Space, trial: Trial) -> Any:
         value=value,
         params=params,
         distributions=distributions_of(space),
+        system_attrs=dict(trial.attributes),
         user_attrs={"job": trial.number, "directory": trial.folder},
         intermediate_values={rung: value for rung, value in trial.reached.items() if value is not None},
     )

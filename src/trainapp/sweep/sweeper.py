@@ -220,9 +220,9 @@ class _Sweeper:
         trials, most = self.journal.trials, self.settings.trials
         if not self._is_exhausted and (most is None or len(trials) < most):
             number = len(trials)
-            values = self.sampler.propose(number, trials, self.direction)
-            if values is not None:
-                self.journal.add("trial", number=number, values=values)
+            found = self.sampler.propose(number, trials, self.direction)
+            if found is not None:
+                self.journal.add("trial", number=number, values=found.values, attributes=dict(found.attributes))
                 return trials[number]
         self._is_exhausted = True
         return None if self.running else self._promoted(is_last=True)
