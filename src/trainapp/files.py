@@ -57,11 +57,18 @@ def fsync(path: Path) -> None:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one per line, without incomplete lines left by an error or a kill."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [facts for facts in found if isinstance(facts, dict)]
+    return list(each_json_line(path))
+
+
+def each_json_line(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one at a time, for files that may be long."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                if isinstance(facts := json.loads(line), dict):
+                    yield facts
 
 
 def strict_json(value: Any, **options: Any) -> str:

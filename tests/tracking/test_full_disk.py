@@ -38,7 +38,7 @@ def test_files_that_may_not_grow(tmp_path):
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    assert complaints(ended.stderr) == ["tracker.tensorboard", "evaluations.jsonl", "metrics.jsonl"]
+    assert complaints(ended.stderr) == ["tracker.tensorboard", "evaluations.jsonl", "metrics.jsonl", "report.html"]
     assert helpers.result(tmp_path / "run")["steps"] == 120
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size <= 8_000
     steps = [line["step"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]

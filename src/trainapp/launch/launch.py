@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
+import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+import trainapp
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
@@ -75,8 +79,14 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     OmegaConf.save(composed, folder / "config.yaml")
     OmegaConf.save(overrides, folder / "overrides.yaml")
     if config.mode == "train":
-        command = {"arguments": [*flags, *overrides], "cwd": os.getcwd()}
+        command = {"arguments": [*flags, *overrides], "cwd": os.getcwd(), **_environment()}
         Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
+
+
+def _environment() -> dict[str, str]:
+    """Where and with what a process of a run was started, for its page."""
+    versions = {"trainapp": trainapp.__version__, "python": platform.python_version(), "torch": version("torch")}
+    return {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "host": platform.node(), **versions}
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:

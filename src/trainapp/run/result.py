@@ -11,6 +11,7 @@ from typing import Any
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
 from trainapp.files import atomic_write, strict_json
+from trainapp.report import page
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
 from trainapp.training.session import Session
@@ -159,7 +160,7 @@ def opening_lines(session: Session) -> list[str]:
 
 
 def report(session: Session, result: Result) -> None:
-    """Write result.json and print the summary."""
+    """Write result.json and the run's page, and print the summary."""
     path = result.run_dir / RESULT
     # That of a run which had already finished stays when it is started again.
     is_new = session.meter.samples or session.stop.agreed or read(result.run_dir) is None
@@ -168,6 +169,10 @@ def report(session: Session, result: Result) -> None:
             write(result)
         except OSError as error:
             session.tracker.unwritable(path, error)
+        try:
+            page.write_runs([result.run_dir], result.run_dir / page.NAME)
+        except Exception as error:  # the run is more important than its record
+            session.tracker.unwritable(result.run_dir / page.NAME, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if session.config.mode != "lr_find":  # which ends with its suggestion
@@ -205,6 +210,8 @@ def print_summary(session: Session, result: Result) -> None:
             rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
         rows += [("OOM restarts", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
+    if config.mode == "train" and (result.run_dir / page.NAME).exists():
+        rows.append(("page", os.path.join(os.path.relpath(config.run_dir), page.NAME)))
     if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
         rows.append(("TensorBoard", f"tensorboard --logdir {os.path.relpath(config.run_dir)}"))
     width = max(len(name) for name, _ in rows)

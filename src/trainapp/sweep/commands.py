@@ -1,4 +1,6 @@
-"""`trainapp continue DIR`, `trainapp leaderboard DIR` and `trainapp rerun RUN`. Imports no torch."""
+"""`trainapp continue DIR`, `trainapp leaderboard DIR`, `trainapp report DIR...` and `trainapp rerun RUN`. Imports no
+torch.
+"""
 
 import json
 import os
@@ -10,6 +12,7 @@ from pathlib import Path
 from trainapp.config import command_line
 from trainapp.errors import UserError
 from trainapp.launch.launch import COMMAND
+from trainapp.report import page
 from trainapp.sweep import leaderboard
 from trainapp.sweep.journal import NAME, Journal
 
@@ -40,10 +43,25 @@ def show_leaderboard(arguments: Sequence[str]) -> None:
     leaderboard.show(_folder("leaderboard", arguments))
 
 
+def write_report(arguments: Sequence[str]) -> None:
+    """Write the page of a run or a sweep into its directory, or that of several runs over each other here."""
+    folders = [_folder("report", [argument]) for argument in arguments] or [_folder("report", [])]
+    path = (folders[0] if len(folders) == 1 else Path.cwd()) / page.NAME
+    try:
+        if len(folders) == 1 and not (path.parent / ".hydra").exists():
+            leaderboard.write_page(path.parent)
+        else:
+            page.write_runs(folders, path)
+    except OSError as error:
+        raise UserError(f"trainapp report: {path} cannot be written: {error.strerror}") from None
+    print(path)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], list[str] | None]] = {
     "continue": resumed,
     "rerun": rerun,
     "leaderboard": show_leaderboard,
+    "report": write_report,
 }
 
 

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml
 from trainapp.config import command_line
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, json_lines
+from trainapp.report import page
 from trainapp.sweep.composing import shown
 from trainapp.sweep.jobs import FILES
 from trainapp.sweep.journal import NAME, Journal
@@ -101,6 +102,15 @@ def _so_far(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def found_in(folder: Path) -> list[Row]:
+    """The jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
+    is_sweep = (folder / NAME).exists()
+    rows = rows_of(Journal(folder, writes=False)) if is_sweep else runs_in(folder)
+    if not rows:
+        raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
+    return rows
+
+
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """The best first; those without a value last, in their order. Rows with different objectives keep their order."""
     goals = {(row.facts["metric"], row.facts["direction"]) for row in rows if row.number("best_objective") is not None}
@@ -144,10 +154,7 @@ def show(folder: Path) -> None:
 
     Raises UserError for a folder without runs.
     """
-    is_sweep = (folder / NAME).exists()
-    rows = rows_of(Journal(folder, writes=False)) if is_sweep else runs_in(folder)
-    if not rows:
-        raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
+    rows = found_in(folder)
     plans = [row for row in rows if (row.folder / FILES["plan"]).exists()]
     if plans:
         _show_plans(plans)
@@ -166,7 +173,23 @@ def show(folder: Path) -> None:
         _write_csv(rows, folder / TABLE)
         with atomic_write(folder / MARKDOWN) as file:
             file.write("\n".join(_markdown(header, cells)) + "\n")
+        write_page(folder)
     _print_commands(rows)
+
+
+def write_page(folder: Path) -> Path:
+    """Write the page of a sweep or of a folder of runs. Returns its path.
+
+    Raises UserError for a folder without runs, and OSError if it cannot be written.
+    """
+    rows = found_in(folder)
+    numbers = {row.name: number for number, row in enumerate(rows)}
+    rows = ranked(rows)
+    merged = ranked(over_seeds(rows))
+    path = folder / page.NAME
+    jobs, groups = ([asdict(row) | {"number": numbers.get(row.name)} for row in own] for own in (rows, merged))
+    page.write_sweep(path, jobs, groups if len(merged) < len(rows) else ())
+    return path
 
 
 def best_of(rows: Sequence[Row]) -> str:
