@@ -65,6 +65,16 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
     _held[path] = descriptor
 
 
+def is_in_use(run_dir: Path) -> bool:
+    """Whether another run holds the lock of an existing directory."""
+    try:
+        acquire(run_dir)
+    except UserError:
+        return True
+    release(run_dir)
+    return False
+
+
 def release(run_dir: Path) -> None:
     """Release the lock. No effect without it."""
     path = run_dir.resolve() / LOCK

@@ -24,6 +24,7 @@ import psutil
 from trainapp.config.command_line import message_in
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.run import run_dir
 from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import facts_of
 from trainapp.units import parse_memory_size
@@ -97,8 +98,8 @@ class Job:
         """See the class."""
         raise NotImplementedError
 
-    def send(self, number: int) -> None:
-        """Pass on a signal."""
+    def stop(self) -> None:
+        """Ask it to save and end. By SIGTERM: before its own handler, SIGINT would look like an error."""
 
 
 @dataclass
@@ -110,22 +111,23 @@ class Started(Job):
     def poll(self) -> int | None:
         return self.process.poll()
 
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
+    def stop(self) -> None:
+        self.process.terminate()
 
 
 @dataclass
 class Found(Job):
-    """A process that has outlived the sweep that started it, and those that it has started."""
+    """A job that an earlier process of the sweep has started: its processes here, and on other machines its lock."""
 
-    processes: list[psutil.Process]
+    folder: Path
+    processes: list[psutil.Process] = field(default_factory=list)
 
     def poll(self) -> int | None:
-        return None if any(map(_is_alive, self.processes)) else UNKNOWN
+        return None if any(map(_is_alive, self.processes)) or run_dir.is_in_use(self.folder) else UNKNOWN
 
-    def send(self, number: int) -> None:
-        with contextlib.suppress(psutil.Error):
-            self.processes[0].send_signal(number)
+    def stop(self) -> None:
+        with contextlib.suppress(psutil.Error, IndexError):
+            self.processes[0].terminate()
 
 
 @dataclass
@@ -176,14 +178,16 @@ def start(command: Sequence[str], folder: Path, slot: Slot, threads: int | None)
 
 
 def found(folders: Iterable[Path]) -> dict[Path, Found]:
-    """The processes of jobs in these directories that run already."""
-    wanted = {str(folder): folder for folder in folders}
-    by_folder: dict[Path, list[psutil.Process]] = {}
-    for process in psutil.process_iter() if wanted else ():
+    """The jobs in these directories, with their processes that still run."""
+    by_folder = {folder: Found(folder) for folder in folders}
+    for process in psutil.process_iter() if by_folder else ():
         with contextlib.suppress(psutil.Error):
-            if (folder := wanted.get(process.environ().get(JOB, ""))) and process.pid != os.getpid():
-                by_folder.setdefault(folder, []).append(process)
-    return {folder: Found(sorted(own, key=lambda process: process.create_time())) for folder, own in by_folder.items()}
+            own = by_folder.get(Path(process.environ().get(JOB, "")))
+            if own is not None and process.pid != os.getpid():
+                own.processes.append(process)
+    for own in by_folder.values():
+        own.processes.sort(key=lambda process: process.create_time())
+    return by_folder
 
 
 def _is_alive(process: psutil.Process) -> bool:

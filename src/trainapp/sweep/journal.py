@@ -73,6 +73,11 @@ class Journal:
         for line in json_lines(self.path):
             self._apply(line)
 
+    @property
+    def keys(self) -> list[str]:
+        """The settings in which trials differ, without Hydra's marks."""
+        return [key.lstrip("+~") for key in self.asked["asked"]["dimensions"]] if self.asked else []
+
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it."""
         line = json.loads(text := strict_json({"event": event, **facts}))

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import statistics
 import textwrap
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,13 +24,16 @@ from trainapp.config import command_line
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, json_lines
 from trainapp.report import page
+from trainapp.sweep import samplers
 from trainapp.sweep.composing import shown
 from trainapp.sweep.jobs import FILES
 from trainapp.sweep.journal import NAME, Journal
+from trainapp.sweep.space import Space
 from trainapp.units import bytes_text
 
 TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
 SEED = "train.seed"
+_LEAST = 20  # columns for the settings; with fewer they are a line of their own
 _NUMBERS = (
     *("metric", "direction", "objective", "best_objective", "best_step", "steps", "seconds", "micro_size"),
     *("accumulation", "oom_restarts", "peak_memory_bytes"),
@@ -62,12 +66,11 @@ class Row:
 
 def rows_of(journal: Journal) -> list[Row]:
     """The trials of a sweep."""
-    keys = [key.lstrip("+~") for key in journal.asked["asked"]["dimensions"]] if journal.asked else []
     rows = []
     for trial in journal.trials:
         folder = Path(trial.folder)
         facts = trial.facts | (_so_far(folder, trial.facts) if trial.state == "running" else {})
-        settings = dict(zip(keys, trial.values, strict=True))
+        settings = dict(zip(journal.keys, trial.values, strict=True))
         rows.append(Row(str(trial.number), folder, settings, trial.state, facts, trial.error))
     return rows
 
@@ -144,7 +147,8 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
         spread = statistics.stdev(best) if len(best) > 1 else None
         states = {row.state for row in own}
         state = states.pop() if len(states) == 1 else f"{len(done)} of {len(own)}"
-        name, folder = ",".join(row.name for row in own), own[0].folder.parent
+        name = ",".join(sorted((row.name for row in own), key=lambda name: (len(name), name)))
+        folder = own[0].folder.parent
         merged.append(Row(name, folder, dict(key), state, facts, "", spread, len(done)))
     return merged
 
@@ -167,6 +171,8 @@ def show(folder: Path) -> None:
     if len(merged) < len(rows):
         print()
         _print(*_cells(merged))
+    if (folder / NAME).exists():
+        _print_importance(Journal(folder, writes=False))
     if failed := [row for row in rows if row.error]:
         print("\n".join(f"{row.name}: {row.error}" for row in failed))
     with contextlib.suppress(OSError):  # another user's folder
@@ -235,7 +241,7 @@ def _short(rows: Sequence[Row]) -> dict[str, str]:
 
 def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns of equal width, within the terminal's: what is the same in all rows is one line above, and the last
-    column is wrapped.
+    column is wrapped, or below.
     """
     width = shutil.get_terminal_size((80, 24)).columns
     same = [at for at in range(3, len(header) - 1) if len(rows) > 1 and len({row[at] for row in rows}) == 1]
@@ -246,11 +252,36 @@ def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if above:
         print(f"all: {', '.join(above)}")
     indent = sum(widths) + 2 * len(widths)
+    is_beside = width - indent >= _LEAST
     for row in cells:
         start = "  ".join(cell.ljust(size) for cell, size in zip(row[:-1], widths, strict=True))
-        lines = textwrap.wrap(row[-1], max(20, width - indent), break_on_hyphens=False) or [""]
-        print(f"{start}  {lines[0]}".rstrip())
-        print("".join(f"{' ' * indent}{line}\n" for line in lines[1:]), end="", flush=True)
+        lines = textwrap.wrap(row[-1], width - (indent if is_beside else 4), break_on_hyphens=False)
+        rest = [f"{' ' * (indent if is_beside else 4)}{line}" for line in lines[is_beside:]]
+        print("\n".join([f"{start}  {lines[0] if is_beside and lines else ''}".rstrip(), *rest]), flush=True)
+
+
+def _print_importance(journal: Journal) -> None:
+    """Which settings matter, if Optuna is installed."""
+    space = Space.from_dict(journal.asked["asked"]["dimensions"])
+    direction = next((own.facts["direction"] for own in journal.trials if "direction" in own.facts), "")
+    found = samplers.importances(space, journal.trials, direction)
+    if len(found) > 1:
+        print(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in found.items())}")
+
+
+def tell_tensorboard(run: Path, settings: dict[str, str]) -> None:
+    """Add a job's settings to its event files, for TensorBoard's table of hyperparameters."""
+    if not (run / "tensorboard").is_dir():
+        return
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    values = {name: yaml.safe_load(text) for name, text in settings.items()}
+    plain = {name: own if isinstance(own, bool | int | float) else str(own) for name, own in values.items()}
+    writer = EventFileWriter(str(run / "tensorboard"))
+    writer.add_event(Event(wall_time=time.time(), summary=hparams_pb(plain, trial_id=run.name)))
+    writer.close()
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:

@@ -4,7 +4,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -66,6 +66,16 @@ class Space:
     def swept(self, values: Values) -> list[str]:
         """The overrides in which jobs differ."""
         return [f"{of.key}={value}" for of, value in zip(self.dimensions, values, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dimensions as plain values."""
+        return {of.key: list(of.values) if isinstance(of, Choice) else asdict(of) for of in self.dimensions}
+
+    @classmethod
+    def from_dict(cls, dimensions: dict[str, Any]) -> "Space":
+        """The inverse of `to_dict`, without fixed overrides."""
+        found = (Choice(k, tuple(v)) if isinstance(v, list) else Interval(**v) for k, v in dimensions.items())
+        return cls((), tuple(found))
 
     @property
     def intervals(self) -> list[str]:

@@ -24,13 +24,13 @@ from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
 from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
-from trainapp.signals import ECHO, TO_BE_CONTINUED, handled_by, named, slurm_end
+from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, handled_by, named, slurm_end
 from trainapp.sweep import jobs, leaderboard, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of, shown
 from trainapp.sweep.halving import Pruner
 from trainapp.sweep.jobs import Job, Slot
 from trainapp.sweep.journal import Journal, Trial
-from trainapp.sweep.space import Choice, Space, parse
+from trainapp.sweep.space import Space, parse
 from trainapp.units import parse_time
 
 _POLL = 0.1  # seconds between looks at the running jobs
@@ -86,9 +86,8 @@ def _given(composed: DictConfig) -> list[str]:
 
 def _asked(settings: Sweep, space: Space) -> dict[str, Any]:
     """What decides which jobs a sweep has, as plain values."""
-    dimensions = {of.key: list(of.values) if isinstance(of, Choice) else asdict(of) for of in space.dimensions}
     kept = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE}
-    return {"fixed": sorted(space.fixed), "dimensions": dimensions, **kept}
+    return {"fixed": sorted(space.fixed), "dimensions": space.to_dict(), **kept}
 
 
 def _require_same(first: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
@@ -116,7 +115,7 @@ def _require_same(first: dict[str, Any], now: dict[str, Any], folder: Path) -> N
 def _shown(values: Any) -> str:
     if values is None:
         return "not swept"
-    return ",".join(values) if isinstance(values, list) else f"[{values['low']:g}, {values['high']:g}]"
+    return ", ".join(values) if isinstance(values, list) else f"[{values['low']:g}, {values['high']:g}]"
 
 
 def _require_pausable(settings: Sweep, config: Config) -> None:
@@ -151,7 +150,8 @@ class _Sweeper:
         self.config, self.launcher, self.folder = config, launcher, composer.folder
         self.pruner = Pruner(settings) if settings.pruner != "none" else None
         self.running: dict[int, _Running] = {}
-        self.slots = [Slot()] * _count(settings, 1) if launcher else jobs.slots(settings.parallel, config)
+        count = 1 if settings.parallel == "auto" else int(settings.parallel)
+        self.slots = [Slot()] * count if launcher else jobs.slots(settings.parallel, config)
         retried = ("new", "stopped", "failed") if settings.retry_failed else ("new", "stopped")
         self.to_resume = [own for own in journal.trials if own.state in retried]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
@@ -189,10 +189,7 @@ class _Sweeper:
 
     def _print_opening(self) -> None:
         space, known = self.composer.space, len(self.journal.trials)
-        swept = [
-            f"{of.key}: {', '.join(of.values) if isinstance(of, Choice) else _shown(asdict(of))}"
-            for of in space.dimensions
-        ]
+        swept = [f"{key}: {_shown(values)}" for key, values in space.to_dict().items()]
         size, most = space.size, self.settings.trials
         count = most if size is None else size if most is None else min(most, size)
         at_a_time = f"{len(self.slots)} at a time" if len(self.slots) > 1 else "one at a time"
@@ -251,6 +248,8 @@ class _Sweeper:
             f"job {number} starts{f' on {slot}' * bool(str(slot))}: {' '.join(self.composer.space.swept(trial.values))}"
         )
         self.running[number] = _Running(trial, self._process(trial, job, slot, threads), slot, time.monotonic())
+        if self.stop:  # a signal during the start
+            self.running[number].job.stop()
 
     def _process(self, trial: Trial, job: Composed, slot: Slot, threads: int | None) -> Job:
         if self.launcher is not None:
@@ -275,10 +274,10 @@ class _Sweeper:
         lost = {Path(own.folder): own for own in self.journal.trials if own.state == "running"}
         alive = jobs.found(lost)
         for folder, trial in lost.items():
-            job = alive.get(folder, jobs.Found([]))
+            job = alive[folder]
             slot = self.slots[min(len(self.running), len(self.slots) - 1)]
             self.running[trial.number] = _Running(trial, job, slot, time.monotonic())
-            if folder in alive:
+            if job.poll() is None:
                 self._say(f"job {trial.number} still runs")
 
     def _collect(self) -> None:
@@ -297,7 +296,7 @@ class _Sweeper:
                 self.to_resume.append(own.trial)
         if not self.stop and time.monotonic() >= self._deadline:
             self._say("sweep.max_time: the time is up; the jobs save and end")
-            self._pass_on(15)
+            self._pass_on(TIME_IS_UP)
 
     def _answer(self, trial: Trial) -> None:
         """Answer a job's question at a rung."""
@@ -319,11 +318,20 @@ class _Sweeper:
         facts, value = trial.facts, trial.finite("best_objective")
         best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
         steps = f" at step {facts['steps']}" if trial.state in ("paused", "stopped") and "steps" in facts else ""
-        why = f": {trial.error}; see {shown(Path(trial.folder) / jobs.LOG)}" if trial.error else ""
+        log = Path(trial.folder) / jobs.LOG
+        why = f": {trial.error}{f'; see {shown(log)}' * log.exists()}" if trial.error else ""
         self._say(f"job {trial.number} {trial.state}{steps}{best}{why}")
         if self.settings.storage and self.direction:
-            space, trials = self.composer.space, self.journal.trials
-            samplers.copy_to_storage(self.settings.storage, self.folder.name, space, trials, self.direction)
+            self._copy_to_storage(self.settings.storage)
+        if trial.state == "finished":
+            leaderboard.tell_tensorboard(Path(trial.folder), dict(zip(self.journal.keys, trial.values, strict=True)))
+
+    def _copy_to_storage(self, url: str) -> None:
+        """The jobs do not depend on it: an error is said, and the next copy has all."""
+        try:
+            samplers.copy_to_storage(url, self.folder.name, self.composer.space, self.journal.trials, self.direction)
+        except UserError as error:
+            self._say(str(error))
 
     # Signals and the terminal
 
@@ -338,7 +346,7 @@ class _Sweeper:
     def _pass_on(self, number: int) -> None:
         is_second, self.stop, self._stopped_at = bool(self.stop), number, time.monotonic()
         for own in self.running.values():
-            own.job.send(number)
+            own.job.stop()
         if is_second or self.launcher:
             print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
             os._exit(128 + number if is_second else TO_BE_CONTINUED)
@@ -359,10 +367,6 @@ class _Sweeper:
             print(text, flush=True)
         else:
             tqdm.write(text)
-
-
-def _count(settings: Sweep, default: int) -> int:
-    return default if settings.parallel == "auto" else int(settings.parallel)
 
 
 def _threads(slot: Slot) -> int | None:
