@@ -30,7 +30,7 @@ def swept(space, count, own, kill_at=(), sign=1):
     for number in range(count):
         if number in kill_at:
             sampler = samplers.build(own, space)
-        found = sampler.propose(number, trials, "max" if trials else "")
+        found = sampler(number, trials, "max" if trials else "")
         if found is None:
             break
         values = found.values
@@ -58,9 +58,9 @@ def test_a_grid_that_has_grown_runs_only_what_is_new():
     known = [Trial(number, values, "finished") for number, values in enumerate(CHOICES.grid())]
     larger = Space((), (Choice("a", ("0", "1", "2", "3")), Choice("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
-    assert grid.propose(6, known, "").values == ("0", "x")
-    assert grid.propose(7, known, "").values == ("0", "y")
-    assert grid.propose(8, known, "") is None
+    assert grid(6, known, "").values == ("0", "x")
+    assert grid(7, known, "").values == ("0", "y")
+    assert grid(8, known, "") is None
 
 
 def test_random_draws_cover_an_interval_by_its_logarithm():

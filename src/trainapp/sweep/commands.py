@@ -1,13 +1,18 @@
-"""`trainapp continue DIR`, `trainapp leaderboard DIR`, `trainapp report DIR...` and `trainapp rerun RUN`. Imports no
-torch.
+"""`trainapp continue DIR`, `leaderboard DIR`, `report DIR...` and `rerun RUN`, and the table of other sweepers of Hydra.
+Imports no torch.
 """
 
+import atexit
+import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config import command_line
 from trainapp.errors import UserError
@@ -15,6 +20,8 @@ from trainapp.launch.launch import COMMAND
 from trainapp.report import page
 from trainapp.sweep import leaderboard
 from trainapp.sweep.journal import NAME, Journal
+
+_SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
 
 
 def resumed(arguments: Sequence[str]) -> list[str]:
@@ -72,7 +79,7 @@ def with_changes(given: Sequence[str], changes: Sequence[str]) -> list[str]:
 
 
 def _key(text: str) -> str:
-    return text if text.startswith("-") else re.split(r"[=]", text.lstrip("+~"), maxsplit=1)[0]
+    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
 
 
 def _folder(name: str, arguments: Sequence[str]) -> Path:
@@ -98,3 +105,18 @@ def run(name: str, arguments: Sequence[str]) -> bool:
     further = COMMANDS[name](arguments)
     sys.argv[1:] = further or []
     return further is not None
+
+
+class TableAtEnd(Callback):
+    """Prints the table; through `atexit`, since Hydra skips `on_multirun_end` after a failed job or a signal."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra."""
+        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
+        if folder is not None and config.hydra.sweeper._target_ != _SWEEPER:
+            atexit.register(_show, Path(str(folder)).resolve())
+
+
+def _show(folder: Path) -> None:
+    with contextlib.suppress(UserError):  # no job has begun
+        leaderboard.show(folder)

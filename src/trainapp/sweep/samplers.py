@@ -6,20 +6,20 @@ that was killed proposes what an undisturbed one would. No configuration is prop
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainapp.config import targets
-from trainapp.config.schema import Sweep
+from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep.journal import Trial
-from trainapp.sweep.space import Choice, Interval, Space, Values
+from trainapp.sweep.space import Choice, Dimension, Interval, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
-_FEWEST = 4  # finished trials that say anything about the importance of a setting
+_FEWEST = 10  # finished trials that say anything about the importance of a setting
 _TRIES = 100  # to find a configuration that has not run yet
 
 
@@ -30,14 +30,13 @@ class Proposal(NamedTuple):
     attributes: Mapping[str, Any] = MappingProxyType({})
 
 
-class Sampler(Protocol):
-    """direction: min or max; empty while nothing has finished."""
+# From the number of the coming trial, those so far, and max or min (empty while nothing has finished); None if no
+# configuration is left.
+Propose = Callable[[int, Sequence[Trial], str], Proposal | None]
+Draw = Callable[[list[int], Sequence[Trial], str], Proposal]  # of what to seed from in place of the number
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        """The configuration of the trial with this number; None if there is none left."""
 
-
-def build(settings: Sweep, space: Space) -> Sampler:
+def build(settings: Sweep, space: Space) -> Propose:
     """The sampler of `sweep.sampler`. Raises UserError for one that does not suit the space."""
     if settings.sampler == "grid":
         if space.intervals:
@@ -45,101 +44,78 @@ def build(settings: Sweep, space: Space) -> Sampler:
                 f"sweep.sampler=grid: {', '.join(space.intervals)} is an interval, of which there is no grid; list "
                 "values, or use sweep.sampler=random or tpe with sweep.trials=N"
             )
-        return Grid(space)
+        return _in_order(space.grid())
     if settings.trials is None and space.size is None:
         raise UserError(
             f"sweep.trials=null: {', '.join(space.intervals)} is an interval, and the sweep would never end; set the "
             "number of configurations, such as sweep.trials=20"
         )
-    if settings.sampler == "random":
-        return Random(settings.seed, space)
-    return OfOptuna(settings, space)
+    return _untried(settings.seed, _random(space) if settings.sampler == "random" else _of_optuna(settings, space))
 
 
-class Grid:
-    """All configurations in order; those that have run are left out."""
-
-    def __init__(self, space: Space):
-        self._rest: Iterator[Values] = space.grid()
-
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        """See `Sampler`."""
+def _in_order(configurations: Iterator[Values]) -> Propose:
+    def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
-        return next((Proposal(values) for values in self._rest if values not in known), None)
+        return next((Proposal(values) for values in configurations if values not in known), None)
+
+    return propose
 
 
-class Random:
-    """Independent draws."""
+def _untried(seed: int, draw: Draw) -> Propose:
+    """Draws until a configuration is new."""
 
-    def __init__(self, seed: int, space: Space):
-        self._seed, self._space = seed, space
-
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        """See `Sampler`."""
+    def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
-        for attempt in range(_TRIES):
-            rng = np.random.default_rng([self._seed, number, attempt])
-            values = tuple(_drawn(of, rng) for of in self._space.dimensions)
-            if values not in known:
-                return Proposal(values)
-        return None
+        drawn = (draw([seed, number, attempt], trials, direction) for attempt in range(_TRIES))
+        return next((own for own in drawn if own.values not in known), None)
+
+    return propose
 
 
-def _drawn(of: Choice | Interval, rng: np.random.Generator) -> str:
-    if isinstance(of, Choice):
-        return of.values[rng.integers(len(of.values))]
-    if of.is_whole and not of.is_log:
-        return of.text(int(rng.integers(int(of.low), int(of.high), endpoint=True)))
-    if of.is_log:
-        return of.text(math.exp(rng.uniform(math.log(of.low), math.log(of.high))))
-    return of.text(rng.uniform(of.low, of.high))
+def _random(space: Space) -> Draw:
+    def value(of: Dimension, rng: np.random.Generator) -> str:
+        if isinstance(of, Choice):
+            return of.values[rng.integers(len(of.values))]
+        if of.is_log:
+            return of.text(math.exp(rng.uniform(math.log(of.low), math.log(of.high))))
+        return of.text(
+            int(rng.integers(int(of.low), int(of.high) + 1)) if of.is_whole else rng.uniform(of.low, of.high)
+        )
+
+    def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
+        rng = np.random.default_rng(seed)
+        return Proposal(tuple(value(of, rng) for of in space.dimensions))
+
+    return draw
 
 
-class OfOptuna:
+def _of_optuna(settings: Sweep, space: Space) -> Draw:
     """A sampler of Optuna. Its study is made anew from the trials for each proposal."""
+    own = settings.sampler
+    targets.require_package("optuna", f"sweep.sampler={own if isinstance(own, str) else own.target}")
+    if isinstance(own, str):
+        # Values of running trials count as bad, so that jobs at the same time differ.
+        own = Target("optuna.samplers.TPESampler", {"multivariate": True, "constant_liar": True})
+    kind: Any = targets.locate(own.target, "sweep.sampler._target_", ["optuna"])
+    arguments, takes_seed = own.arguments, "seed" in targets.parameters_of(kind)
 
-    def __init__(self, settings: Sweep, space: Space):
-        targets.require_package("optuna", f"sweep.sampler={_name(settings)}")
-        import optuna
-
-        self._seed, self._space = settings.seed, space
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        if isinstance(settings.sampler, str):
-            # Values of running trials count as bad, so that jobs at the same time differ.
-            self._kind: Any = optuna.samplers.TPESampler
-            self._arguments = {"multivariate": True, "constant_liar": True}
-        else:
-            self._kind = targets.locate(settings.sampler.target, "sweep.sampler._target_", ["optuna"])
-            self._arguments = settings.sampler.arguments
-        self._sampler(0)
-
-    def _sampler(self, *numbers: int) -> Any:
-        seed = int(np.random.default_rng([self._seed, *numbers]).integers(2**32))
-        takes_seed = "seed" in targets.parameters_of(self._kind)
-        arguments = ({"seed": seed} if takes_seed else {}) | self._arguments
+    def sampler(seed: list[int]) -> Any:
+        seeded = {"seed": int(np.random.default_rng(seed).integers(2**32))} if takes_seed else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
-            try:
-                return self._kind(**arguments)
-            except (TypeError, ValueError, ImportError) as error:
-                raise UserError(f"sweep.sampler: {self._kind.__name__}: {error}") from None
+            return kind(**seeded | arguments)
 
-    def propose(self, number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        """See `Sampler`."""
-        known = {trial.values for trial in trials}
-        for attempt in range(_TRIES):
-            study = study_of(self._space, trials, direction, self._sampler(number, attempt))
-            found = study.ask(distributions_of(self._space)).params
-            values = tuple(
-                of.text(found[of.key]) if isinstance(of, Interval) else found[of.key] for of in self._space.dimensions
-            )
-            if values not in known:
-                return Proposal(values, study.get_trials(deepcopy=False)[-1].system_attrs)
-        return None
+    def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
+        study = study_of(space, trials, direction, sampler(seed))
+        found = study.ask(distributions_of(space)).params
+        texts = (of.text(found[of.key]) if isinstance(of, Interval) else found[of.key] for of in space.dimensions)
+        return Proposal(tuple(texts), study.get_trials(deepcopy=False)[-1].system_attrs)
 
-
-def _name(settings: Sweep) -> str:
-    return settings.sampler if isinstance(settings.sampler, str) else settings.sampler.target
+    try:
+        sampler([0])
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"sweep.sampler: {kind.__name__}: {error}") from None
+    return draw
 
 
 def distributions_of(space: Space) -> dict[str, Any]:
@@ -165,6 +141,7 @@ def study_of(space: Space, trials: Sequence[Trial], direction: str, sampler: Any
     """
     import optuna
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=sampler, direction=_DIRECTIONS.get(direction))
     for trial in trials:
         study.add_trial(_told(space, trial))

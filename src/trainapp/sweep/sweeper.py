@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from trainapp.sweep.space import Space, parse
 from trainapp.units import parse_time
 
 _POLL = 0.1  # seconds between looks at the running jobs
+_RETRIES = 3  # starts of a job that was killed, as by a machine without memory, before it is left to be continued
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _MAY_CHANGE = ("trials", "parallel", "max_time", "max_failures", "retry_failed", "storage")
 
@@ -45,7 +47,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     environment.require_one_process("multirun", "start `python -m trainapp -m ...` once: it starts its jobs itself")
     settings, space = settings_of(composed), parse(arguments, context.config_loader)
     composer = Composer(context.config_loader, composed, space)
-    sampler = samplers.build(settings, space)
+    propose = samplers.build(settings, space)
     with launch.locked(str(composer.folder)):
         journal = Journal(composer.folder)
         asked = _asked(settings, space)
@@ -72,7 +74,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=context, task_function=function, config=composed
             )
-        status = _Sweeper(settings, composer, sampler, journal, config, launcher).run()
+        status = _Sweeper(settings, composer, propose, journal, config, launcher).run()
     if status:
         raise SystemExit(status)
 
@@ -141,12 +143,12 @@ class _Sweeper:
         self,
         settings: Sweep,
         composer: Composer,
-        sampler: samplers.Sampler,
+        propose: samplers.Propose,
         journal: Journal,
         config: Config,
         launcher: Any,
     ):
-        self.settings, self.composer, self.sampler, self.journal = settings, composer, sampler, journal
+        self.settings, self.composer, self.propose, self.journal = settings, composer, propose, journal
         self.config, self.launcher, self.folder = config, launcher, composer.folder
         self.pruner = Pruner(settings) if settings.pruner != "none" else None
         self.running: dict[int, _Running] = {}
@@ -156,6 +158,7 @@ class _Sweeper:
         self.to_resume = [own for own in journal.trials if own.state in retried]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
         self._deadline = _deadline(settings)
+        self._killed: Counter[int] = Counter()  # by trial
         self.bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty())
 
     @property
@@ -217,7 +220,7 @@ class _Sweeper:
         trials, most = self.journal.trials, self.settings.trials
         if not self._is_exhausted and (most is None or len(trials) < most):
             number = len(trials)
-            found = self.sampler.propose(number, trials, self.direction)
+            found = self.propose(number, trials, self.direction)
             if found is not None:
                 self.journal.add("trial", number=number, values=found.values, attributes=dict(found.attributes))
                 return trials[number]
@@ -292,8 +295,10 @@ class _Sweeper:
             if found.state == "stopped" and own.trial.reached and max(own.trial.reached) not in own.trial.promoted:
                 found = jobs.Outcome("paused", found.facts)
             self._note_end(own.trial, found, time.monotonic() - own.started)
-            if status == jobs.UNKNOWN and found.state == "stopped":
-                self.to_resume.append(own.trial)
+            is_lost = status == jobs.UNKNOWN or (status < 0 and self._killed[number] < _RETRIES and not self.stop)
+            if found.state == "stopped" and is_lost:  # first of all, so that what comes next knows its result
+                self._killed[number] += status < 0
+                self.to_resume.insert(0, own.trial)
         if not self.stop and time.monotonic() >= self._deadline:
             self._say("sweep.max_time: the time is up; the jobs save and end")
             self._pass_on(TIME_IS_UP)
