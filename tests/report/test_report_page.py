@@ -43,6 +43,13 @@ def logged(lines: list[dict], name: str) -> list[tuple]:
     return [(line["step"], pytest.approx(line[name], rel=1e-5)) for line in lines if name in line]
 
 
+def table_of(found: dict, title: str) -> list[dict]:
+    """The rows of a section's first table, by header."""
+    (section,) = (own for own in found["sections"] if own["title"] == title)
+    table = next(item for item in section["items"] if item["kind"] == "table")
+    return [dict(zip(table["header"], row, strict=True)) for row in table["rows"]]
+
+
 @pytest.fixture(scope="module")
 def with_ooms(tmp_path_factory):
     """A run with out-of-memory errors, and a text that would end the data's element."""
@@ -61,7 +68,8 @@ def sweep(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_writes_what_it_has_logged(with_ooms):
-    (run,) = embedded(with_ooms / "report.html")["runs"]
+    found = embedded(with_ooms / "report.html")
+    (run,) = found["runs"]
     assert (run["name"], run["state"], run["result"]["steps"]) == ("scarce", "finished", 12)
     for group, lines in (("train", metrics(with_ooms)), ("eval", evaluations(with_ooms))):
         assert points(run["curves"][group]["loss"]) == logged(lines, "loss")
@@ -81,6 +89,12 @@ def test_a_run_writes_what_it_has_logged(with_ooms):
     assert "schedule=linear" in run["command"]
     assert run["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "trainapp", "host", "started", "cwd"} <= run["environment"].keys()
+    table = table_of(found, "Incidents")
+    assert [row["what followed"] for row in table] == [error["action"] for error in errors]
+    (settings,) = (own for own in found["sections"] if own["title"] == "Configuration")
+    code, table = settings["items"]
+    assert "schedule=linear" in code["text"].splitlines()
+    assert ["train.max_steps", "12"] in [table["rows"][at] for at in table["marked"]]
 
 
 @pytest.mark.slow
@@ -103,12 +117,15 @@ def test_while_it_runs(with_ooms, tmp_path):
 @pytest.mark.slow
 def test_runs_over_each_other_without_importing_torch(with_ooms, tmp_path):
     shutil.copytree(with_ooms, tmp_path / "b/scarce")
+    config = tmp_path / "b/scarce/.hydra/config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 7", 1))
     start = f"import sys; sys.argv[1:] = ['report', {str(with_ooms)!r}, 'b/scarce']; from trainapp.__main__ import main"
     check = "main(); assert not {'torch', 'matplotlib'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", f"{start}; {check}"], cwd=tmp_path, env=environment())
     assert done.returncode == 0
-    names = [run["name"] for run in embedded(tmp_path / "report.html")["runs"]]
-    assert names == [f"{with_ooms.parent.name}/scarce", "b/scarce"]
+    found, names = embedded(tmp_path / "report.html"), [f"{with_ooms.parent.name}/scarce", "b/scarce"]
+    assert [run["name"] for run in found["runs"]] == names
+    assert table_of(found, "Settings that differ") == [{"setting": "train.seed", names[0]: "0", names[1]: "7"}]
 
 
 @pytest.mark.parametrize(
@@ -189,20 +206,23 @@ def test_many_long_curves_share_the_room_of_a_page(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_writes_its_jobs_the_best_first(sweep):
     found = embedded(sweep / "report.html")
-    assert (found["metric"], found["direction"], len(found["jobs"])) == ("accuracy", "max", 4)
-    best = [job["facts"]["best_objective"] for job in found["jobs"]]
-    assert best == sorted(best, reverse=True)
+    assert (found["metric"], found["direction"], found["settings"]) == (
+        "accuracy",
+        "max",
+        ["optimizer.lr", "train.seed"],
+    )
+    assert [job["number"] for job in sorted(found["jobs"], key=lambda job: int(job["name"]))] == [0, 1, 2, 3]
+    best = [job["value"] for job in found["jobs"]]
+    assert best == sorted((result(sweep / str(job))["best_objective"] for job in range(4)), reverse=True)
     for job in found["jobs"]:
-        facts = result(sweep / job["name"])
-        assert job["facts"] == {name: facts[name] for name in job["facts"]}
-        assert job["settings"] == {
-            "optimizer.lr": ["1e-09", "0.1"][job["number"] // 2], "train.seed": str(job["number"] % 2),
-        }  # fmt: skip
-        assert (sweep / job["page"]).is_file()
-        assert (sweep / job["page"]).parent.name == job["name"]
-    assert [(own["settings"], own["page"]) for own in found["over_seeds"]] == [
-        ({"optimizer.lr": rate}, None) for rate in ("0.1", "1e-09")
+        assert job["settings"] == [["1e-09", "0.1"][job["number"] // 2], str(job["number"] % 2)]
+    seeds, jobs = (table_of(found, title) for title in ("Over seeds: mean and standard deviation", "Leaderboard"))
+    assert [row["optimizer.lr"] for row in seeds] == ["0.1", "1e-09"]
+    assert [" ± " in row["best accuracy (max)"] for row in seeds] == [True, True]
+    assert [row["job"] for row in jobs] == [
+        {"text": job["name"], "page": f"{job['name']}/report.html"} for job in found["jobs"]
     ]
+    assert all((sweep / row["job"]["page"]).is_file() for row in jobs)
 
 
 @pytest.mark.slow
@@ -218,8 +238,9 @@ def test_a_sweep_that_still_runs(sweep, tmp_path):
     done = run_cli("report", str(folder), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = embedded(folder / "report.html")
-    assert [(job["state"], job["error"]) for job in found["jobs"]] == [("failed", CRUEL), ("running", "")]
-    assert not re.findall("<b>ü", (folder / "report.html").read_text())
+    assert [row["state"] for row in table_of(found, "Leaderboard")] == ["failed", "running"]
+    assert table_of(found, "Failed jobs") == [{"job": "0", "error": CRUEL}]
+    assert found["jobs"] == []
 
 
 def charts_drawn(path: Path, folder: Path) -> int:
