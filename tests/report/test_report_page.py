@@ -112,6 +112,8 @@ def test_while_it_runs(with_ooms, tmp_path):
     assert (shown["state"], shown["sizes"], shown["result"]) == ("not finished", None, {})
     assert points(shown["curves"]["train"]["loss"]) == logged(metrics(with_ooms)[:-1], "loss")
     assert shown["curves"]["eval"] == {}
+    assert run_cli("leaderboard", "running", cwd=tmp_path).returncode == 0
+    assert "runs" in embedded(run / "report.html")  # a table of one run leaves the run's page
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`trainapp continue DIR`, `leaderboard DIR`, `report DIR...` and `rerun RUN`, and the table of other sweepers of Hydra.
+"""`trainapp continue DIR`, `leaderboard DIR`, `report DIR...` and `rerun RUN`, and the table of Hydra's other sweepers.
 Imports no torch.
 """
 

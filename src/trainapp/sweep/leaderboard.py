@@ -179,7 +179,8 @@ def show(folder: Path) -> None:
         _write_csv(rows, folder / TABLE)
         with atomic_write(folder / MARKDOWN) as file:
             file.write("\n".join(_markdown(header, cells)) + "\n")
-        write_page(folder)
+        if not (folder / ".hydra").exists():  # that of a single run has more
+            write_page(folder)
     _print_commands(rows)
 
 
@@ -188,13 +189,12 @@ def write_page(folder: Path) -> Path:
 
     Raises UserError for a folder without runs, and OSError if it cannot be written.
     """
-    rows = found_in(folder)
+    rows = [row for row in found_in(folder) if not (row.folder / FILES["plan"]).exists()]
     numbers = {row.name: number for number, row in enumerate(rows)}
-    rows = ranked(rows)
-    merged = ranked(over_seeds(rows))
+    jobs = [asdict(row) | {"number": numbers[row.name]} for row in ranked(rows)]
+    merged = [asdict(row) | {"number": None} for row in ranked(over_seeds(rows))]
     path = folder / page.NAME
-    jobs, groups = ([asdict(row) | {"number": numbers.get(row.name)} for row in own] for own in (rows, merged))
-    page.write_sweep(path, jobs, groups if len(merged) < len(rows) else ())
+    page.write_sweep(path, jobs, merged if len(merged) < len(rows) else ())
     return path
 
 
