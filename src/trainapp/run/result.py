@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
 from trainapp.files import atomic_write, strict_json
@@ -142,7 +144,8 @@ def opening_lines(session: Session) -> list[str]:
     name = config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
-    model = f"{name} with {_count_text(total)} parameters on {state.device}, {state.precision.mode}"
+    device = f" ({torch.cuda.get_device_name(state.device)})" if state.device.type == "cuda" else ""
+    model = f"{name} with {_count_text(total)} parameters on {state.device}{device}, {state.precision.mode}"
     if config.mode not in ("train", "lr_find"):
         return [model]
     micro_size = sizes.train.size
