@@ -96,7 +96,8 @@ def main() -> None:
             killed[what] += 1
             if sweep.poll() is not None or what != "job":
                 sweep.wait()
-                sweep = start("continue", str(folder))
+                has_begun = (folder / "sweep.jsonl").exists()
+                sweep = start("continue", str(folder)) if has_begun else start(*given, f"hydra.sweep.dir={folder}")
         status = sweep.wait()
         while status == 75:  # killed jobs are to be continued
             status = start("continue", str(folder)).wait()

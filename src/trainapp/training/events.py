@@ -90,8 +90,6 @@ def _act(session: Session, own: Verdict) -> None:
     differs, heard, pauses = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard(), int(own.pauses))
     if not session.is_finished:
         session.stop.agreed = heard  # the callback may have taken long: no further step
-        if pauses and not heard:
-            session.stop.pause()
     if session.ranks.world > 1 and differs:
         by_rank = session.ranks.all_gather_object(own)
     session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
@@ -99,6 +97,8 @@ def _act(session: Session, own: Verdict) -> None:
     if stops and session.state.progress.stopped is None:
         session.state.progress.stopped = stops[0]
         session.tracker.note(f"stopping at step {session.state.progress.step}: {stops[0]}")
+    if pauses and not heard and not session.is_finished:
+        session.stop.pause()
 
 
 def _view(session: Session, name: str, verdict: Verdict) -> View:
