@@ -78,6 +78,7 @@ def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
     assert any(re.fullmatch(r"data/.*digits.*", name) and not name.endswith(".py") for name in package)
     assert {n.split("/")[0] for n in names} == {
         "trainapp",
+        "hydra_plugins",
         f"trainapp-{PROJECT['project']['version']}.dist-info",
     }
 

@@ -23,7 +23,7 @@ from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
 from trainapp.new import project
-from trainapp.signals import TIME_IS_UP, Interrupted
+from trainapp.signals import PAUSED, TIME_IS_UP, Interrupted
 from trainapp.sweep import commands
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def job(composed: DictConfig) -> float | None:
             try:
                 return launch.launch(config, is_sweep)
             except Interrupted as stopped:
-                if is_sweep and stopped.signal == TIME_IS_UP and config.train.max_time != "auto":
-                    return math.nan  # the time of this job; its objective is not compared
+                if is_sweep and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
+                    return math.nan  # of this job alone; its objective is not compared
                 raise
     except Exception as error:
         if is_sweep:  # Hydra shows only the first failed job's error, and leaves the logs of all empty

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -122,3 +124,33 @@ def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures, monke
     finally:
         worker.kill()
         signal.signal(signal.SIGUSR1, former)
+
+
+STARTED = """
+import os, signal, sys, time
+from torch.multiprocessing.spawn import start_processes
+from trainapp.launch import elastic
+
+def interrupted(config):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+def rank(number, name):
+    elastic.run_worker = interrupted
+    {"started": elastic._run_started, "run_worker": interrupted}[name](None)
+
+if __name__ == "__main__":
+    start_processes(rank, (sys.argv[1],), nprocs=1, start_method="fork")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "status"), [("started", "terminated with exit code 130"), ("run_worker", "")])
+def test_ctrl_c_before_a_rank_hears_signals_is_seen_by_the_launcher(tmp_path, function, status):
+    """torch takes the KeyboardInterrupt of the second one for a success, without a result to wait for."""
+    (tmp_path / "ranks.py").write_text(STARTED)
+    done = subprocess.run(
+        [sys.executable, "ranks.py", function], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode == 0) == (not status)
+    assert status in done.stderr

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from trainapp.errors import UserError
+from trainapp.launch import launch
 from trainapp.sweep import leaderboard
 from trainapp.sweep.journal import Journal
 
@@ -61,7 +62,9 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     (tmp_path / "2/metrics.jsonl").write_text('{"step": 3}\n{"step": 5')
     (tmp_path / "2/evaluations.jsonl").write_text('{"step": 3, "accuracy": 0.9}\n')
     journal.trials[2].facts |= {"metric": "accuracy", "direction": "max"}
-    rows = leaderboard.rows_of(journal)
+    assert leaderboard.rows_of(journal)[2].state == "interrupted"
+    with launch.locked(str(tmp_path / "2")):
+        rows = leaderboard.rows_of(journal)
     assert (rows[2].state, rows[2].facts["steps"], rows[2].facts["best_objective"]) == ("running", 3, 0.9)
     assert leaderboard.best_of(rows) == "accuracy 0.9 (job 2)"
 
@@ -92,4 +95,4 @@ def test_tensorboard_has_a_table_of_settings(tmp_path):
     found = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
     own = found.session_start_info.hparams
     assert own["model"].string_value == "mlp"
-    assert own["train.compile"].bool_value
+    assert own["optimizer.lr"].number_value == 1e-3

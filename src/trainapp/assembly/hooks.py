@@ -14,7 +14,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name, no_such_metric
 from trainapp.hooks.predictions import FirstPredictions
-from trainapp.hooks.rungs import RUNGS, AskSweep
+from trainapp.hooks.rungs import RUNGS, AskSweep, asks_sweep
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
@@ -67,7 +67,7 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
     if config.mode == "train" and stopping.patience is not None:
         direction, metric = goal if stopping.metric == "auto" else Objective.of(stopping.metric, task, sets)
         found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
-    if config.mode == "train" and (Path(config.run_dir) / RUNGS).exists():  # the run belongs to a sweep with a pruner
+    if config.mode == "train" and asks_sweep(Path(config.run_dir)):
         found[RUNGS] = AskSweep(Path(config.run_dir), *goal)
     return found
 

@@ -86,6 +86,7 @@ def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
     """Hydra's flags on the command line that decide what is composed."""
     sources, name = hydra_config.runtime.config_sources, hydra_config.job.config_name
     found = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+    found += [f"--config-path={own.path}" for own in sources if own.provider == "main" and own.path != str(CONF)]
     return found if name == "train" else [*found, f"--config-name={name}"]
 
 

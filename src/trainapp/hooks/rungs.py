@@ -5,6 +5,7 @@ The sweep writes `rungs.json` before it starts the run. At the first evaluation 
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainapp.files import atomic_write, strict_json
 if TYPE_CHECKING:
     from trainapp.hooks.callbacks import View
 
+JOB = "TRAINAPP_SWEEP_JOB"  # the variable that has the directory of a sweep's job
 RUNGS, ASKS, ANSWERS = "rungs.json", "rung_asks.json", "rung_answers.json"
 _POLL = 0.05  # seconds
 
@@ -31,8 +33,14 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def asks_sweep(run_dir: Path) -> bool:
+    """Whether a sweep with a pruner has started this process, not a user who continues the run of a killed one."""
+    rungs = read(run_dir / RUNGS)
+    return rungs is not None and (rungs["launched"] or os.environ.get(JOB) == str(run_dir))
+
+
 class AskSweep:
-    """The callback of a run with rungs, `[[number, fraction of the run], ...]`, each of which it asks about once.
+    """The callback of a run with rungs, `(number, fraction of the run)`, each of which it asks about once.
 
     direction, metric: the objective. patience: seconds after which a run without an answer pauses, since its sweep was
     killed.
@@ -40,7 +48,7 @@ class AskSweep:
 
     def __init__(self, run_dir: Path, direction: str, metric: str, patience: float = 300.0):
         self.run_dir, self.direction, self.metric, self.patience = run_dir, direction, metric, patience
-        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in read(run_dir / RUNGS)]
+        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in read(run_dir / RUNGS)["rungs"]]
 
     def after_evaluation(self, view: "View", metrics: Mapping[str, Any]) -> None:
         """Ask, on rank 0: the others wait at the end of the callbacks. Raises UserError for a run without an end."""

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 import uuid
@@ -29,7 +30,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import ECHO, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
+from trainapp.signals import ECHO, SIGNALS, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -76,7 +77,7 @@ def run_workers(config: Config) -> Outcome:
     failures = Failures(Path(config.run_dir))
     try:
         with signals_forwarded(failures), asked_before_restarts(failures.decide):
-            outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
+            outcomes: dict[int, Outcome] = elastic_launch(launch, _run_started)(config)
     except ChildFailedError as error:
         if failures.signal:
             is_saved = error.get_first_failure()[1].exitcode == TO_BE_CONTINUED
@@ -177,6 +178,20 @@ def workers_to_start(config: Config) -> int:
     if wanted != "auto" and wanted > available:
         raise UserError(f"parallel.devices={wanted}: this machine has {available} GPUs")
     return available if wanted == "auto" else wanted
+
+
+def _run_started(config: Config) -> Outcome:
+    """`run_worker` in a process of the launcher, before and after the time in which the run itself hears signals.
+
+    A KeyboardInterrupt there would end the process with status 0 (torch 2.13, multiprocessing/spawn.py, `_wrap`), and
+    the launcher would wait for its result for ever.
+    """
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
+    try:
+        return run_worker(config)
+    finally:  # the result is on the way to the launcher
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_worker(config: Config) -> Outcome:

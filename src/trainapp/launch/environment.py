@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.errors import UserError
 
-SWEEP_STARTED = "TRAINAPP_SWEEP_STARTED"  # the variable by which a sweep tells its jobs when it began
+# The variables by which a sweep tells its jobs when it began, and what overrides it has added.
+SWEEP_STARTED, SWEEP_SHARE = "TRAINAPP_SWEEP_STARTED", "TRAINAPP_SWEEP_SHARE"
 
 
 @dataclass(frozen=True)

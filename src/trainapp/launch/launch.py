@@ -77,9 +77,11 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     folder = Path(config.run_dir) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
-    OmegaConf.save(overrides, folder / "overrides.yaml")
+    of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
+    given = [text for text in overrides if text not in of_sweep]
+    OmegaConf.save(given, folder / "overrides.yaml")
     if config.mode == "train":
-        command = {"arguments": [*flags, *overrides], "cwd": os.getcwd(), **_environment()}
+        command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}
         Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
 

@@ -66,7 +66,9 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Whether another run holds the lock of an existing directory."""
+    """Whether a run holds the lock of an existing directory."""
+    if run_dir.resolve() / LOCK in _held:
+        return True
     try:
         acquire(run_dir)
     except UserError:

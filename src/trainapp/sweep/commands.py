@@ -25,23 +25,37 @@ _SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
 
 
 def resumed(arguments: Sequence[str]) -> list[str]:
-    """The arguments that continue a sweep or a run in its directory, with the given overrides added; in the working
-    directory that it was started in. Raises UserError for a directory of neither.
+    """The arguments that continue a sweep or a run in its directory, with the given overrides in place of its own; in
+    the working directory that it was started in. Raises UserError for a directory of neither.
     """
     folder = _folder("continue", arguments)
     if (folder / NAME).exists():
-        first = Journal(folder, writes=False).asked
-        os.chdir(first["cwd"])
-        return [*with_changes(first["command"], arguments[1:]), command_line.override("hydra.sweep.dir", str(folder))]
-    given, cwd = _of_run("continue", folder)
-    os.chdir(cwd)
-    return [*with_changes(given, arguments[1:]), command_line.override("hydra.run.dir", str(folder))]
+        asked = Journal(folder, writes=False).asked
+        given, name = _in_place(asked["command"], asked["cwd"], arguments), "hydra.sweep.dir"
+    else:
+        given, name = _in_place(*_of_run("continue", folder), arguments), "hydra.run.dir"
+    return [*given, command_line.override(name, str(folder))]
 
 
 def rerun(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a new run from those of another, with the given overrides in place of its own."""
-    given, cwd = _of_run("rerun", _folder("rerun", arguments))
-    os.chdir(cwd)
+    """The arguments of a new run, or with -m of a sweep, from those of a run, some changed. A relative hydra.run.dir is
+    the caller's.
+    """
+    absolute = [
+        command_line.override(name, str(Path(value).resolve()))
+        if name in ("hydra.run.dir", "hydra.sweep.dir")
+        else text
+        for text, (name, _, value) in ((text, text.partition("=")) for text in arguments)
+    ]
+    return _in_place(*_of_run("rerun", _folder("rerun", arguments)), absolute)
+
+
+def _in_place(given: Sequence[str], cwd: str, arguments: Sequence[str]) -> list[str]:
+    """Go to the working directory. The arguments, with the changes that follow the first of the command's."""
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        raise UserError(f"{cwd}: it was started in this directory, which is gone ({error.strerror})") from None
     return with_changes(given, arguments[1:])
 
 
@@ -73,9 +87,17 @@ COMMANDS: dict[str, Callable[[Sequence[str]], list[str] | None]] = {
 
 
 def with_changes(given: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Overrides of which the later one of a setting, or of a group's option, counts."""
-    changed = {_key(text) for text in changes}
-    return [*(text for text in given if _key(text) not in changed), *changes]
+    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place; flags come
+    first. A group's own class goes with its settings (see `command_line.for_hydra`) where another option is chosen.
+    """
+    found = {_key(text): text for text in given}
+    for text in changes:
+        key = _key(text)
+        own = [name for name, old in found.items() if old.startswith(f"++{key}.") or old == f"~{key}"]
+        for name in own if "=" in text and not text.startswith("~") else ():
+            del found[name]
+        found[key] = text
+    return sorted(found.values(), key=lambda text: not text.startswith("-"))
 
 
 def _key(text: str) -> str:
@@ -102,7 +124,14 @@ def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
 
 def run(name: str, arguments: Sequence[str]) -> bool:
     """Do a command. Returns whether the program goes on, with the arguments that it has set in `sys.argv`."""
-    further = COMMANDS[name](arguments)
+    if arguments[1:] and name == "leaderboard":
+        raise UserError(f"trainapp leaderboard {' '.join(arguments)}: give one directory")
+    try:
+        further = COMMANDS[name](arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
     sys.argv[1:] = further or []
     return further is not None
 

@@ -1,7 +1,9 @@
 """What a job of a sweep is: its overrides, directory, configuration and command. All are checked before any trains."""
 
+import itertools
 import multiprocessing
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +24,7 @@ from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.sweep.space import Space, Values
 
+START = Path.cwd()  # the caller's: `trainapp continue` goes to the directory in which the sweep was started
 CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
 # Hydra's own overrides that are about the sweep.
 _OF_THE_SWEEP = (
@@ -82,10 +85,6 @@ class Composer:
                 del task["hydra"]
             return Composed(overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
 
-    def first(self) -> Config:
-        """The configuration of one of the jobs."""
-        return self.job(0, next(iter(self.space.samples()))).config
-
     def check(self) -> None:
         """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Raises
         UserError that names those that could not start.
@@ -94,10 +93,14 @@ class Composer:
         chosen: Iterable[Values] = self.space.grid() if size is not None and size <= CHECKED else self.space.samples()
         errors: dict[str, str] = {}
         configs: dict[str, Config] = {}
-        for values in chosen:
+        folders: dict[Path, str] = {}
+        for number, values in enumerate(itertools.islice(chosen, CHECKED)):
             name = " ".join(self.space.swept(values)) or "the job"
             try:
-                configs[name] = self.job(0, values).config
+                job = self.job(number, values)
+                configs[name] = job.config
+                if (other := folders.setdefault(job.folder, name)) != name:
+                    errors[name] = f"hydra.sweep.subdir: its directory is that of {other}; name hydra:job.num in it"
             except UserError as error:
                 errors[name] = str(error)
         # In a process of its own, since it imports torch and users' modules, which this one does not need.
@@ -144,5 +147,5 @@ def _resolved_by(config: DictConfig) -> Iterator[None]:
 
 
 def shown(path: Path) -> str:
-    """The path as a user would type it here."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    """The path as a user would type it, quoted."""
+    return shlex.quote(os.path.relpath(path, START) if path.is_relative_to(START) else str(path))

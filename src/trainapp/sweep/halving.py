@@ -46,6 +46,8 @@ class Pruner:
         for rung in reversed(range(self.count)):
             for first in sorted(set(self._brackets)):
                 rivals = [one for one in trials if rung in one.reached and self.bracket(one) == first]
+                if is_last:  # of which something must reach the end
+                    rivals = [one for one in rivals if one.state not in ("failed", "infeasible")]
                 for one in self._best(rung, rivals, direction, int(is_last)):
                     if one.state == "paused" and rung == max(one.reached) and rung not in one.promoted:
                         return one, rung

@@ -24,13 +24,15 @@ import psutil
 from trainapp.config.command_line import message_in
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.hooks.rungs import JOB
+from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.run import run_dir
 from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import facts_of
 from trainapp.units import parse_memory_size
 
 LOG = "console.log"
-JOB = "TRAINAPP_SWEEP_JOB"  # the variable by which a job's processes are found: its directory
+_ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # from outside
 UNKNOWN = -1000  # exit status of a process that this one has not started
 FILES = {"train": "result.json", "plan": "plan.json"}  # by mode, what a finished job has written
 _MARK = "== started "  # before what each process prints
@@ -153,10 +155,12 @@ class Launched(Job):
         return None if self._thread.is_alive() else int(bool(self.error))
 
 
-def start(command: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Started:
-    """Start a job in its slot. threads: of torch; None: torch's choice."""
+def start(command: Sequence[str], more: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Started:
+    """Start a job in its slot. more: the overrides among the command's that are the sweep's own. threads: of torch;
+    None: torch's choice.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    env = dict(os.environ) | {JOB: str(folder)}
+    env = dict(os.environ) | {JOB: str(folder), SWEEP_SHARE: "\n".join(more)}
     env.pop("HYDRA_FULL_ERROR", None)  # set by `__main__`: with it, a user's mistake would come with its traceback
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -212,14 +216,18 @@ def outcome(folder: Path, mode: str, status: int, error: str = "") -> Outcome:
         result = json.loads((folder / FILES.get(mode, "")).read_text())
     is_complete = bool(result) and (mode != "train" or (result.get("ended") and not result.get("stopped")))
     facts = facts_of(result)
-    if (status == UNKNOWN and is_complete) or status == 0:
+    if (status == UNKNOWN and is_complete) or (status == 0 and not result.get("stopped")):
         return Outcome("finished", facts)
-    if status in (UNKNOWN, TO_BE_CONTINUED):
+    if status in (0, UNKNOWN, TO_BE_CONTINUED):
         return Outcome("stopped", facts)
-    if status < 0 or status > 128:
-        name = signal.Signals(abs(status) - 128 * (status > 0)).name
-        return Outcome("stopped", facts, f"ended by {name}" if status > 0 else f"killed by {name}")
+    number = -status if status < 0 else status - 128
+    if number in _ENDS:
+        return Outcome("stopped", facts, f"ended by {signal.Signals(number).name}")
     error = error or _error_in(folder / LOG)
+    if status < 0:
+        error = f"ended by {signal.Signals(number).name}"
+    if "another run is using this directory" in error:
+        return Outcome("stopped", facts, error)
     return Outcome("infeasible" if error.startswith("out of memory") else "failed", facts, error)
 
 
@@ -229,4 +237,4 @@ def _error_in(log: Path) -> str:
     lines = text.rpartition(_MARK)[2].splitlines()[1:]
     # Of a traceback, the line after the indented ones; notes may follow it.
     ends = [own for before, own in itertools.pairwise(lines) if before.startswith(" ") and not own.startswith(" ")]
-    return "; ".join(message_in(lines)) or (ends or lines or ["no message"])[-1].strip()
+    return "; ".join(message_in(lines)[:2]) or (ends or lines or ["no message"])[-1].strip()

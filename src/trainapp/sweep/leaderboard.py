@@ -20,16 +20,17 @@ from typing import Any
 
 import yaml
 
-from trainapp.config import command_line
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, json_lines
+from trainapp.launch.launch import COMMAND
 from trainapp.report import page
+from trainapp.run import run_dir
 from trainapp.sweep import samplers
 from trainapp.sweep.composing import shown
 from trainapp.sweep.jobs import FILES
-from trainapp.sweep.journal import NAME, Journal
+from trainapp.sweep.journal import NAME, Journal, facts_of
 from trainapp.sweep.space import Space
-from trainapp.units import bytes_text
+from trainapp.units import bytes_text, listed
 
 TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
 SEED = "train.seed"
@@ -52,6 +53,7 @@ class Row:
     error: str = ""
     spread: float | None = None  # of a row for several seeds: the standard deviation of their best values
     seeds: int = 1
+    is_whole: bool = True  # whether all of the seeds have finished
 
     def number(self, name: str) -> float | None:
         """A fact that is a finite number."""
@@ -64,33 +66,41 @@ class Row:
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
 
 
-def rows_of(journal: Journal) -> list[Row]:
-    """The trials of a sweep."""
+def rows_of(journal: Journal, is_live: bool = True) -> list[Row]:
+    """The trials of a sweep. is_live: read what they have logged and, where one has been trained longer, its result."""
     rows = []
     for trial in journal.trials:
-        folder = Path(trial.folder)
-        facts = trial.facts | (_so_far(folder, trial.facts) if trial.state == "running" else {})
+        folder, facts, state = Path(trial.folder), trial.facts, trial.state
+        if is_live and trial.folder:
+            facts = facts | facts_of(_result_in(folder))
+            if state == "running":
+                facts = facts | _so_far(folder, facts)
+                state = "running" if run_dir.is_in_use(folder) else "interrupted"
         settings = dict(zip(journal.keys, trial.values, strict=True))
-        rows.append(Row(str(trial.number), folder, settings, trial.state, facts, trial.error))
+        rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
     return rows
 
 
 def runs_in(folder: Path) -> list[Row]:
     """The runs in a folder, at any depth, with the overrides in which they differ."""
     found = {}
-    for path in sorted(folder.rglob(".hydra/overrides.yaml")):
-        given = yaml.safe_load(path.read_text()) or []
+    for path in sorted(folder.rglob(COMMAND)):
+        given = yaml.safe_load((path.parent / "overrides.yaml").read_text()) or []
         found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
     common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
     rows = []
     for own, given in found.items():
-        facts: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            facts = json.loads((own / FILES["train"]).read_text())
+        facts = _result_in(own)
         state = "stopped" if facts.get("stopped") else "finished" if facts.get("ended") else "unfinished"
         settings = {name: value for name, value in given.items() if (name, value) not in common}
         rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts or _so_far(own, {})))
     return rows
+
+
+def _result_in(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / FILES["train"]).read_text()))
+    return {}
 
 
 def _so_far(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -115,17 +125,24 @@ def found_in(folder: Path) -> list[Row]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """The best first; those without a value last, in their order. Rows with different objectives keep their order."""
-    goals = {(row.facts["metric"], row.facts["direction"]) for row in rows if row.number("best_objective") is not None}
-    if len(goals) != 1:
+    """The best first; those without a value, or of which not all seeds have finished, last. Rows with different
+    objectives keep their order.
+    """
+    if (goal := goal_of(rows)) is None:
         return list(rows)
-    sign = -1 if next(iter(goals))[1] == "max" else 1
+    sign = -1 if goal[1] == "max" else 1
 
-    def rank(row: Row) -> float:
+    def rank(row: Row) -> tuple[bool, float]:
         value = row.number("best_objective")
-        return math.inf if value is None else sign * value
+        return not row.is_whole, math.inf if value is None else sign * value
 
     return sorted(rows, key=rank)
+
+
+def goal_of(rows: Sequence[Row]) -> tuple[str, str] | None:
+    """The metric and direction by which all rows with a value are compared; None if they differ, or none has one."""
+    goals = {(row.facts["metric"], row.facts["direction"]) for row in rows if row.number("best_objective") is not None}
+    return goals.pop() if len(goals) == 1 else None
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
@@ -142,14 +159,14 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
             if values := [value for row in done if (value := row.number(name)) is not None]:
                 facts[name] = statistics.fmean(values)
         for name in ("oom_restarts", "peak_memory_bytes"):
-            facts |= {name: max(row.facts[name] for row in done if name in row.facts)} if done else {}
+            facts |= {name: max((row.facts.get(name, 0) for row in done), default=0)} if done else {}
         best = [row.facts["best_objective"] for row in done]
         spread = statistics.stdev(best) if len(best) > 1 else None
         states = {row.state for row in own}
         state = states.pop() if len(states) == 1 else f"{len(done)} of {len(own)}"
         name = ",".join(sorted((row.name for row in own), key=lambda name: (len(name), name)))
         folder = own[0].folder.parent
-        merged.append(Row(name, folder, dict(key), state, facts, "", spread, len(done)))
+        merged.append(Row(name, folder, dict(key), state, facts, "", spread, len(done), len(done) == len(own)))
     return merged
 
 
@@ -173,8 +190,12 @@ def show(folder: Path) -> None:
         _print(*_cells(merged))
     if (folder / NAME).exists():
         _print_importance(Journal(folder, writes=False))
-    if failed := [row for row in rows if row.error]:
-        print("\n".join(f"{row.name}: {row.error}" for row in failed))
+    by_error: dict[str, list[str]] = {}
+    for row in rows:
+        by_error.setdefault(row.error, []).append(row.name)
+    print("".join(f"{listed(names, 9)}: {error}\n" for error, names in by_error.items() if error), end="")
+    if goal_of(rows) is None and any(row.number("best_objective") is not None for row in rows):
+        print("not ranked: their objectives differ")
     with contextlib.suppress(OSError):  # another user's folder
         _write_csv(rows, folder / TABLE)
         with atomic_write(folder / MARKDOWN) as file:
@@ -208,15 +229,14 @@ def best_of(rows: Sequence[Row]) -> str:
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells, as text; the last column is what runs differ in, which may be long."""
-    goals = {f"{row.facts['metric']} ({row.facts['direction']})" for row in rows if "metric" in row.facts}
-    goal = next(iter(goals)) if len(goals) == 1 else "best"
+    goal = goal_of(rows)
     names, cells = _short(rows), []
     for place, row in enumerate(rows, start=1):
         best, last, facts = row.number("best_objective"), row.number("objective"), row.facts
         spread = f" ± {row.spread:.2g}" if row.spread is not None else ""
         cells.append(
             [
-                str(place) if best is not None else "-",
+                str(place) if best is not None and goal and row.is_whole else "-",
                 row.name,
                 "-" if best is None else f"{best:.4g}{spread}",
                 "-" if last is None else f"{last:.4g}",
@@ -229,7 +249,19 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 " ".join(f"{names[name]}={value}" for name, value in row.settings.items()),
             ]
         )
-    return ["#", "job", goal, "last", "steps", "time", "micro", "OOMs", "memory", "state", "settings"], cells
+    return [
+        "#",
+        "job",
+        f"{goal[0]} ({goal[1]})" if goal else "best",
+        "last",
+        "steps",
+        "time",
+        "micro",
+        "OOMs",
+        "memory",
+        "state",
+        "settings",
+    ], cells
 
 
 def _short(rows: Sequence[Row]) -> dict[str, str]:
@@ -265,6 +297,7 @@ def _print_importance(journal: Journal) -> None:
     space = Space.from_dict(journal.asked["asked"]["dimensions"])
     direction = next((own.facts["direction"] for own in journal.trials if "direction" in own.facts), "")
     found = samplers.importances(space, journal.trials, direction)
+    found.pop(SEED, None)
     if len(found) > 1:
         print(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in found.items())}")
 
@@ -277,8 +310,10 @@ def tell_tensorboard(run: Path, settings: dict[str, str]) -> None:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    values = {name: yaml.safe_load(text) for name, text in settings.items()}
-    plain = {name: own if isinstance(own, bool | int | float) else str(own) for name, own in values.items()}
+    plain: dict[str, float | str] = dict(settings)
+    for name, text in settings.items():
+        with contextlib.suppress(ValueError):
+            plain[name] = float(text)
     writer = EventFileWriter(str(run / "tensorboard"))
     writer.add_event(Event(wall_time=time.time(), summary=hparams_pb(plain, trial_id=run.name)))
     writer.close()
@@ -293,33 +328,33 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
     """A line per run, with a column per setting, and the names and units of result.json."""
     settings = dict.fromkeys(name for row in rows for name in row.settings)
     with atomic_write(path) as file:
-        names = ["rank", "job", *settings, *_NUMBERS, "state", "error", "directory"]
+        own_names = ["rank", "job", *_NUMBERS, "state", "error", "directory"]
+        settings = {name: f"setting {name}" if name in own_names else name for name in settings}
+        names = [*own_names[:2], *settings.values(), *own_names[2:]]
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for place, row in enumerate(rows, start=1):
-            rank = place if row.number("best_objective") is not None else ""
+            rank = place if row.number("best_objective") is not None and goal_of(rows) else ""
             own = {"rank": rank, "job": row.name, "state": row.state, "error": row.error, "directory": row.folder}
-            writer.writerow(row.facts | row.settings | own)
+            writer.writerow(row.facts | {settings[name]: value for name, value in row.settings.items()} | own)
 
 
 def _print_commands(rows: Sequence[Row]) -> None:
     """How to go on with the best run."""
-    first = next((row for row in rows if row.number("best_objective") is not None), None)
-    if first is None or (ranked(rows[::-1])[0] is not first and len({row.facts.get("metric") for row in rows}) > 1):
+    first = ranked(rows)[0]
+    if goal_of(rows) is None or not (first.folder / COMMAND).exists():
         return
-    run = shown(first.folder)
     best = first.folder / "checkpoints" / f"step_{first.facts.get('best_step') or 0:08d}"
-    given = yaml.safe_load((first.folder / ".hydra/overrides.yaml").read_text()) or []
-    packages = [shlex.quote(text) for text in given if text.startswith("user_packages=")]
-    of = command_line.override("checkpointing.resume", shown(best)) if best.exists() else ""
-    print(
-        f"best: job {first.name}, {first.facts['metric']} {first.facts['best_objective']:.6g}; {first.swept}".rstrip(
-            "; "
-        )
-    )
-    print(f"  train it longer   python -m trainapp continue {run} train.max_epochs=N")
-    for does, mode in (("evaluate it", "eval"), ("export it", "export")) if of else ():
-        print(f"  {does:<16}  {' '.join(['python -m trainapp', f'mode={mode}', of, *packages])}")
+    value = f"{first.facts['metric']} {first.facts['best_objective']:.6g}"
+    print(f"best: job {first.name}, {value}; {first.swept}".rstrip("; "))
+    print(f"  train it longer   python -m trainapp continue {shown(first.folder)} train.max_epochs=N")
+    given = json.loads((first.folder / COMMAND).read_text())["arguments"]
+    packages = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text()).get("user_packages")
+    more = [shlex.quote(text) for text in given if text.startswith("--")]
+    more += [f"'user_packages=[{','.join(packages)}]'"] if packages else []
+    for does, mode in (("evaluate it", "eval"), ("export it", "export")) if best.exists() else ():
+        own = [f"mode={mode}", f"checkpointing.resume={shown(best)}", *more]
+        print(f"  {does:<16}  python -m trainapp {' '.join(own)}")
 
 
 def _show_plans(rows: Sequence[Row]) -> None:

@@ -20,7 +20,7 @@ from trainapp.sweep.space import Choice, Dimension, Interval, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 _FEWEST = 10  # finished trials that say anything about the importance of a setting
-_TRIES = 100  # to find a configuration that has not run yet
+_TRIES = 100  # to draw a configuration that has not run yet
 
 
 class Proposal(NamedTuple):
@@ -50,7 +50,11 @@ def build(settings: Sweep, space: Space) -> Propose:
             f"sweep.trials=null: {', '.join(space.intervals)} is an interval, and the sweep would never end; set the "
             "number of configurations, such as sweep.trials=20"
         )
-    return _untried(settings.seed, _random(space) if settings.sampler == "random" else _of_optuna(settings, space))
+    if settings.sampler != "random" and any(of.key == "train.seed" for of in space.dimensions):
+        raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
+    return _untried(
+        settings.seed, space, _random(space) if settings.sampler == "random" else _of_optuna(settings, space)
+    )
 
 
 def _in_order(configurations: Iterator[Values]) -> Propose:
@@ -61,13 +65,17 @@ def _in_order(configurations: Iterator[Values]) -> Propose:
     return propose
 
 
-def _untried(seed: int, draw: Draw) -> Propose:
-    """Draws until a configuration is new."""
+def _untried(seed: int, space: Space, draw: Draw) -> Propose:
+    """Draws until a configuration is new; of a space that is nearly used up, one of those that are left."""
 
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
         drawn = (draw([seed, number, attempt], trials, direction) for attempt in range(_TRIES))
-        return next((own for own in drawn if own.values not in known), None)
+        if (found := next((own for own in drawn if own.values not in known), None)) is not None:
+            return found
+        left = [] if space.size is None else [values for values in space.grid() if values not in known]
+        rng = np.random.default_rng([seed, number])
+        return Proposal(left[rng.integers(len(left))]) if left else None
 
     return propose
 
@@ -112,7 +120,7 @@ def _of_optuna(settings: Sweep, space: Space) -> Draw:
         return Proposal(tuple(texts), study.get_trials(deepcopy=False)[-1].system_attrs)
 
     try:
-        sampler([0])
+        draw([0], [], "")
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"sweep.sampler: {kind.__name__}: {error}") from None
     return draw
@@ -153,11 +161,14 @@ def _told(space: Space, trial: Trial) -> Any:
     from optuna.trial import TrialState, create_trial
 
     state, value = TrialState.RUNNING, None
+    reached = {rung: own for rung, own in trial.reached.items() if own is not None}
     if trial.state == "finished":
         value = trial.finite("best_objective")
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
     elif trial.state in ("paused", "infeasible") or trial.diverged:
         state = TrialState.PRUNED
+    elif trial.state == "stopped" and (best := trial.finite("best_objective")) is not None:  # as by train.max_time
+        state, reached = TrialState.PRUNED, reached | {10**6: best}
     elif trial.state == "failed":
         state = TrialState.FAIL
     params = {
@@ -171,7 +182,7 @@ def _told(space: Space, trial: Trial) -> Any:
         distributions=distributions_of(space),
         system_attrs=dict(trial.attributes),
         user_attrs={"job": trial.number, "directory": trial.folder},
-        intermediate_values={rung: value for rung, value in trial.reached.items() if value is not None},
+        intermediate_values=reached,
     )
 
 

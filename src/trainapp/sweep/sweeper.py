@@ -6,12 +6,15 @@ from their checkpoints, and the rest is proposed as if nothing had happened.
 
 import contextlib
 import datetime
+import json
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from trainapp.config import command_line
+from trainapp.config import command_line, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
+from trainapp.files import strict_json
 from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, handled_by, named, slurm_end
@@ -53,9 +57,15 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
         asked = _asked(settings, space)
         if journal.first:
             _require_same(journal.first, asked, composer.folder)
-        if not journal.first or journal.asked["asked"] != asked:
-            composer.check()
-        config = composer.first()
+        with _interruptible():
+            if not journal.first or journal.asked["asked"] != asked:
+                print(f"checking {_count(settings, space)} jobs", flush=True)
+                composer.check()
+            first = tuple(journal.first.get("values", next(iter(space.samples()))))
+            config = composer.job(0, first).config
+        plain = json.loads(strict_json(config.to_dict(), default=str))
+        if journal.first:
+            _require_same_files(journal.first["config"], plain, composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
         if not journal.first or journal.asked["asked"] != asked:
@@ -67,6 +77,8 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
                 command=command,
                 cwd=os.getcwd(),
                 started=started,
+                values=first,
+                config=plain,
             )
         os.environ[environment.SWEEP_STARTED] = journal.first["started"]
         launcher = None
@@ -114,6 +126,31 @@ def _require_same(first: dict[str, Any], now: dict[str, Any], folder: Path) -> N
         )
 
 
+def _require_same_files(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raises UserError if the same overrides compose another experiment: files have been edited, or are others."""
+    found = [own for own in resume_rules.changes(before, now) if own.is_another_experiment]
+    if found:
+        lines = "\n".join(f"  {change}" for change in found)
+        raise UserError(
+            f"hydra.sweep.dir={folder}: its configuration files have changed since it began:\n{lines}\nchange them "
+            "back, or choose another directory"
+        )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Before there are jobs, Ctrl-C ends the sweep without a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _count(settings: Sweep, space: Space) -> int:
+    """How many jobs the sweep has; of an endless space, `sweep.trials`."""
+    return min(space.size or math.inf, settings.trials or math.inf)  # type: ignore[return-value]
+
+
 def _shown(values: Any) -> str:
     if values is None:
         return "not swept"
@@ -158,6 +195,7 @@ class _Sweeper:
         self.to_resume = [own for own in journal.trials if own.state in retried]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
         self._deadline = _deadline(settings)
+        self._shown_at = 0.0
         self._killed: Counter[int] = Counter()  # by trial
         self.bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty())
 
@@ -174,36 +212,60 @@ class _Sweeper:
         """Until nothing is left or a signal ends it. Returns the exit status."""
         self._print_opening()
         with handled_by(self._handle), contextlib.closing(self.bar):
-            self._find_running()
-            while True:
-                self._collect()
-                if not self.stop:
-                    self._fill()
-                if not self.running:
-                    break
-                self._show_progress()
-                time.sleep(_POLL)
-        trials = self.journal.trials
+            try:
+                self._work()
+            except Exception:
+                self._end_jobs()
+                raise
+        trials, size = self.journal.trials, _count(self.settings, self.composer.space)
         leaderboard.show(self.folder)
+        failed = sum(own.state == "failed" for own in trials)
+        if self._has_failed_often():
+            print(f"sweep.max_failures={self.settings.max_failures}: no more jobs were started")
+        if failed:
+            print(f"{failed} failed; sweep.retry_failed=true runs them again when the sweep is continued")
+        if (not_begun := size - len(trials)) and not self._is_exhausted:
+            print(f"{not_begun} jobs have not begun")
         if self.stop or any(own.state in ("new", "stopped", "running") for own in trials):
             print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
             return TO_BE_CONTINUED
-        return int(any(own.state == "failed" for own in trials))
+        return int(failed > 0)
+
+    def _work(self) -> None:
+        self._find_running()
+        while True:
+            self._collect()
+            if not self.stop:
+                self._fill()
+            if not self.running:
+                return
+            self._show_progress()
+            time.sleep(_POLL)
+
+    def _end_jobs(self) -> None:
+        """After an error of the sweep itself: its jobs save and end."""
+        for own in self.running.values():
+            own.job.stop()
+        while any(own.job.poll() is None for own in self.running.values()):
+            time.sleep(_POLL)
+        print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
 
     def _print_opening(self) -> None:
-        space, known = self.composer.space, len(self.journal.trials)
+        space = self.composer.space
         swept = [f"{key}: {_shown(values)}" for key, values in space.to_dict().items()]
-        size, most = space.size, self.settings.trials
-        count = most if size is None else size if most is None else min(most, size)
+        count = _count(self.settings, space)
         at_a_time = f"{len(self.slots)} at a time" if len(self.slots) > 1 else "one at a time"
-        print(f"sweep of {count} jobs, {at_a_time}, in {shown(self.folder)}{f'; {known} known' * bool(known)}")
+        share = "".join(f", each with {text}" for text in self.slots[0].memory(self.config))
+        states = Counter(own.state for own in self.journal.trials)
+        known = "".join(f"; {number} {state}" for state, number in states.items())
+        print(f"sweep of {count} job{'s' * (count != 1)}, {at_a_time}{share}, in {shown(self.folder)}{known}")
         print("\n".join(f"  {line}" for line in swept), flush=True)
 
     # What comes next
 
     def _fill(self) -> None:
         """Start jobs in the free slots."""
-        while len(self.running) < len(self.slots) and not self._has_failed_often():
+        while len(self.running) < len(self.slots) and not (self.stop or self._has_failed_often()):
             if (trial := self._next()) is None:
                 return
             self._start(trial)
@@ -247,9 +309,9 @@ class _Sweeper:
         threads = trial.threads if trial.threads is not None else _threads(slot)
         self.journal.add("start", number=number, threads=threads, folder=str(job.folder))
         self._prepare_rungs(trial, job.folder)
-        self._say(
-            f"job {number} starts{f' on {slot}' * bool(str(slot))}: {' '.join(self.composer.space.swept(trial.values))}"
-        )
+        does = "goes on" if (job.folder / "checkpoints").exists() else "starts"
+        swept = " ".join(self.composer.space.swept(trial.values)).replace("+", "")
+        self._say(f"job {number} {does}{f' on {slot}' * bool(str(slot))}{f': {swept}' * bool(swept)}")
         self.running[number] = _Running(trial, self._process(trial, job, slot, threads), slot, time.monotonic())
         if self.stop:  # a signal during the start
             self.running[number].job.stop()
@@ -261,14 +323,16 @@ class _Sweeper:
         more = slot.memory(job.config)
         if self.pruner and not job.config.chooses("checkpointing.keep_last"):
             more.append("checkpointing.keep_last=1")  # of paused runs there may be many
-        return jobs.start(self.composer.command(job, trial.number, more), job.folder, slot, threads)
+        if job.config.chooses("checkpointing.resume") and (job.folder / "checkpoints").exists():
+            more.append("checkpointing.resume=auto")  # it has begun from the other run's
+        return jobs.start(self.composer.command(job, trial.number, more), more, job.folder, slot, threads)
 
     def _prepare_rungs(self, trial: Trial, folder: Path) -> None:
         for name in (rungs.ASKS, rungs.ANSWERS, rungs.RUNGS):
             (folder / name).unlink(missing_ok=True)
         if self.pruner and (left := self.pruner.rungs(trial)):
             folder.mkdir(parents=True, exist_ok=True)
-            rungs.write(folder / rungs.RUNGS, left)
+            rungs.write(folder / rungs.RUNGS, {"rungs": left, "launched": self.launcher is not None})
 
     # What has happened
 
@@ -292,6 +356,8 @@ class _Sweeper:
             del self.running[number]
             error = getattr(own.job, "error", "")
             found = jobs.outcome(Path(own.trial.folder), self.config.mode, status, error)
+            if self.stop and found.state == "stopped":  # as asked, also where it had not begun to hear signals
+                found = replace(found, error="")
             if found.state == "stopped" and own.trial.reached and max(own.trial.reached) not in own.trial.promoted:
                 found = jobs.Outcome("paused", found.facts)
             self._note_end(own.trial, found, time.monotonic() - own.started)
@@ -318,7 +384,6 @@ class _Sweeper:
         (folder / rungs.ASKS).unlink()
 
     def _note_end(self, trial: Trial, found: jobs.Outcome, seconds: float) -> None:
-        (Path(trial.folder) / rungs.RUNGS).unlink(missing_ok=True)  # whoever continues it now asks no sweep
         self.journal.add("end", number=trial.number, seconds=round(seconds, 3), **asdict(found))
         facts, value = trial.facts, trial.finite("best_objective")
         best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
@@ -334,7 +399,7 @@ class _Sweeper:
     def _copy_to_storage(self, url: str) -> None:
         """The jobs do not depend on it: an error is said, and the next copy has all."""
         try:
-            samplers.copy_to_storage(url, self.folder.name, self.composer.space, self.journal.trials, self.direction)
+            samplers.copy_to_storage(url, str(self.folder), self.composer.space, self.journal.trials, self.direction)
         except UserError as error:
             self._say(str(error))
 
@@ -343,13 +408,14 @@ class _Sweeper:
     def _handle(self, number: int, frame: object) -> None:
         if self.stop and time.monotonic() - self._stopped_at < ECHO:
             return
-        if not self.stop:
+        if self.stop in (0, TIME_IS_UP):
             waits = "the launcher's jobs go on by themselves" if self.launcher else "the running jobs save and end"
             self._say(f"{named(number)}: {waits}; again to leave at once")
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        is_second, self.stop, self._stopped_at = bool(self.stop), number, time.monotonic()
+        is_second = self.stop not in (0, TIME_IS_UP)
+        self.stop, self._stopped_at = number, time.monotonic()
         for own in self.running.values():
             own.job.stop()
         if is_second or self.launcher:
@@ -357,13 +423,13 @@ class _Sweeper:
             os._exit(128 + number if is_second else TO_BE_CONTINUED)
 
     def _show_progress(self) -> None:
-        if self.bar.disable:
+        if self.bar.disable or time.monotonic() - self._shown_at < 1.0:
             return
-        trials = self.journal.trials
+        trials, self._shown_at = self.journal.trials, time.monotonic()
         counts = [
             (state, sum(own.state == state for own in trials)) for state in ("finished", "running", "paused", "failed")
         ]
-        best = leaderboard.best_of(leaderboard.rows_of(self.journal))
+        best = leaderboard.best_of(leaderboard.rows_of(self.journal, is_live=False))
         text = ", ".join(f"{count} {state}" for state, count in counts if count)
         self.bar.set_description_str(f"{text}{f'; best {best}' if best else ''}")
 
@@ -377,7 +443,7 @@ class _Sweeper:
 def _threads(slot: Slot) -> int | None:
     """Threads of a new trial: as many as it has cores, unless the user has set a number."""
     if given := os.environ.get("OMP_NUM_THREADS"):
-        return int(given)
+        return int(given.partition(",")[0])
     return len(slot.cores) if slot.cores else None
 
 
