@@ -14,7 +14,7 @@ from forked_cli import PROGRAM, Forked, can_fork, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
-OWN_FILES = {".hydra/config.yaml", ".hydra/overrides.yaml", "trainapp.log"}
+OWN_FILES = {".hydra/command.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "trainapp.log"}
 
 
 def changed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
