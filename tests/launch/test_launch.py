@@ -71,11 +71,11 @@ __main__.main()
     [
         ((), False),
         (("train.deterministic=true",), True),
-        (("-m", "train.seed=0,1", "hydra.sweep.dir=sweep"), True),
+        (("-m", "hydra/sweeper=basic", "train.seed=0,1", "hydra.sweep.dir=sweep"), True),
     ],
 )
 def test_the_command_line_prepares_before_torch_is_imported(tmp_path, words, may_be_deterministic):
-    """torch 2.13 reads the allocator's settings while it is imported, the later jobs of a sweep too late."""
+    """torch 2.13 reads the allocator's settings while it is imported, later jobs in its process too late."""
     tiny = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], "train.max_steps=1")
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *words, *tiny],

@@ -30,7 +30,7 @@ from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
-from trainapp.signals import ECHO, SIGNALS, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
+from trainapp.signals import ECHO, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
 from trainapp.sizes.record import read_restart
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
@@ -186,8 +186,12 @@ def _run_started(config: Config) -> Outcome:
     A KeyboardInterrupt there would end the process with status 0 (torch 2.13, multiprocessing/spawn.py, `_wrap`), and
     the launcher would wait for its result for ever.
     """
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+
+    def leave(number: int, frame: object) -> None:
+        if frame is not None:  # a signal, which the run has not only passed on at its end
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, leave)
     try:
         return run_worker(config)
     finally:  # the result is on the way to the launcher

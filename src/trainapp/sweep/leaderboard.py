@@ -71,7 +71,7 @@ def rows_of(journal: Journal, is_live: bool = True) -> list[Row]:
     rows = []
     for trial in journal.trials:
         folder, facts, state = Path(trial.folder), trial.facts, trial.state
-        if is_live and trial.folder:
+        if is_live and trial.folder and state not in ("failed", "infeasible"):
             facts = facts | facts_of(_result_in(folder))
             if state == "running":
                 facts = facts | _so_far(folder, facts)
