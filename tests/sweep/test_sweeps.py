@@ -262,7 +262,7 @@ def test_limits_of_a_sweep(tmp_path):
     long = (*MINE, "train.max_steps=100000", "train.seed=0,1", "sweep.max_time=6s", "every.eval=null")
     done = run_cli(*SWEEP, *long, cwd=tmp_path)
     assert done.returncode == 75, done.stdout
-    assert "sweep.max_time: the time is up" in done.stdout
+    assert "sweep.max_time: the running jobs save and end" in done.stdout
     assert (tmp_path / "sweep/0/checkpoints").exists()
     assert not (tmp_path / "sweep/1").exists()
     given = (*MINE, "model.width=5,4", "sweep.max_failures=1", "hydra.sweep.dir=failing")

@@ -50,6 +50,11 @@ class Trial:
     seconds: float = 0.0  # of all its processes that have ended
 
     @property
+    def was_promoted(self) -> bool:
+        """Whether it is paused and may go on: the sweep was killed before it did."""
+        return self.state == "paused" and max(self.reached) in self.promoted
+
+    @property
     def diverged(self) -> bool:
         """Whether a loss or gradient that was not finite has ended it."""
         return self.state == "failed" and "not finite" in self.error

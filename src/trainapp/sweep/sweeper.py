@@ -192,10 +192,10 @@ class _Sweeper:
         count = 1 if settings.parallel == "auto" else int(settings.parallel)
         self.slots = [Slot()] * count if launcher else jobs.slots(settings.parallel, config)
         retried = ("new", "stopped", "failed") if settings.retry_failed else ("new", "stopped")
-        self.to_resume = [own for own in journal.trials if own.state in retried]
+        self.to_resume = [own for own in journal.trials if own.state in retried or own.was_promoted]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
         self._deadline = _deadline(settings)
-        self._shown_at = 0.0
+        self._shown_at, self._has_said = 0.0, False
         self._killed: Counter[int] = Counter()  # by trial
         self.bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty())
 
@@ -218,7 +218,8 @@ class _Sweeper:
                 self._end_jobs()
                 raise
         trials, size = self.journal.trials, _count(self.settings, self.composer.space)
-        leaderboard.show(self.folder)
+        if trials:
+            leaderboard.show(self.folder)
         failed = sum(own.state == "failed" for own in trials)
         if self._has_failed_often():
             print(f"sweep.max_failures={self.settings.max_failures}: no more jobs were started")
@@ -237,6 +238,11 @@ class _Sweeper:
             self._collect()
             if not self.stop:
                 self._fill()
+            elif not self._has_said:
+                self._has_said = True
+                waits = "the launcher's jobs go on by themselves" if self.launcher else "the running jobs save and end"
+                name = "sweep.max_time" if self.stop == TIME_IS_UP else named(self.stop)
+                self._say(f"{name}: {waits}; again to leave at once")
             if not self.running:
                 return
             self._show_progress()
@@ -366,7 +372,6 @@ class _Sweeper:
                 self._killed[number] += status < 0
                 self.to_resume.insert(0, own.trial)
         if not self.stop and time.monotonic() >= self._deadline:
-            self._say("sweep.max_time: the time is up; the jobs save and end")
             self._pass_on(TIME_IS_UP)
 
     def _answer(self, trial: Trial) -> None:
@@ -406,11 +411,9 @@ class _Sweeper:
     # Signals and the terminal
 
     def _handle(self, number: int, frame: object) -> None:
+        """Prints nothing: a signal may come in the middle of another print."""
         if self.stop and time.monotonic() - self._stopped_at < ECHO:
             return
-        if self.stop in (0, TIME_IS_UP):
-            waits = "the launcher's jobs go on by themselves" if self.launcher else "the running jobs save and end"
-            self._say(f"{named(number)}: {waits}; again to leave at once")
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -419,7 +422,7 @@ class _Sweeper:
         for own in self.running.values():
             own.job.stop()
         if is_second or self.launcher:
-            print(f"Continue with:\n  python -m trainapp continue {shown(self.folder)}", flush=True)
+            os.write(1, f"Continue with:\n  python -m trainapp continue {shown(self.folder)}\n".encode())
             os._exit(128 + number if is_second else TO_BE_CONTINUED)
 
     def _show_progress(self) -> None:
