@@ -181,7 +181,7 @@ def leaves(kind=Config, path=""):
     found = set()
     for field in fields(kind):
         name = {"target": "_target_"}.get(field.name, field.name)
-        if field.name in ("run_dir", "command", "arguments", "task_arguments", "given", "started"):
+        if field.name in ("run_dir", "command", "arguments", "task_arguments", "given", "started", "sweeper_direction"):
             continue
         dotted = f"{path}.{name}" if path else name
         found |= leaves(field.type, dotted) if is_dataclass(field.type) else {dotted}

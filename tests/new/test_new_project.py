@@ -65,7 +65,7 @@ def test_every_command_of_its_readme_works_and_leaves_nothing_to_commit(tmp_path
     results = [result(path.parent) for path in sorted(folder.glob("outputs/**/result.json"))]
     assert sum(own["oom_restarts"] for own in results) >= 1  # of the command with a limit
     assert [own["objective"] > 0.95 for own in results] == [True] * 4
-    assert len(list(folder.glob("outputs/**/sweep.csv"))) == 1
+    assert len(list(folder.glob("outputs/**/leaderboard.csv"))) == 1
     assert len(list(folder.glob("outputs/*/*/metrics.csv"))) == 2
     status = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert status.stdout == ""
