@@ -188,20 +188,26 @@ def test_fp16(cell, spread):
 
 
 EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
+SECOND = {"ddp": 96, "fsdp": 300}  # operations of an evaluation until its second forward
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=NIGHTLY)])
 @pytest.mark.parametrize(
-    "operation", [pytest.param(n, marks=() if n in (60, 304, 312, 320) else NIGHTLY) for n in (0, 60, *range(300, 324))]
+    ("place", "operation"),
+    [
+        *(pytest.param("first", n, marks=() if n else NIGHTLY) for n in (0, 60)),
+        *(pytest.param("second", n, marks=() if n in (4, 12, 20) else NIGHTLY) for n in range(24)),
+    ],
 )
-def test_evaluation(cell, spread, rank, operation):
+def test_evaluation(cell, spread, rank, place, operation):
     """Every sample counts once, and training is unaffected.
 
     Between two forwards, in every operation: either both ranks have the micro-batch or none has, and none waits for the
     other.
     """
+    operation += SECOND[spread] if place == "second" else 0
     wanted = cell.reference(2, f"parallel={spread}", *WHOLE, *EVALUATION)
     records = cell.run(
         2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[Fault("evaluate", 2, operation, rank=rank)]

@@ -40,6 +40,14 @@ def origin(config: Config, continues: bool) -> Path | None:
     return path
 
 
+def names_a_checkpoint(config: Config) -> bool:
+    """Whether there seems to be one, which is not read: for a signal before it is."""
+    resume = config.checkpointing.resume
+    if resume == "auto":
+        return CheckpointDirectory(Path(config.run_dir)).newest_name() is not None
+    return resume != "none"
+
+
 def as_saved(config: Config, path: Path) -> Config:
     """The configuration with the checkpoint's seed and way of drawing: another seed mid-epoch would repeat and omit
     samples. A checkpoint of an earlier version has torch's own draws.
