@@ -3,7 +3,7 @@
     python benchmarks/sweep_soak.py [--kills N] [--seed N] [--sweep grid|random|tpe|halving]
 
 Each time, SIGKILL goes to a job, to the sweep itself, to one of a job's two ranks (grid only), or to everything at
-once; then `trainapp continue` goes on. At the end configurations, losses and evaluations must be the same to the bit,
+once; then `trainapp continue` follows. At the end configurations, losses and evaluations must be the same to the bit,
 and no trial may be missing or have run to its end twice.
 """
 

@@ -14,6 +14,7 @@ SHORT = {
     "mode=plan": ("plan.techniques=false",),
     "outputs/first": (),  # resuming has its own length
     "-m": ("train.max_steps=2", "model.width=8"),
+    "outputs/sweep": (),
     "--": (),
 }
 TRAINING = ("scripts/train", "trainapp", "python")

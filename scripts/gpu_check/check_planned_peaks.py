@@ -1,6 +1,6 @@
 """The plan's peaks against those of real runs, for two dozen configurations; on the CPU for every fourth of them.
 
-The plans are made in a process that sees no device, while the runs go on.
+The plans are made in a process that sees no device, while the runs continue.
 """
 
 import statistics

@@ -77,7 +77,7 @@ def job(composed: DictConfig) -> float | None:
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
-    if sys.argv[1:2] and sys.argv[1] in ("new", *commands.COMMANDS) and not _goes_on(sys.argv[1], sys.argv[2:]):
+    if sys.argv[1:2] and sys.argv[1] in ("new", *commands.COMMANDS) and not _is_followed(sys.argv[1], sys.argv[2:]):
         return None
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
@@ -87,6 +87,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # make Hydra raise its errors instead of printing them
     try:
         job()
+    except KeyboardInterrupt:  # before a run or a sweep hears signals
+        sys.exit(130)
     except (Exception, Reported) as caught:
         error = caught.error if isinstance(caught, Reported) else caught
         message = str(error) if isinstance(error, UserError) else command_line.explain(error, sys.argv[1:])
@@ -104,8 +106,8 @@ def _fail(text: str) -> None:
     print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
 
 
-def _goes_on(name: str, arguments: Sequence[str]) -> bool:
-    """Do a command such as `new`. Whether the program goes on with the arguments that it has set."""
+def _is_followed(name: str, arguments: Sequence[str]) -> bool:
+    """Do a command such as `new`. Whether a run follows, with the arguments that it has set."""
     try:
         if name != "new":
             return commands.run(name, arguments)

@@ -71,6 +71,14 @@ def each_json_line(path: Path) -> Iterator[dict[str, Any]]:
                     yield facts
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty if the file is missing or half written."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(found := json.loads(path.read_text()), dict):
+            return found
+    return {}
+
+
 def strict_json(value: Any, **options: Any) -> str:
     """`json.dumps`, with null for each non-finite number.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from trainapp.errors import UserError
+from trainapp.units import parse_time
 
 # Numbers, of SIGALRM and SIGVTALRM, that stand for `train.max_time` and a pause of a sweep; these are not sent.
 TIME_IS_UP, PAUSED = 14, 26
@@ -186,13 +187,19 @@ def named(number: int) -> str:
     return others.get(number) or signal.Signals(number).name
 
 
-def slurm_end(setting: str) -> float:
-    """The Unix time at which to stop before the Slurm job ends. Raises UserError, which names the setting, outside of
-    one.
+def deadline_of(setting: str, value: str | None, started: float) -> float:
+    """The `time.monotonic()` of a setting such as `11h50m`, counted from the Unix time `started`; inf without one.
+
+    auto: before the Slurm job ends. Raises UserError for auto outside of one.
     """
-    if "SLURM_JOB_END_TIME" not in os.environ:
-        raise UserError(f"{setting}=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
-    return float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
+    if value is None:
+        return math.inf
+    end = started + (parse_time(value) or 0.0)
+    if value == "auto":
+        if "SLURM_JOB_END_TIME" not in os.environ:
+            raise UserError(f"{setting}=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
+        end = float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
+    return time.monotonic() + end - time.time()
 
 
 def pass_on(number: int, handler: Any) -> None:

@@ -220,7 +220,7 @@ def test_a_sweep_writes_its_jobs_the_best_first(sweep):
         assert job["settings"] == [["1e-09", "0.1"][job["number"] // 2], str(job["number"] % 2)]
     seeds, jobs = (table_of(found, title) for title in ("Over seeds: mean and standard deviation", "Leaderboard"))
     assert [row["optimizer.lr"] for row in seeds] == ["0.1", "1e-09"]
-    assert [" ± " in row["best accuracy (max)"] for row in seeds] == [True, True]
+    assert [" ± " in row["accuracy (max)"] for row in seeds] == [True, True]
     assert [row["job"] for row in jobs] == [
         {"text": job["name"], "page": f"{job['name']}/report.html"} for job in found["jobs"]
     ]

@@ -1,7 +1,6 @@
 """`train.max_time`: a run that is out of time is saved, ends with status 75, and is continued by the same command."""
 
 import dataclasses
-import math
 import os
 import time
 
@@ -14,8 +13,7 @@ import trainapp
 from trainapp.errors import UserError
 from trainapp.launch import elastic, launch
 from trainapp.run import lr_find, runner
-from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted
-from trainapp.training.limits import deadline
+from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, deadline_of
 
 GPT = (*runs.MODELS["gpt"], "train.max_steps=4", "train.max_time=1h30m")
 LATE = 91 * 60  # seconds
@@ -55,16 +53,15 @@ def test_a_call_from_python_returns_what_there_is(tmp_path):
 
 
 def test_auto_is_before_the_end_of_the_slurm_job(tmp_path, monkeypatch):
-    config = runs.configure(tmp_path, "train.max_time=auto")
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     with pytest.raises(UserError, match=r"train.max_time=auto: SLURM_JOB_END_TIME is not set"):
-        deadline(config)
+        runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_time=auto")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
-    assert deadline(config) - time.monotonic() == pytest.approx(380, abs=3)
-    config = runs.configure(tmp_path, "train.max_time=500s")
-    assert deadline(config) - time.monotonic() == pytest.approx(500, abs=3)
+    now = time.monotonic()
+    assert deadline_of("train.max_time", "auto", time.time()) - now == pytest.approx(380, abs=3)
+    assert deadline_of("train.max_time", "500s", time.time() - 100) - now == pytest.approx(400, abs=3)
     config = runs.configure(tmp_path, "train.max_time=500s", "mode=lr_find")
-    assert deadline(lr_find.configured(config, str(tmp_path))) == math.inf
+    assert lr_find.configured(config, str(tmp_path)).train.max_time is None
 
 
 def test_workers_that_torchrun_restarts_keep_its_time(tmp_path, monkeypatch):

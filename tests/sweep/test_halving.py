@@ -23,7 +23,7 @@ def simulated(own, curves, direction="max"):
         found = own.promotable(trials[:begun], direction, is_last=begun == len(curves))
         if found is not None:
             trial, rung = found
-            trial.promoted.add(rung)
+            trial.passed.add(rung)
         elif begun < len(curves):
             trial, begun = trials[begun], begun + 1
         else:
@@ -32,10 +32,10 @@ def simulated(own, curves, direction="max"):
         for rung, fraction in own.rungs(trial):
             trial.reached[rung] = curves[trial.number](fraction)
             steps[trial.number] = round(27 * fraction)
-            if not own.goes_on(trial, rung, trials[:begun], direction):
+            if not own.passes(trial, rung, trials[:begun], direction):
                 trial.state = "paused"
                 break
-            trial.promoted.add(rung)
+            trial.passed.add(rung)
         else:
             trial.state, steps[trial.number] = "finished", 27
             finished.append(trial.number)
@@ -52,17 +52,17 @@ def test_rungs_are_at_powers_of_eta():
     assert pruner().rungs(Trial(0, (), reached={0: 1.0, 1: 1.0})) == [(2, pytest.approx(1 / 3))]
 
 
-def test_the_best_third_goes_on():
+def test_the_best_third_passes():
     own, six = pruner(), trials_at(0, 0.1, 0.9, 0.3, 0.5, 0.2, 0.8)
     assert own.promotable(six, "max")[0].number == 1
-    six[1].promoted.add(0)
+    six[1].passed.add(0)
     assert own.promotable(six, "max")[0].number == 5
-    six[5].promoted.add(0)
+    six[5].passed.add(0)
     assert own.promotable(six, "max") is None
     assert own.promotable(six, "min")[0].number == 0
     new = Trial(6, (), reached={0: 0.85})
-    assert own.goes_on(new, 0, [*six, new], "max")
-    assert not own.goes_on(new, 0, [*six, new], "min")
+    assert own.passes(new, 0, [*six, new], "max")
+    assert not own.passes(new, 0, [*six, new], "min")
 
 
 def test_nan_is_the_worst():
@@ -104,7 +104,7 @@ def test_hyperband_mixes_brackets():
 def test_the_median_rule_waits_for_others():
     own = pruner(pruner="median")
     some = trials_at(0, 0.1, 0.2, 0.9, 0.8, 0.7)
-    assert own.goes_on(some[0], 0, some[:3], "max")  # too few to say
-    assert not own.goes_on(some[1], 0, some, "max")
-    assert own.goes_on(some[3], 0, some, "max")
+    assert own.passes(some[0], 0, some[:3], "max")  # too few to say
+    assert not own.passes(some[1], 0, some, "max")
+    assert own.passes(some[3], 0, some, "max")
     assert own.promotable(some, "max") is None

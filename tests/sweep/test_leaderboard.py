@@ -7,21 +7,29 @@ import pytest
 
 from trainapp.errors import UserError
 from trainapp.launch import launch
-from trainapp.sweep import leaderboard
+from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import Journal
+from trainapp.sweep.space import Dimension, Space
 
 FACTS = {
     "metric": "accuracy", "direction": "max", "objective": 0.5, "best_objective": 0.5, "best_step": 4, "steps": 8,
     "seconds": 3.0, "micro_size": 16, "accumulation": 1, "oom_restarts": 0, "peak_memory_bytes": 1024,
 }  # fmt: skip
-DIMENSIONS = {"model.width": ["4", "8"], "+optimizer.very.long_name": ["a" * 30, "b" * 30], "train.seed": ["0", "1"]}
+SPACE = Space(
+    (),
+    (
+        Dimension("model.width", ("4", "8")),
+        Dimension("+optimizer.very.long_name", ("a" * 30, "b" * 30)),
+        Dimension("train.seed", ("0", "1")),
+    ),
+)
 
 
 @pytest.fixture
 def journal(tmp_path):
     """A sweep of three trials: two seeds, and one that has failed."""
     own = Journal(tmp_path)
-    own.add("sweep", asked={"dimensions": DIMENSIONS}, command=[], cwd="/", started="2026-01-01T00:00:00")
+    own.add("sweep", asked=SPACE.to_dict(), command=[], cwd="/", started="2026-01-01T00:00:00")
     values = [("4", "a" * 30, "0"), ("4", "a" * 30, "1"), ("8", "b" * 30, "0")]
     for number, best in enumerate((0.25, 0.75, None)):
         folder = tmp_path / str(number)
@@ -45,9 +53,9 @@ def test_the_table_fits_and_ranks_and_averages(journal, tmp_path, capsys, monkey
     assert "0,1  0.5 ± 0.35" in out
     assert "2: TypeError: no" in out
     with open(tmp_path / "leaderboard.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["optimizer.very.long_name"] for row in rows] == ["a" * 30, "a" * 30, "b" * 30]
-    assert [row["rank"] for row in rows] == ["1", "2", ""]
+        lines = list(csv.DictReader(file))
+    assert [line["optimizer.very.long_name"] for line in lines] == ["a" * 30, "a" * 30, "b" * 30]
+    assert [line["rank"] for line in lines] == ["1", "2", ""]
     assert (tmp_path / "leaderboard.md").read_text().count("\n") == 5
 
 
@@ -61,12 +69,11 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     journal.add("start", number=2, threads=None, folder=str(tmp_path / "2"))
     (tmp_path / "2/metrics.jsonl").write_text('{"step": 3}\n{"step": 5')
     (tmp_path / "2/evaluations.jsonl").write_text('{"step": 3, "accuracy": 0.9}\n')
-    journal.trials[2].facts |= {"metric": "accuracy", "direction": "max"}
-    assert leaderboard.rows_of(journal)[2].state == "interrupted"
+    assert rows.of_sweep(journal)[2].state == "interrupted"
     with launch.locked(str(tmp_path / "2")):
-        rows = leaderboard.rows_of(journal)
-    assert (rows[2].state, rows[2].facts["steps"], rows[2].facts["best_objective"]) == ("running", 3, 0.9)
-    assert leaderboard.best_of(rows) == "accuracy 0.9 (job 2)"
+        found = rows.of_sweep(journal)
+    assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
+    assert leaderboard.best_of(found) == "accuracy 0.9 (job 2)"
 
 
 def test_a_folder_without_runs(tmp_path):
@@ -82,17 +89,3 @@ def test_the_last_line_of_a_killed_sweep_is_cut_off(journal, tmp_path):
     assert path.read_bytes() != whole  # who only reads leaves the file alone
     Journal(tmp_path).add("promote", number=0, rung=1)
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()][-2:] == ["end", "promote"]
-
-
-def test_tensorboard_has_a_table_of_settings(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    (tmp_path / "tensorboard").mkdir()
-    leaderboard.tell_tensorboard(tmp_path, {"optimizer.lr": "1e-3", "model": "mlp", "train.compile": "true"})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    found = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
-    own = found.session_start_info.hparams
-    assert own["model"].string_value == "mlp"
-    assert own["optimizer.lr"].number_value == 1e-3

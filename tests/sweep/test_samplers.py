@@ -9,10 +9,10 @@ from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep import samplers
 from trainapp.sweep.journal import Trial
-from trainapp.sweep.space import Choice, Interval, Space
+from trainapp.sweep.space import Dimension, Space
 
-SPACE = Space((), (Interval("lr", 1e-4, 1.0, is_log=True), Interval("width", 4, 64, is_whole=True)))
-CHOICES = Space((), (Choice("a", ("1", "2", "3")), Choice("b", ("x", "y"))))
+SPACE = Space((), (Dimension("lr", (), 1e-4, 1.0, is_log=True), Dimension("width", (), 4, 64, is_whole=True)))
+CHOICES = Space((), (Dimension("a", ("1", "2", "3")), Dimension("b", ("x", "y"))))
 
 
 def settings(**own):
@@ -56,7 +56,7 @@ def test_no_configuration_twice_and_the_end_of_a_finite_space(sampler):
 
 def test_a_grid_that_has_grown_runs_only_what_is_new():
     known = [Trial(number, values, "finished") for number, values in enumerate(CHOICES.grid())]
-    larger = Space((), (Choice("a", ("0", "1", "2", "3")), Choice("b", ("x", "y"))))
+    larger = Space((), (Dimension("a", ("0", "1", "2", "3")), Dimension("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
     assert grid(6, known, "").values == ("0", "x")
     assert grid(7, known, "").values == ("0", "y")

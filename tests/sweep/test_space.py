@@ -1,5 +1,7 @@
 """The search space: what Hydra's grammar means, and what it would accept in silence."""
 
+import math
+
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -7,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.files import CONF
-from trainapp.sweep.space import Choice, Interval, parse
+from trainapp.sweep.space import Dimension, parse
 
 
 @pytest.fixture
@@ -26,11 +28,11 @@ def test_what_is_swept_and_what_is_fixed(loader):
     )
     assert space.fixed == ("train.seed=3", "~debug")  # and nothing of the sweep itself
     assert space.dimensions == (
-        Choice("model", ("gpt", "resnet")),
-        Choice("+a.b", ("1", "2", "3")),
-        Interval("optimizer.lr", 1e-4, 1e-1, is_log=True),
-        Interval("model.width", 4, 8, is_whole=True),
-        Choice("c", ("[1,2]", "[3]")),
+        Dimension("model", ("gpt", "resnet")),
+        Dimension("+a.b", ("1", "2", "3")),
+        Dimension("optimizer.lr", (), 1e-4, 1e-1, is_log=True),
+        Dimension("model.width", (), 4, 8, is_whole=True),
+        Dimension("c", ("[1,2]", "[3]")),
     )
     assert space.intervals == ["optimizer.lr", "model.width"]
     assert space.swept(("gpt", "2", "0.01", "5", "[3]"))[:2] == ["model=gpt", "+a.b=2"]
@@ -38,7 +40,7 @@ def test_what_is_swept_and_what_is_fixed(loader):
 
 def test_each_choice_and_both_ends_are_checked(loader):
     space = parse(["a=1,2,3", "b=interval(0,1)"], loader)
-    assert space.size is None
+    assert space.size == math.inf
     assert list(space.samples()) == [("1", "0.0"), ("2", "0.0"), ("3", "0.0"), ("1", "1.0")]
 
 
@@ -51,7 +53,7 @@ def test_a_grid_has_every_configuration_in_order(loader):
 def test_the_later_of_two_overrides_counts(loader):
     space = parse(["a=1,2", "b=1", "a=5", "b=3,4"], loader)
     assert space.fixed == ("a=5",)
-    assert space.dimensions == (Choice("b", ("3", "4")),)
+    assert space.dimensions == (Dimension("b", ("3", "4")),)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,6 @@ def test_what_would_pass_in_silence(loader, override, message):
 
 
 def test_a_value_of_an_interval_is_short_and_inside():
-    assert Interval("lr", 1e-4, 1e-1).text(0.0123456789) == "0.0123457"
-    assert Interval("lr", 1e-4, 0.123456789).text(0.1234567890) == "0.123456789"  # its end, unrounded
-    assert Interval("width", 4, 8, is_whole=True).text(5.0) == "5"
+    assert Dimension("lr", (), 1e-4, 1e-1).text(0.0123456789) == "0.0123457"
+    assert Dimension("lr", (), 1e-4, 0.123456789).text(0.1234567890) == "0.123456789"  # its end, unrounded
+    assert Dimension("width", (), 4, 8, is_whole=True).text(5.0) == "5"

@@ -3,6 +3,7 @@
 import collections
 import csv
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -183,6 +184,26 @@ def test_tpe_on_two_slots_with_what_does_not_fit(tmp_path):
     config = yaml.safe_load((tmp_path / "sweep/0/.hydra/config.yaml").read_text())
     assert config["memory"]["limit"] == 2 * 2**20
     assert all(line["threads"] == 1 for line in lines(tmp_path / "sweep/sweep.jsonl") if line["event"] == "start")
+
+
+@pytest.mark.timeout(180)
+def test_jobs_share_a_device_where_their_plans_fit(tmp_path):
+    """Of 3.6 MiB (nine tenths of the limit), they need 2.9, 1.7 and 0.3: the second waits for the first to end."""
+    (tmp_path / "mine.py").write_text(NET)
+    given = (*MINE, "model.width=400,300,100,4096", "train.max_steps=300", "sweep.pack=true", "sweep.parallel=3")
+    done = run_cli(*SWEEP, *given, "memory.limit=4MiB", cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(tmp_path / "sweep")
+    assert [rows[job]["state"] for job in "0123"] == ["finished", "finished", "finished", "infeasible"]
+    assert re.search(r"by its plan it needs \d+\.\d MiB of 4.0 MiB", rows["3"]["error"])
+    assert not (tmp_path / "sweep/3/.hydra").exists()
+    events = [(line["event"], line.get("number")) for line in lines(tmp_path / "sweep/sweep.jsonl")]
+    at = {event: place for place, event in enumerate(events)}
+    assert at["start", 0] < at["end", 0] < at["start", 1] < at["start", 2] < at["end", 1]
+    configs = [yaml.safe_load((tmp_path / f"sweep/{job}/.hydra/config.yaml").read_text()) for job in range(3)]
+    limits = [config["memory"]["limit"] for config in configs]
+    assert [round(limit / 2**20, 1) for limit in limits] == pytest.approx([2.9, 1.7, 0.3], abs=0.11)
+    assert all(int(rows[str(job)]["peak_memory_bytes"]) <= limit for job, limit in enumerate(limits))
 
 
 def test_jobs_are_composed_as_hydra_composes_them(tmp_path):

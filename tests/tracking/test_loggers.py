@@ -11,6 +11,8 @@ import pytest
 import runs
 from helpers import evaluations, metrics, run_cli, scalars
 
+from trainapp.tracking.loggers import Start, TensorBoard
+
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
 
 
@@ -22,6 +24,24 @@ def rows(path):
 @pytest.fixture(autouse=True)
 def nothing_seen():
     own_hooks.SEEN.clear()
+
+
+def test_tensorboard_has_a_table_of_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/overrides.yaml").write_text("- optimizer.lr=1e-3\n- model=mlp\n- ++train.compile=true\n")
+    logger = TensorBoard()
+    logger.start(Start(tmp_path, 0, {}, continues=False))
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+    own = found.session_start_info.hparams
+    assert own["model"].string_value == "mlp"
+    assert own["optimizer.lr"].number_value == 1e-3
+    assert own["train.compile"].string_value == "true"
 
 
 def test_csv_beside_tensorboard(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.tracking.terminal import Progress
+from trainapp.tracking.terminal import Progress, bar_of, is_live
 
 
 def test_lines_where_there_is_no_terminal(caplog):
@@ -28,11 +28,23 @@ def test_lines_where_there_is_no_terminal(caplog):
     assert caplog.messages[-1] == "step 3/? | loss 0.5 | ? left"
 
 
+@pytest.mark.parametrize("name", ["NO_COLOR", "CI"])
+def test_lines_on_a_terminal_that_asks_for_them(monkeypatch, name):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for variable in ("NO_COLOR", "CI"):
+        monkeypatch.delenv(variable, raising=False)
+    assert is_live()
+    monkeypatch.setenv(name, "1")
+    assert not is_live()
+    assert [bar_of(share) for share in (0.0, 0.5, 2.0)] == ["[--------]", "[####----]", "[########]"]
+
+
 def on_a_terminal(command, cwd):
     """The output of a command on a dedicated terminal, and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))  # rows, columns
-    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs)
+    env = environment({"CI": "", "NO_COLOR": ""})
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the other end is closed
@@ -56,6 +68,7 @@ def test_live_bar_and_summary_on_a_terminal(tmp_path):
     last = bars[-1][2]
     for name in ("loss", "accuracy", "samples/s", "memory", "left"):
         assert name in last
+    assert re.search(r"memory \[#*-*\] [\d.]+ \w+ / ", last)
     for row in (
         "eval accuracy",
         "time",

@@ -71,7 +71,7 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
     """Raises UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
-    was_checked = parts.resumes and is_stream(parts.components.train_data)  # which is not read from its start again
+    was_checked = parts.resumes and is_stream(parts.components.train_data)  # which is not reread from its start
     modes = [] if was_checked else [mode for mode in modes_of(parts, model) if not compares_samples(mode.task)]
     if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
         parts.first_samples(config.train.seed)

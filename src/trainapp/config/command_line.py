@@ -104,6 +104,24 @@ def override(name: str, value: str) -> str:
     return f"{name}={value if is_plain else quoted(value)}"
 
 
+def with_changes(given: Iterable[str], changes: Iterable[str]) -> list[str]:
+    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place; flags come
+    first. A group's own class goes with its settings (see `for_hydra`) where another option is chosen.
+    """
+    found = {_setting_of(text): text for text in given}
+    for text in changes:
+        key = _setting_of(text)
+        own = [name for name, old in found.items() if old.startswith(f"++{key}.") or old == f"~{key}"]
+        for name in own if "=" in text and not text.startswith("~") else ():
+            del found[name]
+        found[key] = text
+    return sorted(found.values(), key=lambda text: not text.startswith("-"))
+
+
+def _setting_of(text: str) -> str:
+    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
+
+
 def quoted(value: str) -> str:
     """`value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes are
     literal except before a quote and before `${`.

@@ -358,6 +358,7 @@ class Sweep:
     sampler: Literal["grid", "random", "tpe"] | Target = "grid"
     trials: PositiveInt | None = None
     parallel: Auto | PositiveInt = "auto"
+    pack: Bool = False
     seed: Seed = 0
     pruner: Literal["none", "halving", "hyperband", "median"] = "none"
     eta: Annotated[int, Field(ge=2, strict=True)] = 3

@@ -69,4 +69,4 @@ class AskSweep:
                 return None  # the sweep finds the question after the run has ended
             time.sleep(_POLL)
         (self.run_dir / ANSWERS).unlink()
-        return None if answer["goes_on"] else view.pause()
+        return None if answer["passes"] else view.pause()

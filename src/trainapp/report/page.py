@@ -4,7 +4,6 @@ The page is `page.html` with its content as JSON inside: sections of texts and t
 which its script draws the charts. It loads nothing.
 """
 
-import os
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +19,11 @@ from trainapp.units import bytes_text
 NAME = "report.html"
 MOST_JOBS = 1000  # of a sweep's page
 _TEMPLATE, _PLACE = PACKAGE / "report" / "page.html", "{{data}}"
-_UNKNOWN = "–"
+UNKNOWN = "-"
 Section = dict[str, Any]  # `title`, `note`, and `items`: tables, texts, and names of groups of charts
+Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]  # title, header, rows
+Job = Mapping[str, Any]  # of a sweep: `name`, `number` (its place in time), `value`, and `settings` as texts
+Goal = tuple[str, str] | None
 
 
 def write_runs(folders: Sequence[Path], path: Path) -> None:
@@ -43,77 +45,30 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
     _write(path, {**head, "sections": list(_sections(runs)), "runs": runs})
 
 
-def write_sweep(path: Path, rows: Sequence[Mapping[str, Any]], over_seeds: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Write the page of a sweep.
-
-    rows: its jobs, the best first, each with `name`, `number` (its place in time), `settings` (those in which jobs
-    differ, as text), `state`, `facts` (of its result.json), `spread`, `error` and `folder`. over_seeds: the same with
-    one row for jobs that differ only in their seed, `spread` as the standard deviation, and no `number`. Raises OSError
-    if the page cannot be written.
+def write_sweep(
+    path: Path, lines: Sequence[str], tables: Iterable[Table], jobs: Sequence[Job], names: Sequence[str], goal: Goal
+) -> None:
+    """Write the page of a sweep. lines: below its title. names: of the settings in which jobs differ. goal: the metric
+    and its direction; None: nothing is charted. Raises OSError if the page cannot be written.
     """
-    goals = {(row["facts"]["metric"], row["facts"]["direction"]) for row in rows if "metric" in row["facts"]}
-    metric, direction = next(iter(goals)) if len(goals) == 1 else ("", "")
-    states = [row["state"] for row in rows]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    goal = f"best {metric} ({direction})" if metric else "best"
-    sections = [_section("Leaderboard", _leaderboard(rows[:MOST_JOBS], goal, path.parent))]
-    if over_seeds:
-        table = _leaderboard(over_seeds[:MOST_JOBS], goal, path.parent)
-        sections.insert(0, _section("Over seeds: mean and standard deviation", table))
-    if failed := [[row["name"], row["error"][: run_files.CHARACTERS]] for row in rows[:MOST_JOBS] if row["error"]]:
-        sections.append(_section("Failed jobs", _table(["job", "error"], failed)))
-    if metric:
-        sections += [
-            _section("History", "history"),
-            _section(f"{metric} against each setting", "settings"),
-            _section("All settings together", "parallel"),
-        ]
-    names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
-    known = [row for row in rows[:MOST_JOBS] if row["facts"].get("best_objective") is not None]
-    jobs = [
-        {
-            "name": row["name"],
-            "number": row["number"],
-            "value": row["facts"]["best_objective"],
-            "settings": [row["settings"].get(name, "") for name in names],
-        }
-        for row in known
-    ]
-    head = {"title": f"Sweep {path.parent.resolve().name}", "lines": [f"{len(rows)} jobs: {counts}", str(path.parent)]}
-    goals_of = {"metric": metric, "direction": direction, "settings": names}
-    _write(path, {**head, "sections": sections, **goals_of, "jobs": jobs})
+    sections = []
+    for title, header, rows in tables:
+        note, header, rows = without_constant(header, rows[:MOST_JOBS])
+        sections.append(_section(title, _table(header, rows, note=f"All: {note}." if note else "")))
+    if goal is not None:
+        sections += [_section("History", "history"), _section(f"{goal[0]} against each setting", "settings")]
+        sections.append(_section("All settings together", "parallel"))
+    metric, direction = goal or ("", "")
+    charted = {"metric": metric, "direction": direction, "settings": names, "jobs": jobs[:MOST_JOBS]}
+    _write(path, {"title": f"Sweep {path.parent.resolve().name}", "lines": lines, "sections": sections, **charted})
 
 
-def _leaderboard(rows: Sequence[Mapping[str, Any]], goal: str, folder: Path) -> dict[str, Any]:
-    """A table of jobs. What is the same in all of them is its note."""
-    settings = dict.fromkeys(name for row in rows for name in row["settings"])
-    header = ["#", "job", goal, "last", *settings, "steps", "time", "micro-batch", "OOMs", "peak memory", "state"]
-    table: list[list[Any]] = []
-    for place, row in enumerate(rows, start=1):
-        facts, own_page = row["facts"], Path(row["folder"]) / NAME
-        is_job = row["number"] is not None and own_page.exists()
-        best = facts.get("best_objective")
-        spread = f" ± {row['spread']:.2g}" if row["spread"] is not None else ""
-        table.append(
-            [
-                _UNKNOWN if best is None else str(place),
-                {"text": row["name"], "page": os.path.relpath(own_page, folder)} if is_job else row["name"],
-                _number(best) + spread,
-                _number(facts.get("objective")),
-                *(row["settings"].get(name, "") for name in settings),
-                _number(facts.get("steps")),
-                _seconds(facts.get("seconds")),
-                _number(facts.get("micro_size")),
-                _number(facts.get("oom_restarts")),
-                _bytes(facts.get("peak_memory_bytes")),
-                row["state"],
-            ]
-        )
-    same = [at for at in range(4, len(header)) if len(rows) > 1 and all(row[at] == table[0][at] for row in table)]
+def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first: int = 4) -> Table:
+    """A text with what is the same in all rows, from the column `first` on, and the table without it."""
+    same = [at for at in range(first, len(header)) if len(rows) > 1 and all(row[at] == rows[0][at] for row in rows)]
     kept = [at for at in range(len(header)) if at not in same]
-    note = ", ".join(f"{header[at]} {table[0][at]}" for at in same if table[0][at] not in ("", _UNKNOWN))
-    cells = [[row[at] for at in kept] for row in table]
-    return _table([header[at] for at in kept], cells, note=f"All: {note}." if note else "")
+    note = ", ".join(f"{header[at]} {rows[0][at]}" for at in same if rows[0][at] not in ("", UNKNOWN))
+    return note, [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
 def _head(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +96,7 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (metric or "last loss", value, f"best {_number(result['best_objective'])} at step {best}" if best else ""),
         ("steps", _number(result.get("steps", steps)), samples),
         ("time", _seconds(result.get("seconds")), ""),
-        ("throughput", _UNKNOWN if speed is None else f"{speed:,.0f}/s", "samples"),
+        ("throughput", UNKNOWN if speed is None else f"{speed:,.0f}/s", "samples"),
         ("peak memory", _bytes(peak), f"of {_bytes(limit)}" if limit else ""),
         ("micro-batch", _number(result.get("micro_size", logged("batch/micro_size"))), accumulated),
         ("OOMs", _number(result.get("oom_restarts", len(run["ooms"]))), ""),
@@ -190,7 +145,7 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Any:
     names = dict.fromkeys(name for run in runs for name in run["settings"])
-    rows = [[name, *(run["settings"].get(name, _UNKNOWN) for run in runs)] for name in names]
+    rows = [[name, *(run["settings"].get(name, UNKNOWN) for run in runs)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return _table(["setting", *(run["name"] for run in runs)], rows) if rows else {"kind": "text", "text": "None."}
 
@@ -222,17 +177,17 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) ->
 
 def _number(value: float | None) -> str:
     if value is None:
-        return _UNKNOWN
+        return UNKNOWN
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _bytes(value: float | None) -> str:
-    return _UNKNOWN if value is None else bytes_text(value)
+    return UNKNOWN if value is None else bytes_text(value)
 
 
 def _seconds(value: float | None) -> str:
     if value is None:
-        return _UNKNOWN
+        return UNKNOWN
     unit, size = next((own for own in (("h", 3600), ("min", 60)) if value >= 2 * own[1]), ("s", 1))
     return f"{value / size:.1f} {unit}"
 

@@ -1,6 +1,6 @@
 """What the files of a run say, as plain values for its page. Imports no torch.
 
-A run that goes on, has failed, or was killed has some of the files only, and a last line that is not whole.
+A run that has not ended, or has failed or was killed, has only some of the files, and an incomplete last line.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from trainapp.files import each_json_line
+from trainapp.files import each_json_line, json_object
 
 CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "callbacks.jsonl"}
 MOST, POINTS = 2000, 24_000  # points per curve, and of all curves of a page, which take about 20 bytes each
@@ -86,8 +86,8 @@ def shared_out(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
 
 def read(folder: Path) -> dict[str, Any]:
     """Everything of a run that its page shows. `curves` has a `Curve` per name."""
-    result = _object(folder / "result.json")
-    started = _object(folder / ".hydra/command.json")
+    result = json_object(folder / "result.json")
+    started = json_object(folder / ".hydra/command.json")
     headline, notes = _log(folder / "trainapp.log")
     overrides = _yaml(folder / ".hydra/overrides.yaml") or []
     return {
@@ -104,14 +104,6 @@ def read(folder: Path) -> dict[str, Any]:
         "command": started.get("arguments"),
         "environment": {name: value for name, value in started.items() if name != "arguments"},
     }
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if it is missing or half written."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _yaml(path: Path) -> Any:
@@ -146,7 +138,7 @@ def _sizes(schedule: Any) -> dict[str, list[int]] | None:
 def _oom_reports(folder: Path) -> list[dict[str, Any]]:
     """The first reports and the last one: one error per file, in order."""
     paths = sorted(folder.glob("*.json"))
-    return [own for path in [*paths[: ROWS - 1], *paths[ROWS - 1 :][-1:]] if (own := _object(path))]
+    return [own for path in [*paths[: ROWS - 1], *paths[ROWS - 1 :][-1:]] if (own := json_object(path))]
 
 
 def _log(path: Path) -> tuple[str, list[dict[str, str]]]:

@@ -85,7 +85,13 @@ def configured(config: Config, folder: str) -> Config:
     changes: dict[str, Any] = {
         "run_dir": folder,
         "train": dataclasses.replace(
-            config.train, max_steps=settings.steps, max_epochs=None, nonfinite="stop", ema=None, check_exactness=False
+            config.train,
+            max_steps=settings.steps,
+            max_epochs=None,
+            max_time=None,
+            nonfinite="stop",
+            ema=None,
+            check_exactness=False,
         ),
         "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
         "schedule": Schedule(target="trainapp.run.lr_find.growing", arguments=growth),

@@ -165,7 +165,7 @@ def opening_lines(session: Session) -> list[str]:
 def report(session: Session, result: Result) -> None:
     """Write result.json and the run's page, and print the summary."""
     path = result.run_dir / RESULT
-    # That of a run which had already finished stays when it is started again.
+    # That of a finished run stays when it is restarted.
     is_new = session.meter.samples or session.stop.agreed or read(result.run_dir) is None
     if session.config.mode == "train" and is_new:
         try:
@@ -202,7 +202,7 @@ def print_summary(session: Session, result: Result) -> None:
         rows += [("steps", f"{result.steps} ({result.samples} samples)"), ("time", f"{result.seconds:.1f} s")]
         if progress.stopped:
             rows.append(("ended by", progress.stopped))
-        if session.meter.samples:  # in this process: a finished run may be started again
+        if session.meter.samples:  # in this process: a finished run may be restarted
             peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
             if result.peak_reserved_bytes > result.peak_memory_bytes:
                 peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"

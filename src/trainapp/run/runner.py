@@ -25,11 +25,10 @@ from trainapp.planning.process import with_modes
 from trainapp.run import resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
 from trainapp.run.result import Result, forget_stop, opening_lines, print_command, report, result_of
-from trainapp.signals import AtWork, Interrupted, StopRequest
+from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
 from trainapp.training.evaluate import evaluate
-from trainapp.training.limits import deadline
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import refused_in_attempt
@@ -54,7 +53,7 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
         gc.freeze()
     ranks = ranks or SingleRank()
-    stop = StopRequest(deadline(config))
+    stop = StopRequest(deadline_of("train.max_time", config.train.max_time, config.started))
     stop.at_work = functools.partial(AtWork, is_saved=config.continues and resume.names_a_checkpoint(config))
     with stop:
         ended = _run_session(config, stop, ranks, started)

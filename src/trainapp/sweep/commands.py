@@ -4,18 +4,18 @@ Imports no torch.
 
 import atexit
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from trainapp.config import command_line
+from trainapp.config.command_line import override, with_changes
 from trainapp.errors import UserError
+from trainapp.files import json_object
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
 from trainapp.sweep import leaderboard
@@ -30,37 +30,43 @@ def resumed(arguments: Sequence[str]) -> list[str]:
     """
     folder = _folder("continue", arguments)
     if (folder / NAME).exists():
-        asked = Journal(folder, writes=False).asked
-        given, name = _in_place(asked["command"], asked["cwd"], arguments), "hydra.sweep.dir"
+        asked, name = Journal(folder, writes=False).asked, "hydra.sweep.dir"
+        given = _entered(asked["command"], asked["cwd"], arguments[1:])
     else:
-        given, name = _in_place(*_of_run("continue", folder), arguments), "hydra.run.dir"
-    return [*given, command_line.override(name, str(folder))]
+        given, name = _entered(*_of_run("continue", folder), arguments[1:]), "hydra.run.dir"
+    return [*given, override(name, str(folder))]
 
 
 def rerun(arguments: Sequence[str]) -> list[str]:
     """The arguments of a new run, or with -m of a sweep, from those of a run, some changed. A relative hydra.run.dir is
     the caller's.
     """
-    absolute = [
-        command_line.override(name, str(Path(value).resolve()))
-        if name in ("hydra.run.dir", "hydra.sweep.dir")
-        else text
-        for text, (name, _, value) in ((text, text.partition("=")) for text in arguments)
-    ]
-    return _in_place(*_of_run("rerun", _folder("rerun", arguments)), absolute)
+    own = _of_run("rerun", _folder("rerun", arguments))
+    changes = [text.partition("=") for text in arguments[1:]]
+    folders = ("hydra.run.dir", "hydra.sweep.dir")
+    return _entered(*own, [override(n, str(Path(v).resolve())) if n in folders else n + s + v for n, s, v in changes])
 
 
-def _in_place(given: Sequence[str], cwd: str, arguments: Sequence[str]) -> list[str]:
-    """Go to the working directory. The arguments, with the changes that follow the first of the command's."""
+def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
+    """The arguments that started a run, and its working directory."""
+    if not (facts := json_object(folder / COMMAND)):
+        raise UserError(f"trainapp {name} {folder}: neither a sweep nor a run of the command line was started here")
+    return facts["arguments"], facts["cwd"]
+
+
+def _entered(given: Sequence[str], cwd: str, changes: Sequence[str]) -> list[str]:
+    """Go to the working directory. The arguments, with changes."""
     try:
         os.chdir(cwd)
     except OSError as error:
         raise UserError(f"{cwd}: it was started in this directory, which is gone ({error.strerror})") from None
-    return with_changes(given, arguments[1:])
+    return with_changes(given, changes)
 
 
 def show_leaderboard(arguments: Sequence[str]) -> None:
     """Print the table of a sweep or of a folder of runs."""
+    if arguments[1:]:
+        raise UserError(f"trainapp leaderboard {' '.join(arguments)}: give one directory")
     leaderboard.show(_folder("leaderboard", arguments))
 
 
@@ -78,32 +84,6 @@ def write_report(arguments: Sequence[str]) -> None:
     print(path)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], list[str] | None]] = {
-    "continue": resumed,
-    "rerun": rerun,
-    "leaderboard": show_leaderboard,
-    "report": write_report,
-}
-
-
-def with_changes(given: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place; flags come
-    first. A group's own class goes with its settings (see `command_line.for_hydra`) where another option is chosen.
-    """
-    found = {_key(text): text for text in given}
-    for text in changes:
-        key = _key(text)
-        own = [name for name, old in found.items() if old.startswith(f"++{key}.") or old == f"~{key}"]
-        for name in own if "=" in text and not text.startswith("~") else ():
-            del found[name]
-        found[key] = text
-    return sorted(found.values(), key=lambda text: not text.startswith("-"))
-
-
-def _key(text: str) -> str:
-    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
-
-
 def _folder(name: str, arguments: Sequence[str]) -> Path:
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"trainapp {name}: give the directory of a {'run' if name == 'rerun' else 'sweep or a run'}")
@@ -113,19 +93,16 @@ def _folder(name: str, arguments: Sequence[str]) -> Path:
     return folder
 
 
-def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
-    """The arguments that started a run, and its working directory."""
-    path = folder / COMMAND
-    if not path.exists():
-        raise UserError(f"trainapp {name} {folder}: neither a sweep nor a run of the command line was started here")
-    facts = json.loads(path.read_text())
-    return facts["arguments"], facts["cwd"]
+COMMANDS: dict[str, Any] = {
+    "continue": resumed,
+    "rerun": rerun,
+    "leaderboard": show_leaderboard,
+    "report": write_report,
+}
 
 
 def run(name: str, arguments: Sequence[str]) -> bool:
-    """Do a command. Returns whether the program goes on, with the arguments that it has set in `sys.argv`."""
-    if arguments[1:] and name == "leaderboard":
-        raise UserError(f"trainapp leaderboard {' '.join(arguments)}: give one directory")
+    """Do a command. Returns whether a run or sweep follows, with the arguments that it has set in `sys.argv`."""
     try:
         further = COMMANDS[name](arguments)
         sys.stdout.flush()

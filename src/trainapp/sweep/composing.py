@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +52,7 @@ def settings_of(composed: DictConfig) -> Sweep:
 class Composed:
     """overrides: what the job's command line has, without Hydra's."""
 
+    number: int
     overrides: list[str]
     folder: Path
     config: Config
@@ -66,7 +67,7 @@ class Composer:
 
     def job(self, number: int, values: Values) -> Composed:
         """Raises UserError for mistakes in its settings."""
-        overrides = self.space.overrides(values)
+        overrides = [*self.space.fixed, *self.space.swept(values)]
         try:
             config = self._loader.load_sweep_config(self._sweep, overrides)
         except Exception as error:
@@ -83,14 +84,13 @@ class Composer:
             task = config.copy()
             with open_dict(task):
                 del task["hydra"]
-            return Composed(overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
+            return Composed(number, overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
 
     def check(self) -> None:
         """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Raises
         UserError that names those that could not start.
         """
-        size = self.space.size
-        chosen: Iterable[Values] = self.space.grid() if size is not None and size <= CHECKED else self.space.samples()
+        chosen = self.space.grid() if self.space.size <= CHECKED else self.space.samples()
         errors: dict[str, str] = {}
         configs: dict[str, Config] = {}
         folders: dict[Path, str] = {}
@@ -110,14 +110,14 @@ class Composer:
             lines = [f"{name}: {'; '.join(text.splitlines())}" for name, text in errors.items()]
             raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
 
-    def command(self, job: Composed, number: int, more: list[str]) -> list[str]:
-        """How to start the job as a process. more: other overrides."""
+    def command(self, job: Composed, more: list[str], folder: Path | None = None) -> list[str]:
+        """How to start the job as a process. more: other overrides. folder: in place of its own."""
         given = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
         return [
             *(sys.executable, "-m", "trainapp", *command_line.flags(self._sweep.hydra)),
             *(*job.overrides, *more, *(text for text in given if not text.startswith(_OF_THE_SWEEP))),
-            *("hydra.mode=RUN", command_line.override("hydra.run.dir", str(job.folder))),
-            *(f"hydra.job.num={number}", f"hydra.job.id='{number}'"),
+            *("hydra.mode=RUN", command_line.override("hydra.run.dir", str(folder or job.folder))),
+            *(f"hydra.job.num={job.number}", f"hydra.job.id='{job.number}'"),
             command_line.override("hydra.sweep.dir", str(self.folder)),
         ]
 

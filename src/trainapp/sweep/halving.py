@@ -1,7 +1,7 @@
-"""Which trials go on from a rung: asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934), Hyperband's
+"""Which trials pass a rung: asynchronous successive halving (ASHA, Li et al. 2020, arXiv:1810.05934), Hyperband's
 brackets of it (Li et al. 2018, arXiv:1603.06560), and the median rule (Golovin et al. 2017, Vizier).
 
-A trial that does not go on is paused, not ended: it goes on from its checkpoint when it is among the best of its rung
+A trial that does not pass is paused, not ended: it continues from its checkpoint when it is among the best of its rung
 after all. Rung r of R is at eta**(r - R) of a whole run.
 """
 
@@ -30,34 +30,32 @@ class Pruner:
         first = max([self.bracket(trial) - 1, *trial.reached]) + 1
         return [(rung, self.eta ** (rung - self.count)) for rung in range(first, self.count)]
 
-    def goes_on(self, trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:
-        """Whether a trial that has just reached a rung goes on at once."""
+    def passes(self, trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:
+        """Whether a trial that has just reached a rung continues at once."""
         if self.kind == "median":
-            own, *others = (_rank(one, rung, direction)[0] for one in (trial, *trials) if rung in one.reached)
-            return len(others) <= _FEWEST or own <= statistics.median(others)
-        return trial in self._best(rung, self._rivals(trial, rung, trials), direction)
+            others = [_rank(one, rung, direction)[0] for one in trials if rung in one.reached and one is not trial]
+            return len(others) < _FEWEST or _rank(trial, rung, direction)[0] <= statistics.median(others)
+        return trial in self._best(rung, trials, self.bracket(trial), direction)
 
     def promotable(self, trials: Sequence[Trial], direction: str, is_last: bool = False) -> tuple[Trial, int] | None:
-        """A paused trial that may go on, and the rung that it leaves: from the highest rung with one. is_last: no
-        more trials begin, so that the best of each rung goes on, however few they are.
+        """A paused trial that may continue, and the rung that it leaves: from the highest rung with one. is_last: no
+        more trials begin, so that the best of each rung continues, however few they are.
         """
-        if self.kind == "median":
-            return None
-        for rung in reversed(range(self.count)):
+        for rung in reversed(range(self.count)) if self.kind != "median" else ():
             for first in sorted(set(self._brackets)):
-                rivals = [one for one in trials if rung in one.reached and self.bracket(one) == first]
-                if is_last:  # of which something must reach the end
-                    rivals = [one for one in rivals if one.state not in ("failed", "infeasible")]
-                for one in self._best(rung, rivals, direction, int(is_last)):
-                    if one.state == "paused" and rung == max(one.reached) and rung not in one.promoted:
+                for one in self._best(rung, trials, first, direction, is_last):
+                    if one.state == "paused" and one.is_held and rung == max(one.reached):
                         return one, rung
         return None
 
-    def _rivals(self, trial: Trial, rung: int, trials: Sequence[Trial]) -> list[Trial]:
-        return [one for one in trials if rung in one.reached and self.bracket(one) == self.bracket(trial)]
-
-    def _best(self, rung: int, rivals: list[Trial], direction: str, fewest: int = 0) -> list[Trial]:
-        count = max(len(rivals) // self.eta, fewest)
+    def _best(
+        self, rung: int, trials: Sequence[Trial], bracket: int, direction: str, is_last: bool = False
+    ) -> list[Trial]:
+        """Of those in the bracket that have reached the rung. is_last: at least one, which can reach the end."""
+        rivals = [one for one in trials if rung in one.reached and self.bracket(one) == bracket]
+        if is_last:
+            rivals = [one for one in rivals if one.state not in ("failed", "infeasible")]
+        count = max(len(rivals) // self.eta, int(is_last))
         return sorted(rivals, key=lambda one: _rank(one, rung, direction))[:count]
 
 

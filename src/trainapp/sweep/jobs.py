@@ -6,7 +6,6 @@ prints goes to `console.log` in its directory.
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -17,24 +16,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
 from trainapp.config.command_line import message_in
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.run import run_dir
 from trainapp.signals import TO_BE_CONTINUED
-from trainapp.sweep.journal import facts_of
+from trainapp.sweep.journal import Trial, facts_of
 from trainapp.units import parse_memory_size
 
-LOG = "console.log"
+LOG, RESULT, PLAN = "console.log", "result.json", "plan.json"
 _ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # from outside
 UNKNOWN = -1000  # exit status of a process that this one has not started
-FILES = {"train": "result.json", "plan": "plan.json"}  # by mode, what a finished job has written
 _MARK = "== started "  # before what each process prints
 SHARE = 0.9  # of the memory of jobs that share a device: the rest is for what no allocator counts
 
@@ -52,8 +51,15 @@ class Slot:
     def __str__(self) -> str:
         return f"GPU {', '.join(self.gpus)}" if self.gpus else ""
 
+    @property
+    def threads(self) -> int | None:
+        """Threads of a new trial: as many as it has cores, unless the user has set a number."""
+        if given := os.environ.get("OMP_NUM_THREADS"):
+            return int(given.partition(",")[0])
+        return len(self.cores) if self.cores else None
+
     def memory(self, config: Config) -> list[str]:
-        """The override that gives a job its share of `memory.limit`."""
+        """The override that gives a job an equal share of `memory.limit`."""
         if self.sharing == 1:
             return []
         limit = config.memory.limit
@@ -72,18 +78,20 @@ def gpus_here() -> list[str]:
     return [str(number) for number in range(int(subprocess.run(command, capture_output=True, text=True).stdout or 0))]
 
 
-def slots(parallel: int | str, config: Config) -> list[Slot]:
-    """The machine divided for `sweep.parallel` jobs of this configuration, which says how many devices one takes."""
+def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot]:
+    """The machine divided for `sweep.parallel` jobs of this configuration, which says how many devices one takes.
+
+    packs: `auto` is then one per core.
+    """
     gpus = [] if config.train.device in ("cpu", "mps") or config.mode == "plan" else gpus_here()
-    if config.parallel.strategy == "single":
-        each = 1
-    else:
+    each = 1
+    if config.parallel.strategy != "single":
         each = len(gpus) or 1 if config.parallel.devices == "auto" else int(config.parallel.devices)
     if each > len(gpus) > 0:
         raise UserError(f"parallel.devices={each}: this machine has {len(gpus)} GPUs")
     fitting = len(gpus) // each
-    count = int(parallel) if parallel != "auto" else fitting or 1
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    count = int(parallel) if parallel != "auto" else (len(cores) if packs else fitting) or 1
     found = []
     for number in range(count):
         own = tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) or tuple(cores)
@@ -93,32 +101,37 @@ def slots(parallel: int | str, config: Config) -> list[Slot]:
     return found
 
 
-class Job:
-    """A running process. poll: its exit status, UNKNOWN if it was started by another one; None while it runs."""
+class Need(NamedTuple):
+    """What a plan says of a job: the bytes that it is given of `room`. Infeasible if those are more."""
+
+    bytes: int
+    room: int
+
+
+def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
+    """Plan a job in a process, which takes some seconds. command: of mode=plan, in that folder. None: no estimate."""
+    subprocess.run(command, capture_output=True, env=_environment(folder, [], slot, slot.threads))
+    facts = json_object(folder / PLAN)
+    if (peak := facts.get("peak_bytes")) is None:
+        return None
+    room, limit = int(SHARE * facts["limit_bytes"]), facts["limit_bytes"]
+    if peak > limit and not facts["largest_micro_size"]:
+        return Need(peak, limit)
+    return Need(min(int(peak * (1 + facts["margin"])) + 1, room), room)
+
+
+class Job(Protocol):
+    """A running job, such as a `Popen`."""
 
     def poll(self) -> int | None:
-        """See the class."""
-        raise NotImplementedError
+        """Its exit status, UNKNOWN if another process has started it; None while it runs."""
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         """Ask it to save and end. By SIGTERM: before its own handler, SIGINT would look like an error."""
 
 
 @dataclass
-class Started(Job):
-    """A process of this one."""
-
-    process: subprocess.Popen[bytes]
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def stop(self) -> None:
-        self.process.terminate()
-
-
-@dataclass
-class Found(Job):
+class Orphan:
     """A job that an earlier process of the sweep has started: its processes here, and on other machines its lock."""
 
     folder: Path
@@ -127,20 +140,16 @@ class Found(Job):
     def poll(self) -> int | None:
         return None if any(map(_is_alive, self.processes)) or run_dir.is_in_use(self.folder) else UNKNOWN
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         with contextlib.suppress(psutil.Error, IndexError):
             self.processes[0].terminate()
 
 
-@dataclass
-class Launched(Job):
+class Launched:
     """A job that a launcher of Hydra runs, in a thread that waits for it. No signal reaches it from here."""
 
-    launch: Callable[[], Any]
-    error: str = ""
-    _thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, launch: Callable[[], Any]):
+        self.launch, self.error = launch, ""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -154,36 +163,40 @@ class Launched(Job):
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else int(bool(self.error))
 
+    def terminate(self) -> None:
+        pass
 
-def start(command: Sequence[str], more: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Started:
+
+def start(command: Sequence[str], more: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Job:
     """Start a job in its slot. more: the overrides among the command's that are the sweep's own. threads: of torch;
     None: torch's choice.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    env = dict(os.environ) | {JOB: str(folder), SWEEP_SHARE: "\n".join(more)}
-    env.pop("HYDRA_FULL_ERROR", None)  # set by `__main__`: with it, a user's mistake would come with its traceback
-    if threads is not None:
-        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if slot.gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
     with (folder / LOG).open("ab") as log:
         log.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         log.flush()
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=env,
+            env=_environment(folder, more, slot, threads),
             start_new_session=True,
             preexec_fn=(lambda: os.sched_setaffinity(0, slot.cores or ())) if slot.cores else None,
         )
-    return Started(process)
 
 
-def found(folders: Iterable[Path]) -> dict[Path, Found]:
+def _environment(folder: Path, more: Sequence[str], slot: Slot, threads: int | None) -> dict[str, str]:
+    env = dict(os.environ) | {JOB: str(folder), SWEEP_SHARE: "\n".join(more)}
+    env.pop("HYDRA_FULL_ERROR", None)  # set by `__main__`: with it, a user's mistake would come with its traceback
+    if threads is not None:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return env if slot.gpus is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)}
+
+
+def orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     """The jobs in these directories, with their processes that still run."""
-    by_folder = {folder: Found(folder) for folder in folders}
+    by_folder = {folder: Orphan(folder) for folder in folders}
     for process in psutil.process_iter() if by_folder else ():
         with contextlib.suppress(psutil.Error):
             own = by_folder.get(Path(process.environ().get(JOB, "")))
@@ -200,35 +213,29 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job's process ended. state, facts, error: as in `journal.Trial`."""
+class Outcome(NamedTuple):
+    """How a job's process ended. state, error, facts: as in `Trial`."""
 
     state: str
+    error: str
     facts: dict[str, Any]
-    error: str = ""
 
 
-def outcome(folder: Path, mode: str, status: int, error: str = "") -> Outcome:
-    """Judge by the exit status and by what is in the job's directory."""
-    result: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        result = json.loads((folder / FILES.get(mode, "")).read_text())
+def outcome(trial: Trial, mode: str, status: int, error: str = "") -> Outcome:
+    """Judge by the exit status and by what is in the job's directory. error: the launcher's."""
+    folder = Path(trial.folder)
+    result = json_object(folder / (PLAN if mode == "plan" else RESULT))
     is_complete = bool(result) and (mode != "train" or (result.get("ended") and not result.get("stopped")))
-    facts = facts_of(result)
+    number, facts = -status if status < 0 else status - 128, facts_of(result)
     if (status == UNKNOWN and is_complete) or (status == 0 and not result.get("stopped")):
-        return Outcome("finished", facts)
-    if status in (0, UNKNOWN, TO_BE_CONTINUED):
-        return Outcome("stopped", facts)
-    number = -status if status < 0 else status - 128
-    if number in _ENDS:
-        return Outcome("stopped", facts, f"ended by {signal.Signals(number).name}")
-    error = error or _error_in(folder / LOG)
-    if status < 0:
-        error = f"ended by {signal.Signals(number).name}"
-    if "another run is using this directory" in error:
-        return Outcome("stopped", facts, error)
-    return Outcome("infeasible" if error.startswith("out of memory") else "failed", facts, error)
+        return Outcome("finished", "", facts)
+    error = error or (_error_in(folder / LOG) if status > 0 else "")
+    if number in _ENDS or status < 0:
+        error = "" if status == UNKNOWN else f"ended by {signal.Signals(number).name}"
+    if status in (0, UNKNOWN, TO_BE_CONTINUED) or number in _ENDS or "another run is using this directory" in error:
+        kept = "" if status in (0, TO_BE_CONTINUED) else error
+        return Outcome("paused", "", facts) if trial.is_held else Outcome("stopped", kept, facts)
+    return Outcome("infeasible" if error.startswith("out of memory") else "failed", error, facts)
 
 
 def _error_in(log: Path) -> str:

@@ -6,7 +6,7 @@
 | `asked` | another start of the same command, whose grid may have grown |
 | `trial` | a configuration: its number and values |
 | `start` | a process of it, and its number of threads, which stays |
-| `rung` | an evaluation at a rung: its value, and whether the run goes on |
+| `rung` | an evaluation at a rung: its value, and whether the run passes |
 | `promote` | the rung that a paused trial leaves |
 | `end` | of a process: the trial's state, and the facts of its result.json |
 
@@ -14,27 +14,46 @@ A line is on the disk before anything follows from it. What a kill has left of a
 """
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainapp.files import json_lines, strict_json
-from trainapp.sweep.space import Values
+from trainapp.sweep.space import Space, Values
 
 NAME = "sweep.jsonl"
-_FACTS = (
+# What is kept of a result.json, and the columns of leaderboard.csv.
+FACTS = (
     *("metric", "direction", "objective", "objective_note", "best_objective", "best_step", "steps", "seconds"),
     *("micro_size", "accumulation", "oom_restarts", "peak_memory_bytes", "ended", "checkpoint"),
 )
 
 
+def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the journal keeps of a result.json."""
+    return {name: result[name] for name in FACTS if name in result}
+
+
+def finite(facts: Mapping[str, Any], name: str) -> float | None:
+    """A fact that is a number; None for one that is missing, nan or inf."""
+    value = facts.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def goal_of(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The metric of the objective and its direction, max or min; None if they are not known."""
+    return (facts["metric"], facts["direction"]) if "metric" in facts else None
+
+
 @dataclass
 class Trial:
     """One configuration. state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished,
-    failed, or infeasible (it does not fit in memory). threads: None for torch's choice. facts: of its result.json.
-    reached: values at rungs, None for nan. promoted: rungs that it has left. attributes: what the
-    sampler notes of it. error: why it failed.
+    failed, or infeasible (it does not fit in memory). threads: None for torch's choice. facts: see `facts_of`. reached:
+    values at rungs, None for nan. passed: rungs that it has left. attributes: what the sampler notes of it. error: why
+    it failed. seconds: of all its processes that have ended.
     """
 
     number: int
@@ -44,25 +63,20 @@ class Trial:
     folder: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     reached: dict[int, float | None] = field(default_factory=dict)
-    promoted: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
     attributes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    seconds: float = 0.0  # of all its processes that have ended
+    seconds: float = 0.0
 
     @property
-    def was_promoted(self) -> bool:
-        """Whether it is paused and may go on: the sweep was killed before it did."""
-        return self.state == "paused" and max(self.reached) in self.promoted
+    def is_held(self) -> bool:
+        """Whether it has not passed the last rung that it has reached."""
+        return bool(self.reached) and max(self.reached) not in self.passed
 
     @property
     def diverged(self) -> bool:
         """Whether a loss or gradient that was not finite has ended it."""
         return self.state == "failed" and "not finite" in self.error
-
-    def finite(self, name: str) -> float | None:
-        """A fact that is a number; None for one that is missing, nan or inf."""
-        value = self.facts.get(name)
-        return None if value is None else float(value)
 
 
 class Journal:
@@ -79,9 +93,14 @@ class Journal:
             self._apply(line)
 
     @property
-    def keys(self) -> list[str]:
-        """The settings in which trials differ, without Hydra's marks."""
-        return [key.lstrip("+~") for key in self.asked["asked"]["dimensions"]] if self.asked else []
+    def space(self) -> Space:
+        """As asked for last."""
+        return Space.from_dict(self.asked["asked"])
+
+    @property
+    def goals(self) -> set[tuple[str, str]]:
+        """The trials' objectives, as far as known."""
+        return {goal for own in self.trials if (goal := goal_of(own.facts)) is not None}
 
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it."""
@@ -95,8 +114,7 @@ class Journal:
     def _apply(self, line: dict[str, Any]) -> None:
         event = line["event"]
         if event in ("sweep", "asked"):
-            self.first = self.first or line
-            self.asked = line
+            self.first, self.asked = self.first or line, line
             return
         if event == "trial":
             self.trials.append(Trial(line["number"], tuple(line["values"]), attributes=line["attributes"]))
@@ -107,19 +125,12 @@ class Journal:
         elif event == "rung":
             trial.reached[line["rung"]] = line["value"]
             trial.facts |= {"metric": line["metric"], "direction": line["direction"]}
-            if line["goes_on"]:
-                trial.promoted.add(line["rung"])
-        elif event == "promote":
-            trial.promoted.add(line["rung"])
         elif event == "end":
             trial.state, trial.error = line["state"], line["error"]
             trial.seconds += line["seconds"]
             trial.facts |= line["facts"]
-
-
-def facts_of(result: dict[str, Any]) -> dict[str, Any]:
-    """What the journal keeps of a result.json, or of a plan.json."""
-    return {name: result[name] for name in _FACTS if name in result}
+        if event == "promote" or line.get("passes"):
+            trial.passed.add(line["rung"])
 
 
 def _cut_torn_line(path: Path) -> None:

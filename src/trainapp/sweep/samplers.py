@@ -6,7 +6,7 @@ that was killed proposes what an undisturbed one would. No configuration is prop
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ import numpy as np
 from trainapp.config import targets
 from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
-from trainapp.sweep.journal import Trial
-from trainapp.sweep.space import Choice, Dimension, Interval, Space, Values
+from trainapp.sweep.journal import Trial, finite
+from trainapp.sweep.space import Dimension, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 _FEWEST = 10  # finished trials that say anything about the importance of a setting
@@ -38,26 +38,27 @@ Draw = Callable[[list[int], Sequence[Trial], str], Proposal]  # of what to seed 
 
 def build(settings: Sweep, space: Space) -> Propose:
     """The sampler of `sweep.sampler`. Raises UserError for one that does not suit the space."""
-    if settings.sampler == "grid":
-        if space.intervals:
-            raise UserError(
-                f"sweep.sampler=grid: {', '.join(space.intervals)} is an interval, of which there is no grid; list "
-                "values, or use sweep.sampler=random or tpe with sweep.trials=N"
-            )
-        return _in_order(space.grid())
-    if settings.trials is None and space.size is None:
+    own, intervals = settings.sampler, ", ".join(space.intervals)
+    if own == "grid" and intervals:
         raise UserError(
-            f"sweep.trials=null: {', '.join(space.intervals)} is an interval, and the sweep would never end; set the "
-            "number of configurations, such as sweep.trials=20"
+            f"sweep.sampler=grid: {intervals} is an interval, of which there is no grid; list values, or use "
+            "sweep.sampler=random or tpe with sweep.trials=N"
         )
-    if settings.sampler != "random" and any(of.key == "train.seed" for of in space.dimensions):
+    if settings.trials is None and intervals:
+        raise UserError(
+            f"sweep.trials=null: {intervals} is an interval, and the sweep would never end; set the number of "
+            "configurations, such as sweep.trials=20"
+        )
+    if own not in ("grid", "random") and any(of.key == "train.seed" for of in space.dimensions):
         raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
-    return _untried(
-        settings.seed, space, _random(space) if settings.sampler == "random" else _of_optuna(settings, space)
-    )
+    if own == "grid":
+        return _in_order(space)
+    return _untried(settings.seed, space, _random(space) if own == "random" else _of_optuna(own, space))
 
 
-def _in_order(configurations: Iterator[Values]) -> Propose:
+def _in_order(space: Space) -> Propose:
+    configurations = space.grid()
+
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
         return next((Proposal(values) for values in configurations if values not in known), None)
@@ -73,33 +74,29 @@ def _untried(seed: int, space: Space, draw: Draw) -> Propose:
         drawn = (draw([seed, number, attempt], trials, direction) for attempt in range(_TRIES))
         if (found := next((own for own in drawn if own.values not in known), None)) is not None:
             return found
-        left = [] if space.size is None else [values for values in space.grid() if values not in known]
-        rng = np.random.default_rng([seed, number])
-        return Proposal(left[rng.integers(len(left))]) if left else None
+        left = [] if space.intervals else [values for values in space.grid() if values not in known]
+        return Proposal(left[np.random.default_rng([seed, number]).integers(len(left))]) if left else None
 
     return propose
 
 
 def _random(space: Space) -> Draw:
-    def value(of: Dimension, rng: np.random.Generator) -> str:
-        if isinstance(of, Choice):
+    def text(of: Dimension, rng: np.random.Generator) -> str:
+        if of.values:
             return of.values[rng.integers(len(of.values))]
         if of.is_log:
             return of.text(math.exp(rng.uniform(math.log(of.low), math.log(of.high))))
-        return of.text(
-            int(rng.integers(int(of.low), int(of.high) + 1)) if of.is_whole else rng.uniform(of.low, of.high)
-        )
+        return of.text(rng.integers(int(of.low), int(of.high) + 1) if of.is_whole else rng.uniform(of.low, of.high))
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         rng = np.random.default_rng(seed)
-        return Proposal(tuple(value(of, rng) for of in space.dimensions))
+        return Proposal(tuple(text(of, rng) for of in space.dimensions))
 
     return draw
 
 
-def _of_optuna(settings: Sweep, space: Space) -> Draw:
-    """A sampler of Optuna. Its study is made anew from the trials for each proposal."""
-    own = settings.sampler
+def _of_optuna(own: str | Target, space: Space) -> Draw:
+    """A sampler of Optuna. Its study is rebuilt from the trials for each proposal."""
     targets.require_package("optuna", f"sweep.sampler={own if isinstance(own, str) else own.target}")
     if isinstance(own, str):
         # Values of running trials count as bad, so that jobs at the same time differ.
@@ -107,17 +104,14 @@ def _of_optuna(settings: Sweep, space: Space) -> Draw:
     kind: Any = targets.locate(own.target, "sweep.sampler._target_", ["optuna"])
     arguments, takes_seed = own.arguments, "seed" in targets.parameters_of(kind)
 
-    def sampler(seed: list[int]) -> Any:
+    def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         seeded = {"seed": int(np.random.default_rng(seed).integers(2**32))} if takes_seed else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
-            return kind(**seeded | arguments)
-
-    def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
-        study = study_of(space, trials, direction, sampler(seed))
+            study = study_of(space, trials, direction, kind(**seeded | arguments))
         found = study.ask(distributions_of(space)).params
-        texts = (of.text(found[of.key]) if isinstance(of, Interval) else found[of.key] for of in space.dimensions)
-        return Proposal(tuple(texts), study.get_trials(deepcopy=False)[-1].system_attrs)
+        texts = tuple(of.text(found[of.key]) for of in space.dimensions)
+        return Proposal(texts, study.get_trials(deepcopy=False)[-1].system_attrs)
 
     try:
         draw([0], [], "")
@@ -130,55 +124,48 @@ def distributions_of(space: Space) -> dict[str, Any]:
     """The space in Optuna's terms."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    found: dict[str, Any] = {}
-    for of in space.dimensions:
-        if isinstance(of, Choice):
-            found[of.key] = CategoricalDistribution(of.values)
-        elif of.is_whole:
-            found[of.key] = IntDistribution(int(of.low), int(of.high), log=of.is_log)
-        else:
-            found[of.key] = FloatDistribution(of.low, of.high, log=of.is_log)
-    return found
+    return {
+        of.key: CategoricalDistribution(of.values)
+        if of.values
+        else IntDistribution(int(of.low), int(of.high), log=of.is_log)
+        if of.is_whole
+        else FloatDistribution(of.low, of.high, log=of.is_log)
+        for of in space.dimensions
+    }
 
 
 def study_of(space: Space, trials: Sequence[Trial], direction: str, sampler: Any = None) -> Any:
-    """The trials as a study of Optuna, in memory.
-
-    What does not fit, diverges or pauses at a rung is told as pruned, which samplers learn from: they ignore failed
-    trials, and what failed for another reason says nothing of its configuration.
-    """
+    """The trials as a study of Optuna, in memory."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=sampler, direction=_DIRECTIONS.get(direction))
     for trial in trials:
-        study.add_trial(_told(space, trial))
+        study.add_trial(_as_optuna(space, trial))
     return study
 
 
-def _told(space: Space, trial: Trial) -> Any:
-    """A trial in Optuna's terms."""
+def _as_optuna(space: Space, trial: Trial) -> Any:
+    """What does not fit, diverges or pauses at a rung is told as pruned, which samplers learn from: they ignore failed
+    trials, and what failed for another reason says nothing of its configuration.
+    """
     from optuna.trial import TrialState, create_trial
 
-    state, value = TrialState.RUNNING, None
+    best = finite(trial.facts, "best_objective")
     reached = {rung: own for rung, own in trial.reached.items() if own is not None}
+    state, value = TrialState.RUNNING, None
     if trial.state == "finished":
-        value = trial.finite("best_objective")
-        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        state, value = TrialState.PRUNED if best is None else TrialState.COMPLETE, best
     elif trial.state in ("paused", "infeasible") or trial.diverged:
         state = TrialState.PRUNED
-    elif trial.state == "stopped" and (best := trial.finite("best_objective")) is not None:  # as by train.max_time
+    elif trial.state == "stopped" and best is not None:  # as by train.max_time
         state, reached = TrialState.PRUNED, reached | {10**6: best}
     elif trial.state == "failed":
         state = TrialState.FAIL
-    params = {
-        of.key: own if isinstance(of, Choice) else int(own) if of.is_whole else float(own)
-        for of, own in zip(space.dimensions, trial.values, strict=True)
-    }
     return create_trial(
         state=state,
         value=value,
-        params=params,
+        params={of.key: of.value(own) for of, own in zip(space.dimensions, trial.values, strict=True)},
         distributions=distributions_of(space),
         system_attrs=dict(trial.attributes),
         user_attrs={"job": trial.number, "directory": trial.folder},
@@ -200,7 +187,7 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
         known = {own.user_attrs.get("job") for own in study.get_trials(deepcopy=False)}
         for trial in trials:
             if trial.state in ("finished", "failed", "infeasible") and trial.number not in known:
-                study.add_trial(_told(space, trial))
+                study.add_trial(_as_optuna(space, trial))
     except Exception as error:  # of SQLAlchemy, of its drivers, of the network
         raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
 
@@ -209,16 +196,14 @@ def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[s
     """The share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
     arXiv:2304.10255); empty without Optuna, or with fewer than _FEWEST finished trials.
     """
-    try:
-        from optuna import importance
-    except ImportError:
-        return {}
     if sum(trial.state == "finished" for trial in trials) < _FEWEST:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            from optuna import importance
+
             evaluator = importance.PedAnovaImportanceEvaluator()
             return dict(importance.get_param_importances(study_of(space, trials, direction), evaluator=evaluator))
-        except (ValueError, RuntimeError):
+        except (ImportError, ValueError, RuntimeError):
             return {}

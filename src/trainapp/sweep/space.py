@@ -3,7 +3,8 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,84 +18,72 @@ Values = tuple[str, ...]  # one per dimension, as in overrides
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A setting with a list of values. key: with Hydra's marks, such as `+`."""
+class Dimension:
+    """A swept setting: a choice of `values`, or else any number in [low, high]; with `is_log` drawn by its logarithm.
+
+    key: with Hydra's marks, such as `+`.
+    """
 
     key: str
-    values: Values
-
-    @property
-    def ends(self) -> Values:
-        """The values to check before anything runs."""
-        return self.values
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A setting with any value in [low, high]; with `is_log` drawn by its logarithm."""
-
-    key: str
-    low: float
-    high: float
+    values: Values = ()
+    low: float = 0.0
+    high: float = 0.0
     is_log: bool = False
     is_whole: bool = False
 
-    def text(self, value: float) -> str:
-        """The value as in an override: with six digits, which a person can read."""
+    def text(self, value: Any) -> str:
+        """The value as in an override: a number has six digits, which a person can read."""
+        if self.values:
+            return str(value)
         return str(round(value)) if self.is_whole else repr(min(max(float(f"{value:.6g}"), self.low), self.high))
+
+    def value(self, text: str) -> Any:
+        """The inverse of `text`."""
+        return text if self.values else int(text) if self.is_whole else float(text)
 
     @property
     def ends(self) -> Values:
         """The values to check before anything runs."""
-        return self.text(self.low), self.text(self.high)
+        return self.values or (self.text(self.low), self.text(self.high))
 
-
-Dimension = Choice | Interval
+    def __str__(self) -> str:
+        return ", ".join(self.values) or f"[{self.low:g}, {self.high:g}]"
 
 
 @dataclass(frozen=True)
 class Space:
     """fixed: the overrides that all jobs have."""
 
-    fixed: tuple[str, ...]
+    fixed: Values
     dimensions: tuple[Dimension, ...]
 
-    def overrides(self, values: Values) -> list[str]:
-        """Those of one job."""
-        return [*self.fixed, *self.swept(values)]
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Space":
+        """The inverse of `to_dict`."""
+        found = (Dimension(**own | {"values": tuple(own["values"])}) for own in facts["dimensions"])
+        return cls(tuple(facts["fixed"]), tuple(found))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in JSON."""
+        return {"fixed": [*self.fixed], "dimensions": [asdict(of) | {"values": [*of.values]} for of in self.dimensions]}
 
     def swept(self, values: Values) -> list[str]:
         """The overrides in which jobs differ."""
         return [f"{of.key}={value}" for of, value in zip(self.dimensions, values, strict=True)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The dimensions as plain values."""
-        return {of.key: list(of.values) if isinstance(of, Choice) else asdict(of) for of in self.dimensions}
-
-    @classmethod
-    def from_dict(cls, dimensions: dict[str, Any]) -> "Space":
-        """The inverse of `to_dict`, without fixed overrides."""
-        found = (Choice(k, tuple(v)) if isinstance(v, list) else Interval(**v) for k, v in dimensions.items())
-        return cls((), tuple(found))
-
     @property
     def intervals(self) -> list[str]:
         """The settings that have no list of values."""
-        return [of.key for of in self.dimensions if isinstance(of, Interval)]
+        return [of.key for of in self.dimensions if not of.values]
 
     @property
-    def size(self) -> int | None:
-        """The number of configurations; None if there are intervals."""
-        if self.intervals:
-            return None
-        size = 1
-        for of in self.dimensions:
-            size *= len(of.ends)
-        return size
+    def size(self) -> float:
+        """The number of configurations; infinite with intervals."""
+        return math.inf if self.intervals else math.prod(len(of.values) for of in self.dimensions)
 
     def grid(self) -> Iterator[Values]:
         """All configurations, the last setting varying fastest. Without intervals."""
-        return itertools.product(*(of.ends for of in self.dimensions))
+        return itertools.product(*(of.values for of in self.dimensions))
 
     def samples(self) -> Iterator[Values]:
         """Configurations that together have each choice and both ends of each interval; elsewhere the first value."""
@@ -108,27 +97,25 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
     """The space of these overrides; the later one of a setting counts, and `sweep.*` is left out. Raises UserError with
     all mistakes.
     """
-    fixed: dict[str, str] = {}
-    dimensions: dict[str, Dimension] = {}
+    found: dict[str, str | Dimension] = {}
     errors = []
     for own in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
         key, text = own.get_key_element(), str(own.input_line)
-        fixed.pop(key, None)
-        dimensions.pop(key, None)
         is_of_sweep = own.key_or_group.partition(".")[0] == "sweep"
-        if not own.is_sweep_override():
-            if not is_of_sweep:
-                fixed[key] = text
-            continue
+        found.pop(key, None)
         try:
-            if is_of_sweep:
-                raise ValueError("a setting of the sweep itself has one value")
-            dimensions[key] = _dimension(key, own)
+            if own.is_sweep_override():
+                if is_of_sweep:
+                    raise ValueError("a setting of the sweep itself has one value")
+                found[key] = _dimension(key, own)
+            elif not is_of_sweep:
+                found[key] = text
         except ValueError as error:
             errors.append(f"{text}: {error}")
     if errors:
         raise UserError("\n".join(errors))
-    return Space(tuple(fixed.values()), tuple(dimensions.values()))
+    fixed = tuple(own for own in found.values() if isinstance(own, str))
+    return Space(fixed, tuple(own for own in found.values() if isinstance(own, Dimension)))
 
 
 def _dimension(key: str, own: Override) -> Dimension:
@@ -138,7 +125,7 @@ def _dimension(key: str, own: Override) -> Dimension:
             raise ValueError("no value at all; a range leaves its end out, and a glob matches names of options")
         if twice := sorted({value for value in values if values.count(value) > 1}):
             raise ValueError(f"{', '.join(twice)} is given twice")
-        return Choice(key, values)
+        return Dimension(key, values)
     sweep: Any = own.value()
     if others := sweep.tags - {"log"}:
         raise ValueError(f"the tag {', '.join(sorted(others))} has no meaning here; `log` is the only one")
@@ -147,4 +134,4 @@ def _dimension(key: str, own: Override) -> Dimension:
         raise ValueError(f"its start must be less than its end: interval({high:g},{low:g})")
     if is_log and low <= 0:
         raise ValueError("an interval of logarithms must start above 0")
-    return Interval(key, low, high, is_log, isinstance(low, int))
+    return Dimension(key, (), low, high, is_log, isinstance(low, int))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
 from trainapp.files import atomic_write, json_lines
 from trainapp.validation import Str
@@ -79,6 +80,11 @@ class TensorBoard(Logger):
         self._writer: Any = SummaryWriter(start.run_dir / "tensorboard", purge_step=purged, flush_secs=5)
         indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
         self.text("config", indented, start.step)  # Markdown shows indented text verbatim
+        if settings := _overrides(start.run_dir):
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # its table of hyperparameters
+
+            writer: Any = self._writer.file_writer
+            writer.add_summary(hparams_pb(settings, trial_id=start.run_dir.name))
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -97,6 +103,17 @@ class TensorBoard(Logger):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _overrides(run_dir: Path) -> dict[str, float | str]:
+    """What the command line has set."""
+    path, found = run_dir / ".hydra/overrides.yaml", dict[str, float | str]()
+    for text in yaml.safe_load(path.read_text()) or [] if path.exists() else []:
+        name, _, value = text.lstrip("+~").partition("=")
+        found[name] = value
+        with contextlib.suppress(ValueError):
+            found[name] = float(value)
+    return found
 
 
 class Csv(Logger):

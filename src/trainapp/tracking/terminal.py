@@ -1,6 +1,7 @@
 """The terminal: log lines and the live progress bar. Imports no torch."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,17 @@ class Handler(logging.StreamHandler):
             self.handleError(record)
 
 
+def is_live() -> bool:
+    """Whether to draw bars: on a terminal, unless NO_COLOR or CI is set."""
+    return sys.stderr.isatty() and not (os.environ.get("NO_COLOR") or os.environ.get("CI"))
+
+
+def bar_of(share: float, width: int = 8) -> str:
+    """A share between 0 and 1: `[######--]`."""
+    filled = round(min(share, 1.0) * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}]"
+
+
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
@@ -26,7 +38,7 @@ class Progress:
     """
 
     def __init__(self, total: int | None, step: int, is_silent: bool = False):
-        self.live = sys.stderr.isatty() and not is_silent
+        self.live = is_live() and not is_silent
         self.bar = tqdm(
             total=total,
             initial=step,

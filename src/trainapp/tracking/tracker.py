@@ -12,7 +12,7 @@ from typing import Any
 from trainapp.files import atomic_write, json_lines, strict_json
 from trainapp.memory.live_tensors import Picture, draw
 from trainapp.tracking.loggers import Logger, Start
-from trainapp.tracking.terminal import Progress
+from trainapp.tracking.terminal import Progress, bar_of
 from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
@@ -53,6 +53,8 @@ class Tracker:
         shown["samples/s"] = f"{scalars['samples_per_second']:.0f}"
         peak, limit = scalars["memory/peak"], scalars["memory/limit"]
         shown["memory"] = f"{bytes_text(peak)} / {bytes_text(limit)}"
+        if self.progress.live:
+            shown["memory"] = f"{bar_of(peak / limit)} {shown['memory']}"
         self.progress.show(step, shown)
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:

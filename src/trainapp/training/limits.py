@@ -1,13 +1,10 @@
 """The length of a run, in steps and in time, and the intervals at which it logs, evaluates and saves."""
 
-import math
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainapp.config.schema import Config, Train
 from trainapp.data.source import Progress, TrainBatches
-from trainapp.signals import slurm_end
 from trainapp.units import RunLength, parse_duration, parse_time, to_steps
 
 
@@ -61,18 +58,6 @@ class Limits:
         """Whether the run ends after this many steps and epochs."""
         most_steps, most_epochs = self.train.max_steps, self.train.max_epochs
         return (most_steps is not None and step >= most_steps) or (most_epochs is not None and epoch >= most_epochs)
-
-
-def deadline(config: Config) -> float:
-    """The `time.monotonic()` after which the run must stop, by `train.max_time`; inf without it, and for lr_find.
-
-    Raises UserError for auto outside of Slurm.
-    """
-    wanted = config.train.max_time
-    if wanted is None or config.mode == "lr_find":
-        return math.inf
-    end = slurm_end("train.max_time") if wanted == "auto" else config.started + (parse_time(wanted) or 0.0)
-    return time.monotonic() + end - time.time()
 
 
 def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLength:

@@ -1,0 +1,143 @@
+"""The rows of a table: the trials of a sweep or the runs in a folder, ranked, and means over their seeds."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainapp.errors import UserError
+from trainapp.files import json_lines, json_object
+from trainapp.launch.launch import COMMAND
+from trainapp.run import run_dir
+from trainapp.sweep.jobs import RESULT
+from trainapp.sweep.journal import NAME, Journal, facts_of, finite, goal_of
+
+SEED = "train.seed"
+Goal = tuple[str, str] | None  # metric, and max or min
+
+
+@dataclass
+class Row:
+    """A run. settings: those in which runs differ. facts: see `facts_of`; of one that runs, of what it has logged.
+
+    spread, is_whole: of a row for several seeds, the standard deviation of their best values, and whether all have
+    finished.
+    """
+
+    name: str
+    folder: Path
+    settings: dict[str, str]
+    state: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    spread: float | None = None
+    is_whole: bool = True
+
+    @property
+    def best(self) -> float | None:
+        """The best value of its objective."""
+        return finite(self.facts, "best_objective")
+
+
+def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
+    """The trials of a sweep. is_live: read what they have logged and, where one has been trained longer, its result."""
+    keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.asked else []
+    goals, rows = journal.goals, []
+    goal = goals.pop() if len(goals) == 1 else None  # most likely also of those that have not said
+    for trial in journal.trials:
+        folder, facts, state = Path(trial.folder), trial.facts, trial.state
+        if is_live and trial.folder and state not in ("failed", "infeasible"):
+            facts = facts | facts_of(json_object(folder / RESULT))
+            if state == "running":
+                facts = facts | _so_far(folder, goal_of(facts) or goal)
+                state = "running" if run_dir.is_in_use(folder) else "interrupted"
+        settings = dict(zip(keys, trial.values, strict=True))
+        rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
+    return rows
+
+
+def of_folder(folder: Path) -> list[Row]:
+    """The runs in a folder, at any depth, with the overrides in which they differ."""
+    found = {}
+    for path in sorted(folder.rglob(COMMAND)):
+        given = yaml.safe_load((path.parent / "overrides.yaml").read_text()) or []
+        found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
+    common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
+    rows = []
+    for own, given in found.items():
+        facts = json_object(own / RESULT)
+        state = "stopped" if facts.get("stopped") else "finished" if facts.get("ended") else "unfinished"
+        settings = {name: value for name, value in given.items() if (name, value) not in common}
+        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts or _so_far(own, None)))
+    return rows
+
+
+def _so_far(folder: Path, goal: Goal) -> dict[str, Any]:
+    """What a run that has not ended has logged: its steps, and its objective if it is known which that is."""
+    found: dict[str, Any] = {}
+    if lines := json_lines(folder / "metrics.jsonl"):
+        found["steps"] = lines[-1]["step"]
+    metric, direction = goal or ("", "")
+    evaluations = json_lines(folder / "evaluations.jsonl")
+    if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
+        best, step = (max if direction == "max" else min)(logged, key=lambda own: own[0])
+        found |= {"metric": metric, "direction": direction, "objective": logged[-1][0]}
+        found |= {"best_objective": best, "best_step": step}
+    return found
+
+
+def found_in(folder: Path) -> list[Row]:
+    """The jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
+    rows = of_sweep(Journal(folder, writes=False)) if (folder / NAME).exists() else of_folder(folder)
+    if not rows:
+        raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
+    return rows
+
+
+def common_goal(rows: Sequence[Row]) -> Goal:
+    """The goal by which all rows with a value are compared; None if they differ, or none has one."""
+    goals = {goal_of(row.facts) for row in rows if row.best is not None}
+    return goals.pop() if len(goals) == 1 else None
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """The best first; those without a value, or of which not all seeds have finished, last. Rows with different
+    objectives keep their order.
+    """
+    if (goal := common_goal(rows)) is None:
+        return list(rows)
+    sign = -1 if goal[1] == "max" else 1
+    return sorted(rows, key=lambda row: (not row.is_whole, math.inf if row.best is None else sign * row.best))
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Row]:
+    """One row for runs that differ only in `train.seed`; none if no two do."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        others = {name: value for name, value in row.settings.items() if name != SEED}
+        groups.setdefault(tuple(others.items()), []).append(row)
+    return [_merged(dict(key), own) for key, own in groups.items()] if len(groups) < len(rows) else []
+
+
+def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
+    done = [row for row in rows if row.state == "finished" and row.best is not None]
+    facts = dict(done[0].facts) if done else {}
+    for name in ("objective", "best_objective", "seconds", "steps", "oom_restarts", "peak_memory_bytes"):
+        if values := [value for row in done if (value := finite(row.facts, name)) is not None]:
+            is_most = name in ("oom_restarts", "peak_memory_bytes")
+            facts[name] = max(values) if is_most else statistics.fmean(values)
+    best = [row.best for row in done if row.best is not None]
+    states = {row.state for row in rows}
+    return Row(
+        name=",".join(sorted((row.name for row in rows), key=lambda name: (len(name), name))),
+        folder=rows[0].folder.parent,
+        settings=settings,
+        state=states.pop() if len(states) == 1 else f"{len(done)} of {len(rows)}",
+        facts=facts,
+        spread=statistics.stdev(best) if len(best) > 1 else None,
+        is_whole=len(done) == len(rows),
+    )
