@@ -95,7 +95,7 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         (metric or "last loss", value, f"best {_number(result['best_objective'])} at step {best}" if best else ""),
         ("steps", _number(result.get("steps", steps)), samples),
-        ("time", _seconds(result.get("seconds")), ""),
+        ("time", seconds_text(result.get("seconds")), ""),
         ("throughput", UNKNOWN if speed is None else f"{speed:,.0f}/s", "samples"),
         ("peak memory", _bytes(peak), f"of {_bytes(limit)}" if limit else ""),
         ("micro-batch", _number(result.get("micro_size", logged("batch/micro_size"))), accumulated),
@@ -159,7 +159,7 @@ def _incidents(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for own in run["ooms"]:
             place = f"{own['phase']} ({own['module']})" if own["module"] else own["phase"]
             sizes = (_bytes(own[name]) for name in ("requested", "used", "limit"))
-            ooms.append([*name, str(own["step"]), place, *sizes, own["action"], _seconds(own["seconds_lost"])])
+            ooms.append([*name, str(own["step"]), place, *sizes, own["action"], seconds_text(own["seconds_lost"])])
         notes += [[*name, own["time"], own["level"].lower(), own["text"]] for own in run["notes"]]
     header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
     tables = [_table([*first, *header], ooms)] if ooms else [{"kind": "text", "text": "No out-of-memory errors."}]
@@ -185,7 +185,8 @@ def _bytes(value: float | None) -> str:
     return UNKNOWN if value is None else bytes_text(value)
 
 
-def _seconds(value: float | None) -> str:
+def seconds_text(value: float | None) -> str:
+    """`14.8 s`, `2.5 min` or `3.1 h`."""
     if value is None:
         return UNKNOWN
     unit, size = next((own for own in (("h", 3600), ("min", 60)) if value >= 2 * own[1]), ("s", 1))

@@ -113,18 +113,13 @@ def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cell
         spread = f" ± {row.spread:.2g}" if row.spread is not None else ""
         has_place = row.best is not None and goal is not None and row.is_whole
         facts = {name: value for name, value in row.facts.items() if value is not None}
-        texts = {
-            "objective": "{:.4g}",
-            "steps": "{:.0f}",
-            "seconds": "{:.0f} s",
-            "micro_size": "{}",
-            "oom_restarts": "{:.0f}",
-        }
-        last, *others = [text.format(facts[name]) if name in facts else UNKNOWN for name, text in texts.items()]
+        last = UNKNOWN if "objective" not in facts else f"{facts['objective']:.4g}"
+        counts = [f"{facts[n]:.0f}" if n in facts else UNKNOWN for n in ("steps", "micro_size", "oom_restarts")]
+        counts.insert(1, page.seconds_text(facts.get("seconds")))
         peak = bytes_text(facts["peak_memory_bytes"]) if "peak_memory_bytes" in facts else UNKNOWN
         best = UNKNOWN if row.best is None else f"{row.best:.4g}{spread}"
         own = [row.settings.get(name, "") for name in names]
-        cells.append([str(place) if has_place else "-", row.name, best, last, *own, *others, peak, row.state])
+        cells.append([str(place) if has_place else "-", row.name, best, last, *own, *counts, peak, row.state])
     first = ["#", "job", f"{goal[0]} ({goal[1]})" if goal else "best", "last"]
     return [*first, *names, "steps", "time", "micro", "OOMs", "memory", "state"], cells
 
