@@ -145,7 +145,7 @@ def _print(header: Sequence[str], cells: Cells) -> None:
     widths = [max(map(len, column)) for column in zip(kept, *rows, strict=True)]
     indent = sum(widths) + 2 * len(widths)
     is_beside = width - indent >= _LEAST
-    for row, text in zip((kept, *rows), (header[-1], *last), strict=True):
+    for row, text in zip((kept, *rows), (header[-1] if any(last) else "", *last), strict=True):
         start = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True))
         lines = textwrap.wrap(text, width - (indent if is_beside else 4), break_on_hyphens=False)
         rest = [f"{' ' * (indent if is_beside else 4)}{line}" for line in lines[is_beside:]]
