@@ -140,3 +140,14 @@ def test_an_old_name_is_an_error_that_names_the_new_one(monkeypatch, override):
 def test_an_error_that_is_not_about_a_name_keeps_its_words():
     assert command_line.explain(HydraException("something else"), []) == "something else"
     assert command_line.explain(ValueError("something else"), []) is None
+
+
+def test_changes_take_the_place_and_the_mark_of_what_they_change():
+    given = ["-m", "++model.width=8", "+model.note=a,b", "~data.drop_last", "model=mlp"]
+    changed = command_line.with_changes(given, ["model.width=16", "model.note=a,b,c", "seed=1"])
+    assert changed == ["-m", "++model.width=16", "+model.note=a,b,c", "~data.drop_last", "model=mlp", "seed=1"]
+    assert command_line.with_changes(given, ["model=resnet"])[1:] == [
+        "+model.note=a,b",
+        "~data.drop_last",
+        "model=resnet",
+    ]

@@ -76,6 +76,15 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     assert leaderboard.best_of(found) == "accuracy 0.9 (job 2)"
 
 
+def test_repetitions_are_not_seeds(tmp_path):
+    def row(seed, width):
+        return rows.Row("", tmp_path, {"train.seed": seed, "width": width}, "finished", FACTS)
+
+    found = rows.over_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
+    assert [own.spread for own in found] == [None, None, 0.0]
+    assert rows.over_seeds([row("0", "4"), row("0", "4")]) == []
+
+
 def test_a_folder_without_runs(tmp_path):
     with pytest.raises(UserError, match="no sweep and no runs are here"):
         leaderboard.show(tmp_path)

@@ -54,6 +54,7 @@ def test_the_later_of_two_overrides_counts(loader):
     space = parse(["a=1,2", "b=1", "a=5", "b=3,4"], loader)
     assert space.fixed == ("a=5",)
     assert space.dimensions == (Dimension("b", ("3", "4")),)
+    assert [of.key for of in parse(["a=1", "b=1,2", "a=3,4"], loader).dimensions] == ["a", "b"]  # as `continue` has it
 
 
 @pytest.mark.parametrize(

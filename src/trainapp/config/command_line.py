@@ -105,8 +105,8 @@ def override(name: str, value: str) -> str:
 
 
 def with_changes(given: Iterable[str], changes: Iterable[str]) -> list[str]:
-    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place; flags come
-    first. A group's own class goes with its settings (see `for_hydra`) where another option is chosen.
+    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place and mark;
+    flags come first. A group's own class goes with its settings (see `for_hydra`) where another option is chosen.
     """
     found = {_setting_of(text): text for text in given}
     for text in changes:
@@ -114,7 +114,8 @@ def with_changes(given: Iterable[str], changes: Iterable[str]) -> list[str]:
         own = [name for name, old in found.items() if old.startswith(f"++{key}.") or old == f"~{key}"]
         for name in own if "=" in text and not text.startswith("~") else ():
             del found[name]
-        found[key] = text
+        old = found.get(key, "")
+        found[key] = text if text.startswith(("+", "~")) else old[: len(old) - len(old.lstrip("+"))] + text
     return sorted(found.values(), key=lambda text: not text.startswith("-"))
 
 

@@ -81,7 +81,7 @@ def gpus_here() -> list[str]:
 def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot]:
     """The machine divided for `sweep.parallel` jobs of this configuration, which says how many devices one takes.
 
-    packs: `auto` is then one per core.
+    packs: `auto` is then four per device.
     """
     gpus = [] if config.train.device in ("cpu", "mps") or config.mode == "plan" else gpus_here()
     each = 1
@@ -91,7 +91,7 @@ def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot
         raise UserError(f"parallel.devices={each}: this machine has {len(gpus)} GPUs")
     fitting = len(gpus) // each
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    count = int(parallel) if parallel != "auto" else (len(cores) if packs else fitting) or 1
+    count = int(parallel) if parallel != "auto" else (fitting or 1) * (4 if packs else 1)
     found = []
     for number in range(count):
         own = tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) or tuple(cores)
@@ -102,10 +102,14 @@ def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot
 
 
 class Need(NamedTuple):
-    """What a plan says of a job: the bytes that it is given of `room`. Infeasible if those are more."""
+    """What a plan says of a job: the bytes that it needs, and those that all jobs of a device may have together.
+    is_infeasible: it does not fit at micro-batch 1.
+    """
 
     bytes: int
     room: int
+    micro_size: int
+    is_infeasible: bool
 
 
 def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
@@ -114,10 +118,8 @@ def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
     facts = json_object(folder / PLAN)
     if (peak := facts.get("peak_bytes")) is None:
         return None
-    room, limit = int(SHARE * facts["limit_bytes"]), facts["limit_bytes"]
-    if peak > limit and not facts["largest_micro_size"]:
-        return Need(peak, limit)
-    return Need(min(int(peak * (1 + facts["margin"])) + 1, room), room)
+    limit, is_infeasible = facts["limit_bytes"], not facts["largest_micro_size"] and peak > facts["limit_bytes"]
+    return Need(int(peak * (1 + facts["margin"])) + 1, int(SHARE * limit), facts["micro_size"], is_infeasible)
 
 
 class Job(Protocol):
@@ -136,6 +138,7 @@ class Orphan:
 
     folder: Path
     processes: list[psutil.Process] = field(default_factory=list)
+    gpus: str | None = None  # as in CUDA_VISIBLE_DEVICES
 
     def poll(self) -> int | None:
         return None if any(map(_is_alive, self.processes)) or run_dir.is_in_use(self.folder) else UNKNOWN
@@ -199,9 +202,11 @@ def orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     by_folder = {folder: Orphan(folder) for folder in folders}
     for process in psutil.process_iter() if by_folder else ():
         with contextlib.suppress(psutil.Error):
-            own = by_folder.get(Path(process.environ().get(JOB, "")))
+            env = process.environ()
+            own = by_folder.get(Path(env.get(JOB, "")))
             if own is not None and process.pid != os.getpid():
                 own.processes.append(process)
+                own.gpus = env.get("CUDA_VISIBLE_DEVICES")
     for own in by_folder.values():
         own.processes.sort(key=lambda process: process.create_time())
     return by_folder

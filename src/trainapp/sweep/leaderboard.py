@@ -183,7 +183,9 @@ def _print_commands(rows: Sequence[Row]) -> None:
     best = first.folder / "checkpoints" / f"step_{first.facts.get('best_step') or 0:08d}"
     swept = " ".join(f"{name}={value}" for name, value in first.settings.items())
     print(f"best: job {first.name}, {first.facts['metric']} {first.best:.6g}; {swept}".rstrip("; "))
-    print(f"  train it longer   python -m trainapp continue {shown(first.folder)} train.max_epochs=N")
+    length = (first.facts.get("ended") or "").partition("=")[0]
+    if length in ("train.max_steps", "train.max_epochs"):
+        print(f"  train it longer   python -m trainapp continue {shown(first.folder)} {length}=N")
     given = json_object(first.folder / COMMAND)["arguments"]
     packages = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text()).get("user_packages")
     more = [shlex.quote(text) for text in given if text.startswith("--")]

@@ -49,7 +49,7 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
     goals, rows = journal.goals, []
     goal = goals.pop() if len(goals) == 1 else None  # most likely also of those that have not said
     for trial in journal.trials:
-        folder, facts, state = Path(trial.folder), trial.facts, trial.state
+        folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
         if is_live and trial.folder and state not in ("failed", "infeasible"):
             facts = facts | facts_of(json_object(folder / RESULT))
             if state == "running":
@@ -120,7 +120,11 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         others = {name: value for name, value in row.settings.items() if name != SEED}
         groups.setdefault(tuple(others.items()), []).append(row)
-    return [_merged(dict(key), own) for key, own in groups.items()] if len(groups) < len(rows) else []
+    merged = list[Row]()
+    for key, own in groups.items():
+        differ = len({row.settings.get(SEED) for row in own}) == len(own)  # not repetitions in a folder of runs
+        merged += [_merged(dict(key), own)] if differ else own
+    return merged if len(merged) < len(rows) else []
 
 
 def _merged(settings: dict[str, str], rows: list[Row]) -> Row:

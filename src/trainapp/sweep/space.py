@@ -102,7 +102,6 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
     for own in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
         key, text = own.get_key_element(), str(own.input_line)
         is_of_sweep = own.key_or_group.partition(".")[0] == "sweep"
-        found.pop(key, None)
         try:
             if own.is_sweep_override():
                 if is_of_sweep:

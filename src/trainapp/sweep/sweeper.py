@@ -155,7 +155,7 @@ class _Sweeper:
         self.running: dict[int, _Running] = {}
         count = 1 if settings.parallel == "auto" else int(settings.parallel)
         self.slots = [Slot()] * count if launcher else jobs.slots(settings.parallel, config, self.packs)
-        retried = ("new", "stopped", "failed") if settings.retry_failed else ("new", "stopped")
+        retried = ("new", "stopped", "failed", "infeasible") if settings.retry_failed else ("new", "stopped")
         promoted = [own for own in journal.trials if own.state == "paused" and not own.is_held]  # and then killed
         self.to_resume = [own for own in journal.trials if own.state in retried or own in promoted]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
@@ -262,17 +262,19 @@ class _Sweeper:
         slot, given, more = free[0], math.inf, list[str]()
         if self.packs:
             need = self._need(job, slot)
-            if need is not None and need.bytes > need.room:
-                what = f"{bytes_text(need.bytes)} of {bytes_text(need.room)}"
-                return self._note_end(trial, Outcome("infeasible", f"by its plan it needs {what}", {}), 0.0)
-            given = math.inf if need is None else need.bytes
             fitting = [own for own in free if self._has_room(own, need)]
             if not fitting or self.stop:
                 self.to_resume.insert(0, trial)
                 self._waits = True  # for a job to end
                 return None
             slot = fitting[0]
-            more = [] if need is None else [f"memory.limit={need.bytes}"]
+            if need is not None and need.is_infeasible:
+                why = f"out of memory by its plan at micro-batch 1: it needs {bytes_text(need.bytes)}"
+                return self._note_end(trial, Outcome("infeasible", why, {}), 0.0)
+            if need is not None and need.bytes <= need.room:
+                given, more = need.bytes, [f"memory.limit={need.bytes}"]
+                if job.config.batch.eval_micro_size == "auto":  # the plan knows no evaluation
+                    more.append(f"batch.eval_micro_size={need.micro_size}")
         elif self.launcher is None:
             more = slot.memory(job.config)
         threads = trial.threads if trial.threads is not None else slot.threads
@@ -295,7 +297,9 @@ class _Sweeper:
         return self._needs[job.number]
 
     def _has_room(self, slot: Slot, need: jobs.Need | None) -> bool:
-        """Whether the job fits beside those on the slot's device. One without an estimate has the device alone."""
+        """Whether the job fits beside those on the slot's device. One without an estimate, or that needs all of it, has
+        the device alone.
+        """
         used = sum(own.bytes for own in self.running.values() if own.slot.gpus == slot.gpus)
         return used == 0 or (need is not None and used + need.bytes <= need.room)
 
@@ -322,7 +326,9 @@ class _Sweeper:
         """The jobs that outlived an earlier process of this sweep; those that did not are to be resumed."""
         lost = {Path(own.folder): own for own in self.journal.trials if own.state == "running"}
         for folder, job in jobs.orphans(lost).items():
-            slot = self.slots[min(len(self.running), len(self.slots) - 1)]
+            taken = [own.slot for own in self.running.values()]
+            free = [own for own in self.slots if self.slots.count(own) > taken.count(own)] or self.slots
+            slot = next((own for own in free if own.gpus and ",".join(own.gpus) == job.gpus), free[0])
             self.running[lost[folder].number] = _Running(lost[folder], job, slot, time.monotonic())
             if job.poll() is None:
                 self._say(f"job {lost[folder].number} still runs")
