@@ -188,7 +188,7 @@ def train_out_of_time(rank: int, config: Config, *arguments: Any) -> tuple[int, 
 
     with (
         mock.patch.object(Checkpointer, "save", noting_save),
-        mock.patch.object(runner, "deadline", return_value=-math.inf if rank else math.inf),
+        mock.patch.object(runner, "deadline_of", return_value=-math.inf if rank else math.inf),
         elastic.process_group(config) as ranks,
     ):
         try:
