@@ -83,6 +83,10 @@ def test_repetitions_are_not_seeds(tmp_path):
     found = rows.over_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
     assert [own.spread for own in found] == [None, None, 0.0]
     assert rows.over_seeds([row("0", "4"), row("0", "4")]) == []
+    short, long = row("0", "4"), row("1", "4")
+    short.facts, long.facts = ({**FACTS, "ended": f"train.max_steps={steps}"} for steps in (8, 16))
+    (one,) = rows.over_seeds([short, long])
+    assert (one.state, one.is_whole) == ("finished, other lengths", False)
 
 
 def test_a_folder_without_runs(tmp_path):

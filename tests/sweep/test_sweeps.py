@@ -54,7 +54,9 @@ def start(cwd, *arguments):
 def test_a_failed_job_stays_alone_and_runs_again_when_asked(tmp_path):
     """Over two seeds, of which the table has mean and standard deviation."""
     (tmp_path / "mine.py").write_text(NET)
-    done = run_cli(*SWEEP, *MINE, "model.width=4,5", "train.seed=0,1", "sweep.parallel=2", cwd=tmp_path)
+    (tmp_path / "own").mkdir()
+    given = ("--config-dir=own", *SWEEP, *MINE, "model.width=4,5", "train.seed=0,1", "sweep.parallel=2")
+    done = run_cli(*given, cwd=tmp_path)
     assert done.returncode == 1
     assert "job 2 failed: TypeError: five is too many; see sweep/2/console.log" in done.stdout
     assert "Traceback" in (tmp_path / "sweep/2/console.log").read_text()
@@ -126,7 +128,8 @@ def test_what_could_not_start_is_named_before_anything_runs(tmp_path):
     assert done.returncode == 2
     assert "these jobs could not start" in done.stderr
     assert "model.width=-1 optimizer.lr=0.1 train.seed=1: model.width=-1: must be greater than 0" in done.stderr
-    assert "model.width=4 optimizer.lr=0 train.seed=1: optimizer.lr=0: must be greater than 0" in done.stderr
+    both = "model.width=4 optimizer.lr=0 train.seed=1, model.width=-1 optimizer.lr=0 train.seed=1"  # one message
+    assert f"{both}: optimizer.lr=0: must be greater than 0" in done.stderr
     assert "train.seed=x: must be a valid integer" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "sweep").glob("*/"))
@@ -149,6 +152,11 @@ def test_a_grid_may_grow_and_nothing_else_may_change(tmp_path):
     assert other.returncode == 2
     assert "train.max_steps=5: not given before" in other.stderr
     assert "this directory belongs to another sweep" in other.stderr
+    random = ("hydra.sweep.dir=random", "sweep.sampler=random", "train.seed=range(9)", "sweep.trials=1")
+    assert run_cli(*SWEEP[:-1], *random, cwd=tmp_path).returncode == 0
+    more = run_cli("continue", "random", "sweep.trials=2", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert "sweep of 2 jobs" in run_cli("continue", "random", cwd=tmp_path).stdout  # it stays
 
 
 def test_halving_pauses_runs_and_the_best_goes_on_exactly(tmp_path):

@@ -23,6 +23,7 @@ from trainapp.config.schema import Config, Sweep
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.sweep.space import Space, Values
+from trainapp.units import listed
 
 START = Path.cwd()  # the caller's: `trainapp continue` goes to the directory in which the sweep was started
 CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
@@ -107,7 +108,10 @@ class Composer:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             errors |= process.submit(_errors_in, configs).result()
         if errors:
-            lines = [f"{name}: {'; '.join(text.splitlines())}" for name, text in errors.items()]
+            by_text: dict[str, list[str]] = {}
+            for name, text in errors.items():
+                by_text.setdefault("; ".join(text.splitlines()), []).append(name)
+            lines = [f"{listed(names)}: {text}" for text, names in by_text.items()]
             raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
 
     def command(self, job: Composed, more: list[str], folder: Path | None = None) -> list[str]:

@@ -183,15 +183,17 @@ def _print_commands(rows: Sequence[Row]) -> None:
     best = first.folder / "checkpoints" / f"step_{first.facts.get('best_step') or 0:08d}"
     swept = " ".join(f"{name}={value}" for name, value in first.settings.items())
     print(f"best: job {first.name}, {first.facts['metric']} {first.best:.6g}; {swept}".rstrip("; "))
-    length = (first.facts.get("ended") or "").partition("=")[0]
-    if length in ("train.max_steps", "train.max_epochs"):
-        print(f"  train it longer   python -m trainapp continue {shown(first.folder)} {length}=N")
-    given = json_object(first.folder / COMMAND)["arguments"]
-    packages = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text()).get("user_packages")
-    more = [shlex.quote(text) for text in given if text.startswith("--")]
-    more += [f"'user_packages=[{','.join(packages)}]'"] if packages else []
+    config = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text())
+    length = (first.facts.get("ended") or "").partition("=")[0].removeprefix("train.")
+    if length in ("max_steps", "max_epochs"):
+        other = "max_epochs" if length == "max_steps" else "max_steps"
+        without = f" train.{other}=null" if config.get("train", {}).get(other) is not None else ""
+        print(f"  train it longer   python -m trainapp continue {shown(first.folder)} train.{length}=N{without}")
+    packages, given = config.get("user_packages"), json_object(first.folder / COMMAND)["arguments"]
+    flags = [shlex.quote(text) for text in given if text.startswith("--")]
+    more = [f"'user_packages=[{','.join(packages)}]'"] if packages else []
     for does, mode in (("evaluate it", "eval"), ("export it", "export")) if best.exists() else ():
-        own = [f"mode={mode}", f"checkpointing.resume={shown(best)}", *more]
+        own = [*flags, f"mode={mode}", f"checkpointing.resume={shown(best)}", *more]
         print(f"  {does:<16}  python -m trainapp {' '.join(own)}")
 
 

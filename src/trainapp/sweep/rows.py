@@ -51,8 +51,11 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
     for trial in journal.trials:
         folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
         if is_live and trial.folder and state not in ("failed", "infeasible"):
-            facts = facts | facts_of(json_object(folder / RESULT))
-            if state == "running":
+            result = json_object(folder / RESULT)
+            facts = facts | facts_of(result)
+            if result.get("ended") and not result.get("stopped"):
+                state = "finished"  # also by hand
+            elif state == "running":
                 facts = facts | _so_far(folder, goal_of(facts) or goal)
                 state = "running" if run_dir.is_in_use(folder) else "interrupted"
         settings = dict(zip(keys, trial.values, strict=True))
@@ -136,12 +139,14 @@ def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
             facts[name] = max(values) if is_most else statistics.fmean(values)
     best = [row.best for row in done if row.best is not None]
     states = {row.state for row in rows}
+    lengths = {ended for row in done if (ended := row.facts.get("ended") or "").startswith("train.max_")}
+    states |= {"other lengths"} if len(lengths) > 1 else set()
     return Row(
         name=",".join(sorted((row.name for row in rows), key=lambda name: (len(name), name))),
         folder=rows[0].folder.parent,
         settings=settings,
-        state=states.pop() if len(states) == 1 else f"{len(done)} of {len(rows)}",
+        state=states.pop() if len(states) == 1 else ", ".join(sorted(states)),
         facts=facts,
         spread=statistics.stdev(best) if len(best) > 1 else None,
-        is_whole=len(done) == len(rows),
+        is_whole=len(done) == len(rows) and len(lengths) <= 1,
     )

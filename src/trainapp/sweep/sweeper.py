@@ -53,7 +53,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     with launch.locked(str(composer.folder)):
         journal = Journal(composer.folder)
         asked = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE} | space.to_dict()
-        is_known = journal.asked.get("asked") == asked
+        is_known, command = journal.asked.get("asked") == asked, _command(composed)
         if journal.first:
             _require_none(_differences(journal.first["asked"], asked), composer.folder)
         if not is_known:
@@ -67,8 +67,8 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
             _require_none([str(change) for change in changes if change.is_another_experiment], composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
-        if not is_known:
-            facts = {"asked": asked, "command": _command(composed), "cwd": os.getcwd(), "values": values}
+        if not is_known or journal.asked["command"] != command:
+            facts = {"asked": asked, "command": command, "cwd": os.getcwd(), "values": values}
             started = datetime.datetime.now().isoformat(timespec="seconds")
             journal.add("asked" if journal.first else "sweep", **facts, started=started, config=plain)
         os.environ[environment.SWEEP_STARTED] = journal.first["started"]
@@ -85,7 +85,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
 def _command(composed: DictConfig) -> list[str]:
     """The arguments of the command line, without the sweep's directory."""
     both: Any = OmegaConf.to_container(composed.hydra.overrides, resolve=False)
-    skipped = ("hydra.sweep.dir=", "hydra.mode=")
+    skipped = ("hydra.sweep.dir=", "hydra.mode=", "sweep.retry_failed=")  # that once
     given = [text for text in (*both["task"], *both["hydra"]) if not text.startswith(skipped)]
     return [*command_line.flags(composed.hydra), "-m", *given]
 
@@ -269,7 +269,8 @@ class _Sweeper:
                 return None
             slot = fitting[0]
             if need is not None and need.is_infeasible:
-                why = f"out of memory by its plan at micro-batch 1: it needs {bytes_text(need.bytes)}"
+                size = f"{bytes_text(need.bytes)} of {bytes_text(need.room / jobs.SHARE)}"
+                why = f"out of memory by its plan at micro-batch 1: it needs {size}"
                 return self._note_end(trial, Outcome("infeasible", why, {}), 0.0)
             if need is not None and need.bytes <= need.room:
                 given, more = need.bytes, [f"memory.limit={need.bytes}"]
