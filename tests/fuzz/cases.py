@@ -25,7 +25,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Raise:
-    """The data set fails once, at the n-th sample fetched after so many finished steps; the run is started again."""
+    """The data set fails once, at the n-th sample fetched after so many finished steps; the run is restarted."""
 
     after: int
     sample: int

@@ -23,7 +23,7 @@ class BrokenDisk(RuntimeError):
 
 
 class Story:
-    """Carries out a case: the run, started again after every stop and every error of the data set."""
+    """Carries out a case: the run, restarted after every stop and every error of the data set."""
 
     def __init__(self, case: Case, folder: Path):
         self.case, self.folder = case, folder

@@ -104,7 +104,7 @@ class Injector(TorchDispatchMode):
     """Sees every tensor operation of the loop before it runs, as an allocator would: a view takes no memory.
 
     fired: how often each fault struck; operations: how many there were in each (phase, step). folder: a file for each
-    strike, which a worker that is started again finds.
+    strike, which a restarted worker finds.
     """
 
     def __init__(self, faults: Sequence[Fault] = (), folder: Path | None = None):

@@ -124,7 +124,7 @@ def test_it_follows_the_applied_steps_after_the_warm_up(warmup, steps, expected)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("stop", [1, 7])
 def test_its_state_continues_it(name, stop):
-    """The state of a scheduler, loaded into a new one, gives the rates of the one that went on."""
+    """The state of a scheduler, loaded into a new one, gives the rates of the one that continued."""
     first, second = optimizers()
     going, loaded = (schedule(own, name, warmup=3, **SCHEDULERS[name]) for own in (first, second))
     for step in range(stop):

@@ -99,7 +99,7 @@ def test_a_run_writes_what_it_has_logged(with_ooms):
 
 @pytest.mark.slow
 def test_while_it_runs(with_ooms, tmp_path):
-    """What a run has left that was killed while it wrote a line, or still goes on."""
+    """What a run has left that was killed while it wrote a line, or still runs."""
     run = tmp_path / "running"
     shutil.copytree(with_ooms, run)
     for name in ("result.json", "report.html", "evaluations.jsonl"):

@@ -1,4 +1,4 @@
-"""Successive halving by pausing, on curves that are known: who goes on from a rung, and who is paused there."""
+"""Successive halving by pausing, on curves that are known: which trials pass a rung, and which pause."""
 
 import pytest
 

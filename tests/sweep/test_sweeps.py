@@ -1,4 +1,4 @@
-"""Sweeps by the command line: what they leave, how they go on, and what is refused before anything runs."""
+"""Sweeps by the command line: what they leave, how they continue, and what is refused before anything runs."""
 
 import collections
 import csv
@@ -88,7 +88,7 @@ def test_a_failed_job_stays_alone_and_runs_again_when_asked(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_a_sweep_goes_on_where_it_was_as_if_nothing_had_happened(tmp_path):
+def test_a_sweep_continues_where_it_was_as_if_nothing_had_happened(tmp_path):
     """Stopped by Ctrl-C in its first job, and killed in its second, which outlives it."""
     (tmp_path / "mine.py").write_text(NET)
     given = (*SWEEP[:-1], *MINE, "train.max_steps=200", "every.eval=50", "train.seed=0,1,2")

@@ -257,27 +257,18 @@ class _Sweeper:
             job = self.composer.job(trial.number, trial.values)
         except UserError as error:
             return self._note_end(trial, Outcome("failed", "; ".join(str(error).splitlines()), {}), 0.0)
-        taken = [own.slot for own in self.running.values()]
-        free = [own for own in self.slots if self.slots.count(own) > taken.count(own)]
-        slot, given, more = free[0], math.inf, list[str]()
+        slot, need = self._free_slots()[0], None
         if self.packs:
             need = self._need(job, slot)
-            fitting = [own for own in free if self._has_room(own, need)]
+            fitting = [own for own in self._free_slots() if self._has_room(own, need)]
             if not fitting or self.stop:
-                self.to_resume.insert(0, trial)
-                self._waits = True  # for a job to end
-                return None
+                return self._put_back(trial)
             slot = fitting[0]
             if need is not None and need.is_infeasible:
                 size = f"{bytes_text(need.bytes)} of {bytes_text(need.room / jobs.SHARE)}"
                 why = f"out of memory by its plan at micro-batch 1: it needs {size}"
                 return self._note_end(trial, Outcome("infeasible", why, {}), 0.0)
-            if need is not None and need.bytes <= need.room:
-                given, more = need.bytes, [f"memory.limit={need.bytes}"]
-                if job.config.batch.eval_micro_size == "auto":  # the plan knows no evaluation
-                    more.append(f"batch.eval_micro_size={need.micro_size}")
-        elif self.launcher is None:
-            more = slot.memory(job.config)
+        given, more = self._share(job, slot, need)
         threads = trial.threads if trial.threads is not None else slot.threads
         self.journal.add("start", number=trial.number, threads=threads, folder=str(job.folder))
         self._prepare_rungs(trial, job.folder)
@@ -289,6 +280,27 @@ class _Sweeper:
         if self.stop:  # a signal during the start
             process.terminate()
         return None
+
+    def _free_slots(self) -> list[Slot]:
+        taken = [own.slot for own in self.running.values()]
+        return [own for own in self.slots if self.slots.count(own) > taken.count(own)]
+
+    def _put_back(self, trial: Trial) -> None:
+        """Until a job ends. What a plan found infeasible beside others is planned once more."""
+        self.to_resume.insert(0, trial)
+        self._waits = True
+        if (need := self._needs[trial.number]) is not None and need.is_infeasible:
+            del self._needs[trial.number]
+
+    def _share(self, job: Composed, slot: Slot, need: jobs.Need | None) -> tuple[float, list[str]]:
+        """The bytes that the job is given of its device, and the overrides that tell it. need: by `sweep.pack`."""
+        if not self.packs:
+            return math.inf, [] if self.launcher else slot.memory(job.config)
+        if need is None or need.bytes > need.room:
+            return math.inf, []
+        has_eval_size = job.config.batch.eval_micro_size != "auto"  # of which the plan knows nothing
+        own = [] if has_eval_size else [f"batch.eval_micro_size={need.micro_size}"]
+        return need.bytes, [f"memory.limit={need.bytes}", *own]
 
     def _need(self, job: Composed, slot: Slot) -> jobs.Need | None:
         if job.number not in self._needs:
@@ -327,8 +339,7 @@ class _Sweeper:
         """The jobs that outlived an earlier process of this sweep; those that did not are to be resumed."""
         lost = {Path(own.folder): own for own in self.journal.trials if own.state == "running"}
         for folder, job in jobs.orphans(lost).items():
-            taken = [own.slot for own in self.running.values()]
-            free = [own for own in self.slots if self.slots.count(own) > taken.count(own)] or self.slots
+            free = self._free_slots() or self.slots
             slot = next((own for own in free if own.gpus and ",".join(own.gpus) == job.gpus), free[0])
             self.running[lost[folder].number] = _Running(lost[folder], job, slot, time.monotonic())
             if job.poll() is None:
