@@ -114,6 +114,7 @@ class Need(NamedTuple):
 
 def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
     """Plan a job in a process, which takes some seconds. command: of mode=plan, in that folder. None: no estimate."""
+    (folder / PLAN).unlink(missing_ok=True)
     subprocess.run(command, capture_output=True, env=_environment(folder, [], slot, slot.threads))
     facts = json_object(folder / PLAN)
     if (peak := facts.get("peak_bytes")) is None:

@@ -53,7 +53,7 @@ class Trial:
     """One configuration. state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished,
     failed, or infeasible (it does not fit in memory). threads: None for torch's choice. facts: see `facts_of`. reached:
     values at rungs, None for nan. passed: rungs that it has left. attributes: what the sampler notes of it. error: why
-    it failed. seconds: of all its processes that have ended.
+    it failed.
     """
 
     number: int
@@ -66,7 +66,6 @@ class Trial:
     passed: set[int] = field(default_factory=set)
     attributes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    seconds: float = 0.0
 
     @property
     def is_held(self) -> bool:
@@ -127,7 +126,6 @@ class Journal:
             trial.facts |= {"metric": line["metric"], "direction": line["direction"]}
         elif event == "end":
             trial.state, trial.error = line["state"], line["error"]
-            trial.seconds += line["seconds"]
             trial.facts |= line["facts"]
         if event == "promote" or line.get("passes"):
             trial.passed.add(line["rung"])

@@ -119,7 +119,7 @@ def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cell
         peak = bytes_text(facts["peak_memory_bytes"]) if "peak_memory_bytes" in facts else UNKNOWN
         best = UNKNOWN if row.best is None else f"{row.best:.4g}{spread}"
         own = [row.settings.get(name, "") for name in names]
-        cells.append([str(place) if has_place else "-", row.name, best, last, *own, *counts, peak, row.state])
+        cells.append([str(place) if has_place else UNKNOWN, row.name, best, last, *own, *counts, peak, row.state])
     first = ["#", "job", f"{goal[0]} ({goal[1]})" if goal else "best", "last"]
     return [*first, *names, "steps", "time", "micro", "OOMs", "memory", "state"], cells
 

@@ -353,6 +353,7 @@ class _Sweeper:
                 continue
             del self.running[number]
             self._waits = False
+            (Path(own.trial.folder) / rungs.RUNGS).unlink(missing_ok=True)  # who continues it by hand asks no sweep
             found = jobs.outcome(own.trial, self.config.mode, status, getattr(own.job, "error", ""))
             if self.stop and found.state == "stopped":  # as asked, also where it had not begun to hear signals
                 found = found._replace(error="")
