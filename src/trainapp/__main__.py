@@ -8,9 +8,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +21,6 @@ from trainapp.config import command_line, compose
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
-from trainapp.new import project
 from trainapp.signals import PAUSED, TIME_IS_UP, Interrupted
 from trainapp.sweep import commands
 
@@ -42,10 +40,10 @@ def job(composed: DictConfig) -> float | None:
     end the sweep there (Hydra's issue 2237).
     """
     hydra_config = HydraConfig.get()
-    is_sweep = hydra_config.mode == RunMode.MULTIRUN
+    by_launcher = hydra_config.mode == RunMode.MULTIRUN  # one of Hydra's; its own sweeper starts commands
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
     try:
-        if is_sweep and not environment.is_submitit_job():
+        if by_launcher and not environment.is_submitit_job():
             advice = "start `python -m trainapp -m parallel.devices=N ...` once: each job starts its own workers"
             environment.require_one_process("multirun", advice)
         with launch.locked(run_dir):
@@ -56,13 +54,13 @@ def job(composed: DictConfig) -> float | None:
                 config = dataclasses.replace(config, sweeper_direction=str(getattr(direction, "name", direction))[:3])
             launch.describe(composed, config, hydra_config.overrides.task, command_line.flags(hydra_config))
             try:
-                return launch.launch(config, is_sweep)
+                return launch.launch(config, by_launcher)
             except Interrupted as stopped:
-                if is_sweep and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
+                if by_launcher and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
                     return math.nan  # of this job alone; its objective is not compared
                 raise
     except Exception as error:
-        if is_sweep:  # Hydra shows only the first failed job's error, and leaves the logs of all empty
+        if by_launcher:  # Hydra shows only the first failed job's error, and leaves the logs of all empty
             if isinstance(error, UserError):
                 log.error("%s", error)
             else:
@@ -77,8 +75,12 @@ def job(composed: DictConfig) -> float | None:
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
-    if sys.argv[1:2] and sys.argv[1] in ("new", *commands.COMMANDS) and not _is_followed(sys.argv[1], sys.argv[2:]):
-        return None
+    if sys.argv[1:2] and sys.argv[1] in commands.COMMANDS:
+        try:
+            if not commands.run(sys.argv[1], sys.argv[2:]):
+                return None
+        except UserError as mistake:
+            _fail(mistake)
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
     command_line.add_import_paths(sys.argv[1:])
@@ -96,26 +98,14 @@ def main() -> None:
             if error is caught:
                 raise
             raise error from None
-        _fail(message)
-        sys.exit(error.exit_code if isinstance(error, UserError) else UserError.exit_code)
+        _fail(error if isinstance(error, UserError) else UserError(message))
 
 
-def _fail(text: str) -> None:
-    """Print the message of a mistake that the user can correct, without a traceback."""
-    first, *rest = text.splitlines() or [""]
+def _fail(error: UserError) -> NoReturn:
+    """Print the message of a mistake that the user can correct, without a traceback, and exit."""
+    first, *rest = str(error).splitlines() or [""]
     print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
-
-
-def _is_followed(name: str, arguments: Sequence[str]) -> bool:
-    """Do a command such as `new`. Whether a run follows, with the arguments that it has set."""
-    try:
-        if name != "new":
-            return commands.run(name, arguments)
-        project.command(arguments)
-        return False
-    except UserError as error:
-        _fail(str(error))
-        sys.exit(error.exit_code)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def test_a_grid_that_has_grown_runs_only_what_is_new():
     larger = Space((), (Dimension("a", ("0", "1", "2", "3")), Dimension("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
     assert grid(6, known, "").values == ("0", "x")
+    known.append(Trial(6, ("0", "x"), "finished"))
     assert grid(7, known, "").values == ("0", "y")
+    known.append(Trial(7, ("0", "y"), "finished"))
     assert grid(8, known, "") is None
 
 

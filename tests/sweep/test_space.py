@@ -41,7 +41,7 @@ def test_what_is_swept_and_what_is_fixed(loader):
 def test_each_choice_and_both_ends_are_checked(loader):
     space = parse(["a=1,2,3", "b=interval(0,1)"], loader)
     assert space.size == math.inf
-    assert list(space.samples()) == [("1", "0.0"), ("2", "0.0"), ("3", "0.0"), ("1", "1.0")]
+    assert list(space.covering()) == [("1", "0.0"), ("2", "0.0"), ("3", "0.0"), ("1", "1.0")]
 
 
 def test_a_grid_has_every_configuration_in_order(loader):

@@ -23,7 +23,7 @@ UNKNOWN = "-"
 Section = dict[str, Any]  # `title`, `note`, and `items`: tables, texts, and names of groups of charts
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]  # title, header, rows
 Job = Mapping[str, Any]  # of a sweep: `name`, `number` (its place in time), `value`, and `settings` as texts
-Goal = tuple[str, str] | None
+Goal = tuple[str, str] | None  # metric, and max or min
 
 
 def write_runs(folders: Sequence[Path], path: Path) -> None:
@@ -87,19 +87,19 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
     steps = max((curve["x"][-1] for curve in train.values()), default=0)
     best, metric, limit = result.get("best_step"), result.get("metric"), logged("memory/limit")
-    value = result.get("objective_note") or _number(result["objective"] if metric else logged("loss"))
+    value = result.get("objective_note") or number_text(result["objective"] if metric else logged("loss"))
     samples = f"{result['samples']:,} samples" if "samples" in result else ""
     accumulated = f"x {result['accumulation']} accumulated" if "accumulation" in result else ""
     speed = result.get("samples_per_second") or logged("samples_per_second")
     peak = result.get("peak_memory_bytes") or logged("memory/peak")
     return [
-        (metric or "last loss", value, f"best {_number(result['best_objective'])} at step {best}" if best else ""),
-        ("steps", _number(result.get("steps", steps)), samples),
+        (metric or "last loss", value, f"best {number_text(result['best_objective'])} at step {best}" if best else ""),
+        ("steps", number_text(result.get("steps", steps)), samples),
         ("time", seconds_text(result.get("seconds")), ""),
         ("throughput", UNKNOWN if speed is None else f"{speed:,.0f}/s", "samples"),
-        ("peak memory", _bytes(peak), f"of {_bytes(limit)}" if limit else ""),
-        ("micro-batch", _number(result.get("micro_size", logged("batch/micro_size"))), accumulated),
-        ("OOMs", _number(result.get("oom_restarts", len(run["ooms"]))), ""),
+        ("peak memory", memory_text(peak), f"of {memory_text(limit)}" if limit else ""),
+        ("micro-batch", number_text(result.get("micro_size", logged("batch/micro_size"))), accumulated),
+        ("OOMs", number_text(result.get("oom_restarts", len(run["ooms"]))), ""),
     ]
 
 
@@ -158,7 +158,7 @@ def _incidents(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         name = [run["name"]] if first else []
         for own in run["ooms"]:
             place = f"{own['phase']} ({own['module']})" if own["module"] else own["phase"]
-            sizes = (_bytes(own[name]) for name in ("requested", "used", "limit"))
+            sizes = (memory_text(own[name]) for name in ("requested", "used", "limit"))
             ooms.append([*name, str(own["step"]), place, *sizes, own["action"], seconds_text(own["seconds_lost"])])
         notes += [[*name, own["time"], own["level"].lower(), own["text"]] for own in run["notes"]]
     header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
@@ -175,13 +175,15 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) ->
     return {"kind": "table", "header": header, "rows": rows, **more}
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """`1,234` or `0.1234`; UNKNOWN for None, as below."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _bytes(value: float | None) -> str:
+def memory_text(value: float | None) -> str:
+    """`47.9 MiB`."""
     return UNKNOWN if value is None else bytes_text(value)
 
 

@@ -9,7 +9,7 @@ import math
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ def shared_out(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
     return [points[at] for at in range(len(curves))]
 
 
+def state_of(result: Mapping[str, Any]) -> str:
+    """finished, stopped (by a signal), or empty for a run that has not ended: from its result.json."""
+    return "stopped" if result.get("stopped") else "finished" if result.get("ended") else ""
+
+
 def read(folder: Path) -> dict[str, Any]:
     """Everything of a run that its page shows. `curves` has a `Curve` per name."""
     result = json_object(folder / "result.json")
@@ -92,7 +97,7 @@ def read(folder: Path) -> dict[str, Any]:
     overrides = _yaml(folder / ".hydra/overrides.yaml") or []
     return {
         "folder": str(folder.resolve()),
-        "state": "stopped" if result.get("stopped") else "finished" if result.get("ended") else "not finished",
+        "state": state_of(result) or "not finished",
         "headline": headline,
         "result": {name: value for name, value in result.items() if name != "micro_schedule"},
         "curves": {group: _curves(folder / name) for group, name in CURVES.items()},

@@ -1,5 +1,5 @@
-"""`trainapp continue DIR`, `leaderboard DIR`, `report DIR...` and `rerun RUN`, and the table of Hydra's other sweepers.
-Imports no torch.
+"""The commands beside training, such as `trainapp continue DIR`, and the table of Hydra's other sweepers. Imports no
+torch.
 """
 
 import atexit
@@ -17,8 +17,9 @@ from trainapp.config.command_line import override, with_changes
 from trainapp.errors import UserError
 from trainapp.files import json_object
 from trainapp.launch.launch import COMMAND
+from trainapp.new import project
 from trainapp.report import page
-from trainapp.sweep import leaderboard
+from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import NAME, Journal
 
 _SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
@@ -76,7 +77,7 @@ def write_report(arguments: Sequence[str]) -> None:
     path = (folders[0] if len(folders) == 1 else Path.cwd()) / page.NAME
     try:
         if len(folders) == 1 and not (path.parent / ".hydra").exists():
-            leaderboard.write_page(path.parent)
+            leaderboard.write_page(path.parent, rows.found_in(path.parent))
         else:
             page.write_runs(folders, path)
     except OSError as error:
@@ -94,6 +95,7 @@ def _folder(name: str, arguments: Sequence[str]) -> Path:
 
 
 COMMANDS: dict[str, Any] = {
+    "new": project.command,
     "continue": resumed,
     "rerun": rerun,
     "leaderboard": show_leaderboard,

@@ -91,7 +91,7 @@ class Composer:
         """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Raises
         UserError that names those that could not start.
         """
-        chosen = self.space.grid() if self.space.size <= CHECKED else self.space.samples()
+        chosen = self.space.grid() if self.space.size <= CHECKED else self.space.covering()
         errors: dict[str, str] = {}
         configs: dict[str, Config] = {}
         folders: dict[Path, str] = {}

@@ -26,6 +26,7 @@ from trainapp.errors import UserError
 from trainapp.files import json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
+from trainapp.report.run_files import state_of
 from trainapp.run import run_dir
 from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import Trial, facts_of
@@ -231,7 +232,7 @@ def outcome(trial: Trial, mode: str, status: int, error: str = "") -> Outcome:
     """Judge by the exit status and by what is in the job's directory. error: the launcher's."""
     folder = Path(trial.folder)
     result = json_object(folder / (PLAN if mode == "plan" else RESULT))
-    is_complete = bool(result) and (mode != "train" or (result.get("ended") and not result.get("stopped")))
+    is_complete = state_of(result) == "finished" if mode == "train" else bool(result)
     number, facts = -status if status < 0 else status - 128, facts_of(result)
     if (status == UNKNOWN and is_complete) or (status == 0 and not result.get("stopped")):
         return Outcome("finished", "", facts)

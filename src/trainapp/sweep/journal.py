@@ -6,15 +6,14 @@
 | `asked` | another start of the same command, whose grid may have grown |
 | `trial` | a configuration: its number and values |
 | `start` | a process of it, and its number of threads, which stays |
-| `rung` | an evaluation at a rung: its value, and whether the run passes |
-| `promote` | the rung that a paused trial leaves |
+| `rung` | the value of a trial at a rung |
+| `promote` | the rung that a trial passes, at once or when it has been paused |
 | `end` | of a process: the trial's state, and the facts of its result.json |
 
 A line is on the disk before anything follows from it. What a kill has left of a last line is cut off.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,12 +34,6 @@ FACTS = (
 def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """What the journal keeps of a result.json."""
     return {name: result[name] for name in FACTS if name in result}
-
-
-def finite(facts: Mapping[str, Any], name: str) -> float | None:
-    """A fact that is a number; None for one that is missing, nan or inf."""
-    value = facts.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def goal_of(facts: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -127,7 +120,7 @@ class Journal:
         elif event == "end":
             trial.state, trial.error = line["state"], line["error"]
             trial.facts |= line["facts"]
-        if event == "promote" or line.get("passes"):
+        elif event == "promote":
             trial.passed.add(line["rung"])
 
 

@@ -20,13 +20,13 @@ import yaml
 from trainapp.files import atomic_write, json_object
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
-from trainapp.report.page import UNKNOWN
+from trainapp.report.page import UNKNOWN, memory_text, number_text, seconds_text
 from trainapp.sweep import samplers
 from trainapp.sweep.composing import shown
 from trainapp.sweep.jobs import PLAN
 from trainapp.sweep.journal import FACTS, NAME, Journal
 from trainapp.sweep.rows import SEED, Row, common_goal, found_in, over_seeds, ranked
-from trainapp.units import bytes_text, listed
+from trainapp.units import listed
 
 TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
 _LEAST = 20  # columns for the settings; with fewer they are a line of their own
@@ -39,8 +39,7 @@ def show(folder: Path) -> None:
     Raises UserError for a folder without runs.
     """
     found = found_in(folder)
-    plans = [row for row in found if (row.folder / PLAN).exists()]
-    if plans:
+    if plans := [row for row in found if (row.folder / PLAN).exists()]:
         _print(["job", "peak", "method", "largest micro-batch", "settings", "best plan, or reason"], _plans(plans))
     rows = ranked([row for row in found if row not in plans])
     if not rows:
@@ -64,16 +63,13 @@ def show(folder: Path) -> None:
             for line in (header, ["---"] * len(header), *cells):
                 file.write(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n")
         if not (folder / ".hydra").exists():  # that of a single run has more
-            write_page(folder)
+            write_page(folder, found)
     _print_commands(rows)
 
 
-def write_page(folder: Path) -> None:
-    """Write the page of a sweep or of a folder of runs.
-
-    Raises UserError for a folder without runs, and OSError if it cannot be written.
-    """
-    rows = [row for row in found_in(folder) if not (row.folder / PLAN).exists()]
+def write_page(folder: Path, found: Sequence[Row]) -> None:
+    """Write the page of what `found_in` has found in a folder. Raises OSError if it cannot be written."""
+    rows = [row for row in found if not (row.folder / PLAN).exists()]
     jobs, names = ranked(rows), _settings(rows)
     header, cells = _columns(jobs, names)
     for row, line in zip(jobs, cells, strict=True):
@@ -112,14 +108,13 @@ def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cell
     for place, row in enumerate(rows, start=1):
         spread = f" ± {row.spread:.2g}" if row.spread is not None else ""
         has_place = row.best is not None and goal is not None and row.is_whole
-        facts = {name: value for name, value in row.facts.items() if value is not None}
-        last = UNKNOWN if "objective" not in facts else f"{facts['objective']:.4g}"
-        counts = [f"{facts[n]:.0f}" if n in facts else UNKNOWN for n in ("steps", "micro_size", "oom_restarts")]
-        counts.insert(1, page.seconds_text(facts.get("seconds")))
-        peak = bytes_text(facts["peak_memory_bytes"]) if "peak_memory_bytes" in facts else UNKNOWN
+        facts = row.facts
+        last = number_text(facts.get("objective"))
+        steps, micro, ooms = (number_text(facts.get(name)) for name in ("steps", "micro_size", "oom_restarts"))
+        numbers = [steps, seconds_text(facts.get("seconds")), micro, ooms, memory_text(facts.get("peak_memory_bytes"))]
         best = UNKNOWN if row.best is None else f"{row.best:.4g}{spread}"
         own = [row.settings.get(name, "") for name in names]
-        cells.append([str(place) if has_place else UNKNOWN, row.name, best, last, *own, *counts, peak, row.state])
+        cells.append([str(place) if has_place else UNKNOWN, row.name, best, last, *own, *numbers, row.state])
     first = ["#", "job", f"{goal[0]} ({goal[1]})" if goal else "best", "last"]
     return [*first, *names, "steps", "time", "micro", "OOMs", "memory", "state"], cells
 
@@ -205,7 +200,7 @@ def _plans(rows: Sequence[Row]) -> Cells:
         outcome = "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
         if peak is None:
             outcome = "; ".join(facts.get("notes", []))
-        numbers = [UNKNOWN if peak is None else bytes_text(peak), facts.get("method") or UNKNOWN]
+        numbers = [memory_text(peak), facts.get("method") or UNKNOWN]
         swept = " ".join(f"{name}={value}" for name, value in row.settings.items())
         cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or UNKNOWN), swept, outcome])
     return cells

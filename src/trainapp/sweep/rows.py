@@ -12,12 +12,13 @@ import yaml
 from trainapp.errors import UserError
 from trainapp.files import json_lines, json_object
 from trainapp.launch.launch import COMMAND
+from trainapp.report.page import Goal
+from trainapp.report.run_files import state_of
 from trainapp.run import run_dir
 from trainapp.sweep.jobs import RESULT
-from trainapp.sweep.journal import NAME, Journal, facts_of, finite, goal_of
+from trainapp.sweep.journal import NAME, Journal, facts_of, goal_of
 
 SEED = "train.seed"
-Goal = tuple[str, str] | None  # metric, and max or min
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Row:
     @property
     def best(self) -> float | None:
         """The best value of its objective."""
-        return finite(self.facts, "best_objective")
+        return self.facts.get("best_objective")
 
 
 def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
@@ -53,7 +54,7 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
         if is_live and trial.folder and state not in ("failed", "infeasible"):
             result = json_object(folder / RESULT)
             facts = facts | facts_of(result)
-            if result.get("ended") and not result.get("stopped"):
+            if state_of(result) == "finished":
                 state = "finished"  # also by hand
             elif state == "running":
                 facts = facts | _so_far(folder, goal_of(facts) or goal)
@@ -73,7 +74,7 @@ def of_folder(folder: Path) -> list[Row]:
     rows = []
     for own, given in found.items():
         facts = json_object(own / RESULT)
-        state = "stopped" if facts.get("stopped") else "finished" if facts.get("ended") else "unfinished"
+        state = state_of(facts) or "unfinished"
         settings = {name: value for name, value in given.items() if (name, value) not in common}
         rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts or _so_far(own, None)))
     return rows
@@ -134,7 +135,7 @@ def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
     done = [row for row in rows if row.state == "finished" and row.best is not None]
     facts = dict(done[0].facts) if done else {}
     for name in ("objective", "best_objective", "seconds", "steps", "oom_restarts", "peak_memory_bytes"):
-        if values := [value for row in done if (value := finite(row.facts, name)) is not None]:
+        if values := [value for row in done if (value := row.facts.get(name)) is not None]:
             is_most = name in ("oom_restarts", "peak_memory_bytes")
             facts[name] = max(values) if is_most else statistics.fmean(values)
     best = [row.best for row in done if row.best is not None]

@@ -15,7 +15,7 @@ import numpy as np
 from trainapp.config import targets
 from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
-from trainapp.sweep.journal import Trial, finite
+from trainapp.sweep.journal import Trial
 from trainapp.sweep.space import Dimension, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
@@ -51,31 +51,15 @@ def build(settings: Sweep, space: Space) -> Propose:
         )
     if own not in ("grid", "random") and any(of.key == "train.seed" for of in space.dimensions):
         raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
-    if own == "grid":
-        return _in_order(space)
-    return _untried(settings.seed, space, _random(space) if own == "random" else _of_optuna(own, space))
-
-
-def _in_order(space: Space) -> Propose:
-    configurations = space.grid()
+    draws = None if own == "grid" else _random(space) if own == "random" else _of_optuna(own, space)
 
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
-        return next((Proposal(values) for values in configurations if values not in known), None)
-
-    return propose
-
-
-def _untried(seed: int, space: Space, draw: Draw) -> Propose:
-    """Draws until a configuration is new; of a space that is nearly used up, one of those that are left."""
-
-    def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        known = {trial.values for trial in trials}
-        drawn = (draw([seed, number, attempt], trials, direction) for attempt in range(_TRIES))
-        if (found := next((own for own in drawn if own.values not in known), None)) is not None:
+        drawn = (draws([settings.seed, number, attempt], trials, direction) for attempt in range(_TRIES) if draws)
+        found = next((own for own in drawn if own.values not in known), None)
+        if found is not None or intervals:
             return found
-        left = [] if space.intervals else [values for values in space.grid() if values not in known]
-        return Proposal(left[np.random.default_rng([seed, number]).integers(len(left))]) if left else None
+        return next((Proposal(values) for values in space.grid() if values not in known), None)
 
     return propose
 
@@ -151,7 +135,7 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     """
     from optuna.trial import TrialState, create_trial
 
-    best = finite(trial.facts, "best_objective")
+    best = trial.facts.get("best_objective")
     reached = {rung: own for rung, own in trial.reached.items() if own is not None}
     state, value = TrialState.RUNNING, None
     if trial.state == "finished":

@@ -47,7 +47,7 @@ class Dimension:
         return self.values or (self.text(self.low), self.text(self.high))
 
     def __str__(self) -> str:
-        return ", ".join(self.values) or f"[{self.low:g}, {self.high:g}]"
+        return ", ".join(self.values) or f"[{self.low:g}, {self.high:g}]{' by logarithm' * self.is_log}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Space:
         """All configurations, the last setting varying fastest. Without intervals."""
         return itertools.product(*(of.values for of in self.dimensions))
 
-    def samples(self) -> Iterator[Values]:
+    def covering(self) -> Iterator[Values]:
         """Configurations that together have each choice and both ends of each interval; elsewhere the first value."""
         first = tuple(of.ends[0] for of in self.dimensions)
         yield first

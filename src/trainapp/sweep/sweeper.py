@@ -29,10 +29,10 @@ from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of, shown
-from trainapp.sweep.halving import Pruner
 from trainapp.sweep.jobs import Job, Outcome, Slot
-from trainapp.sweep.journal import Journal, Trial, finite
-from trainapp.sweep.space import Space, parse
+from trainapp.sweep.journal import Journal, Trial
+from trainapp.sweep.pruner import Pruner
+from trainapp.sweep.space import Dimension, Space, parse
 from trainapp.tracking.terminal import is_live
 from trainapp.units import bytes_text
 
@@ -59,7 +59,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
         if not is_known:
             print(f"checking {min(space.size, settings.trials or math.inf)} jobs", flush=True)
             composer.check()
-        values = tuple(journal.first.get("values", next(space.samples())))
+        values = tuple(journal.first.get("values", next(space.covering())))
         config = composer.job(0, values).config
         plain = json.loads(strict_json(config.to_dict(), default=str))
         if journal.first:
@@ -92,18 +92,26 @@ def _command(composed: DictConfig) -> list[str]:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What makes it another sweep. A grid may have grown."""
-    fixed = sorted({*before["fixed"]} ^ {*now["fixed"]})
-    found = [f"{text}: {'no longer given' if text in before['fixed'] else 'not given before'}" for text in fixed]
-    old, new = ({of.key: of for of in Space.from_dict(own).dimensions} for own in (before, now))
-    for key in old | new:
-        then, own = old.get(key), new.get(key)
-        has_grown = then and own and then.values and {*then.values} <= {*own.values}
-        if then != own and not (has_grown and now["sampler"] == "grid"):
-            found.append(f"{key}: {then or 'not swept'} before, {own or 'not swept'} now")
-    if not found and [*old] != [*new]:
-        found.append(f"the order of {', '.join(old)}")
-    names = [name for name in now if name not in ("fixed", "dimensions") and before.get(name) != now[name]]
-    return found + [f"sweep.{name}: {before.get(name)} before, {now[name]} now" for name in names]
+    old, new = _parts(before), _parts(now)
+    if now["sampler"] == "grid":
+        for key in old.keys() & new.keys():
+            was, own = old[key], new[key]
+            if isinstance(was, Dimension) and isinstance(own, Dimension) and {*was.values} <= {*own.values}:
+                old[key] = own
+    found = [
+        f"{name}: {old.get(name, 'not given')} before, {new.get(name, 'not given')} now"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    ]
+    return found or [f"the order of {', '.join(old)}"] * ([*old] != [*new])
+
+
+def _parts(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was asked for by name: the settings of the sweep, of all jobs, and those that are swept."""
+    space = Space.from_dict(asked)
+    found = {f"sweep.{name}": value for name, value in asked.items() if name not in ("fixed", "dimensions")}
+    found |= dict(sorted(text.partition("=")[::2] for text in space.fixed))
+    return found | {of.key: of for of in space.dimensions}
 
 
 def _require_none(differences: list[str], folder: Path) -> None:
@@ -370,18 +378,16 @@ class _Sweeper:
         folder = Path(trial.folder)
         if self.pruner is None or (asks := rungs.read(folder / rungs.ASKS)) is None:
             return
-        rung = asks["rung"]
-        if rung not in trial.reached:
-            trial.reached[rung] = asks["value"]
-            trial.facts |= {"metric": asks["metric"], "direction": asks["direction"]}
-            passes = self.pruner.passes(trial, rung, self.journal.trials, self.direction)
-            self.journal.add("rung", number=trial.number, passes=passes, **asks)
+        if (rung := asks["rung"]) not in trial.reached:
+            self.journal.add("rung", number=trial.number, **asks)
+        if trial.is_held and self.pruner.passes(trial, rung, self.journal.trials, self.direction):
+            self.journal.add("promote", number=trial.number, rung=rung)
         rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": rung in trial.passed})
         (folder / rungs.ASKS).unlink()
 
     def _note_end(self, trial: Trial, found: Outcome, seconds: float) -> None:
         self.journal.add("end", number=trial.number, seconds=round(seconds, 3), **found._asdict())
-        facts, value = trial.facts, finite(trial.facts, "best_objective")
+        facts, value = trial.facts, trial.facts.get("best_objective")
         best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
         steps = f" at step {facts['steps']}" if trial.state in ("paused", "stopped") and "steps" in facts else ""
         log = Path(trial.folder) / jobs.LOG

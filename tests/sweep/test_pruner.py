@@ -3,8 +3,8 @@
 import pytest
 
 from trainapp.config.schema import Sweep
-from trainapp.sweep.halving import Pruner
 from trainapp.sweep.journal import Trial
+from trainapp.sweep.pruner import Pruner
 
 
 def pruner(**own):
