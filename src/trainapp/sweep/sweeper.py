@@ -202,8 +202,9 @@ class _Sweeper:
             print(f"sweep.max_failures={self.settings.max_failures}: no more jobs were started")
         if states["failed"]:
             print(f"{states['failed']} failed; sweep.retry_failed=true runs them again when the sweep is continued")
-        if self.count > len(trials) and not self._is_exhausted:
-            print(f"{self.count - len(trials)} jobs have not begun")
+        if self.count > len(trials):
+            why = "sweep.sampler: found no other configuration, and " * self._is_exhausted
+            print(f"{why}{self.count - len(trials)} jobs have not begun")
         if self.stop or states["new"] or states["stopped"] or states["running"]:
             print(self._how_to_continue, flush=True)
             return TO_BE_CONTINUED
