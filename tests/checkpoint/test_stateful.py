@@ -9,9 +9,7 @@ import runs
 import torch
 import writing_models
 
-from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.run import runner
 
 # That a resumed run is the uninterrupted one, and without the saved state is not: tests/zoo.
 MLP = (
@@ -109,9 +107,3 @@ def test_another_task_starts_from_its_initial_state_and_says_so(tmp_path, caplog
     runs.run(tmp_path, *MLP, "task=writing_models.QueueTask", "train.max_steps=2")
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert "state of task, task.meters.seen, task.noise.0: it starts from its initial state" in caplog.text
-
-
-def test_a_task_class_must_be_callable(tmp_path):
-    config = compose.from_command_line([*runs.TINY, *MLP, "task=writing_models.Meter"], str(tmp_path))
-    with pytest.raises(UserError, match=r"task=writing_models\.Meter: an instance of it cannot be called"):
-        runner.run(config)

@@ -1,6 +1,5 @@
 """The parts that a configuration names: device, data sets, classes. Every mistake in them is a UserError."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,20 +80,18 @@ def located(config: Config) -> dict[str, Any]:
     """
     errors: list[str] = []
     found: dict[str, Any] = {}
-    built = {"data": config.data, "model": config.model} | {f"eval.{name}": own for name, own in config.eval.items()}
+    data: dict[str, Target] = {"data": config.data} | {f"eval.{name}": own for name, own in config.eval.items()}
+    objects = {**data, "model": config.model, **config.optimizers}
     tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
     tasks |= {} if config.task == "auto" else {"task": config.task}
-    for name, target in ({name: own.target for name, own in (built | config.optimizers).items()} | tasks).items():
+    for name, target in ({name: own.target for name, own in objects.items()} | tasks).items():
         setting = name if name in tasks else f"{name}._target_"
         try:
             own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
             found[name] = own_task or targets.locate(target, setting, config.user_packages)
-            if name in built:
-                open_ended = set(targets.parameters_of(found[name])) if name == "model" else {"split", "seed"}
-                errors += targets.check_arguments(found[name], built[name].arguments, name, open_ended)
-            elif name in config.optimizers:
-                given = set(targets.parameters_of(found[name]))
-                errors += targets.check_arguments(found[name], config.optimizers[name].arguments, name, given)
+            if name in objects:
+                provided = {"split", "seed"} if name in data else set(targets.parameters_of(found[name]))
+                errors += targets.check_arguments(found[name], objects[name].arguments, name, provided)
         except UserError as error:
             errors.append(str(error))
     if errors:
@@ -139,19 +136,10 @@ def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTas
 
 
 def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> CheckedTask:
-    """An instance of the class that a setting names, or the named function (with arguments bound) or object. Raises
+    """An instance of the class that a setting names, or the named function or object, with arguments bound. Raises
     UserError for arguments that do not fit.
     """
-    task = found
-    if inspect.isclass(found) or inspect.isfunction(found):
-        task = targets.function_of(found, arguments, setting, config.user_packages, leading=2)
-    elif arguments:
-        raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
-    if not callable(task):
-        raise UserError(
-            f"{setting}={name}: an instance of it cannot be called; give the class a method "
-            "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
-        )
+    task = targets.function_of(found, arguments, setting, config.user_packages, leading=2)
     return CheckedTask(task, f"{setting}={name}")
 
 
