@@ -325,7 +325,8 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
         "fp32": functools.partial(trials.Trials, *arguments),
         "bf16": functools.partial(trials.Trials, *arguments, **half),
     }
-    return checks.problem_of([known[way] for way in ways], mode_of(task), Ledger(), SingleRank())
+    check = functools.partial(checks.problem_of, mode=mode_of(task), ledger=Ledger(), ranks=SingleRank())
+    return trials.first_that_works([known[way] for way in ways], check)
 
 
 def entropy_of_mean(logits, *_):

@@ -16,9 +16,8 @@ read once and kept for training. docs/extending.md lists what cannot be compared
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -117,19 +116,15 @@ def _problem_of_any_rank(
     # The first step raises the error again; later, what has been trained does not depend on it.
     with contextlib.nullcontext() if is_collective else contextlib.suppress(Exception):
         ways = ways_of(mode.task, config, parts, model, engine)
-        problem = problem_of(ways, mode, ledger, ranks if is_collective else SingleRank())
+        callers = ranks if is_collective else SingleRank()
+        problem = first_that_works(ways, lambda trial: problem_of(trial, mode, ledger, callers))
     return next(filter(None, ranks.all_gather_object(problem)), None)  # a rank may have run out of memory here
 
 
-def problem_of(ways: Sequence[Callable[[], Trials]], mode: Mode, ledger: Ledger, ranks: Ranks) -> str | None:
-    """The message about the task; None if its results add up or cannot be compared. Tries one way after another, and
-    raises the error of the last. ledger: of what forwards draw. ranks: those that call the model together.
+def problem_of(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | None:
+    """The message about the task; None if its results add up or cannot be compared. Raises errors of the task and the
+    model. ledger: of what forwards draw. ranks: those that call the model together.
     """
-    return first_that_works(ways, functools.partial(_problem, mode=mode, ledger=ledger, ranks=ranks))
-
-
-def _problem(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | None:
-    """Raises errors of the task and the model."""
     places = ledger.places.get(mode.work)
     known = Ledger({} if places is None else {mode.work: places})
 
