@@ -24,6 +24,7 @@ from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.memory.device import uncompiled
+from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful, held_tensors
@@ -124,7 +125,7 @@ class Trials:
     stateful_metrics: names of metrics that are not numbers. compute: the results of (task, model, batch on the device);
     None calls the task. snapshot: undoes what a call changes, to the state at construction; None makes one.
     around: makes what is entered around a call. to: the dtype of floating-point tensors in batches; None: as it is.
-    Attributes: `dtype`, which is `to`; `lost`, parameters that a call has written and that could not be restored.
+    Attributes: `dtype`, which is `to`; `snapshot`, whose `lost` are parameters that a call has written for good.
     """
 
     def __init__(
@@ -145,15 +146,16 @@ class Trials:
         self.samples, self.device, self.seed, self.dtype = samples, device, seed, to
         self._compute = functools.partial(compute, task, model) if compute else functools.partial(task, model)
         self._around, self._stateful_metrics = around, stateful_metrics
-        self._roots = (model, *stateful.modules.values())
+        self._roots = [model, *stateful.modules.values()]
+        self._batchnorms = [own for root in self._roots for own in root.modules() if isinstance(own, BatchNorm)]
         for root in self._roots if snapshot is None else ():
             root.to(device)  # modules of a task are moved later anyway
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
-        self._snapshot, self.lost = snapshot or Snapshot.of(stateful), list[str]()
+        self.snapshot = snapshot or Snapshot.of(stateful)
         if snapshot is None:
-            self._snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
+            self.snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
         else:
-            self._snapshot.take()
+            self.snapshot.take()
 
     @torch.no_grad()
     def __call__(
@@ -168,22 +170,18 @@ class Trials:
         """
         batch = map_tensors(self._copied, self.samples.batches[name])
         try:
-            with preserved_rng(self.device), self._around():
-                for root in self._roots:
-                    for module in root.modules() if training else (root,):
-                        if not training or isinstance(module, BatchNorm):
-                            module.eval()
+            evaluated = self._batchnorms if training else self._roots
+            with preserved_rng(self.device), self._around(), evaluation_mode(evaluated):
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
                 with within or contextlib.nullcontext(), observed or contextlib.nullcontext():
                     loss, count, metrics = self._compute(batch)
                 if observed is not None:
-                    observed.writes = bool(self._snapshot.changed())
+                    observed.writes = bool(self.snapshot.changed())
                 drawn = before != self._generator_states()
                 return Sums(float(loss), float(count), self._sums_of(metrics), drawn)
         finally:
-            self._snapshot.restore()
-            self.lost += [name for name in self._snapshot.lost if name not in self.lost]
+            self.snapshot.restore()
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=True)
@@ -256,8 +254,8 @@ def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials
                 raise
             log.debug("trying another precision: %s", error)
             continue
-        if trial.lost:
-            log.warning("a trial call of the task has written %s, frozen and in place", listed(trial.lost))
+        if lost := trial.snapshot.lost:
+            log.warning("a trial call of the task has written %s, frozen and in place", listed(lost))
         return found
     return None
 
