@@ -159,14 +159,12 @@ class ConfusionMatrix:
 
 def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:
     """Draw the matrix as fractions of each true class."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: 0.3 s
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # late: 0.3 s
 
     size = len(names)
     shares = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
     side = 3 + 0.35 * min(size, MOST_LABELS)
     figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xlabel="predicted", ylabel="true")
@@ -178,4 +176,4 @@ def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:
             number = str(int(matrix[row, column]))
             axes.text(column, row, number, ha="center", va="center", color=color, fontsize="x-small")
     with atomic_write(path, "wb") as file:
-        canvas.print_png(file)
+        figure.savefig(file, format="png")

@@ -51,11 +51,10 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
     the run kept one); the training data; and the checkpoint's plain values.
     """
     mode = config.precision.mode
-    on_cpu = {"device": "cpu", "deterministic": False, "detect_anomaly": False}
     config = dataclasses.replace(
         config,
         mode="export",
-        train=dataclasses.replace(config.train, **on_cpu),  # type: ignore[arg-type]
+        train=dataclasses.replace(config.train, device="cpu", deterministic=False, detect_anomaly=False),
         data=dataclasses.replace(config.data, num_workers=0),
         # Only bf16_pure has weights in another dtype.
         precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
