@@ -4,7 +4,6 @@ The sweep writes `rungs.json` before it starts the run. At the first evaluation 
 `rung_asks.json` and waits for `rung_answers.json`. A question whose run has ended is answered all the same.
 """
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainapp.errors import UserError
-from trainapp.files import atomic_write, strict_json
+from trainapp.files import atomic_write, json_object, strict_json
 
 if TYPE_CHECKING:
     from trainapp.hooks.callbacks import View
@@ -28,15 +27,10 @@ def write(path: Path, facts: Any) -> None:
         file.write(strict_json(facts))
 
 
-def read(path: Path) -> Any:
-    """A file of the protocol; None if there is none."""
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def asks_sweep(run_dir: Path) -> bool:
     """Whether a sweep with a pruner has started this process, not a user who continues the run of a killed one."""
-    rungs = read(run_dir / RUNGS)
-    return rungs is not None and (rungs["launched"] or os.environ.get(JOB) == str(run_dir))
+    rungs = json_object(run_dir / RUNGS)
+    return bool(rungs) and (rungs["launched"] or os.environ.get(JOB) == str(run_dir))
 
 
 class AskSweep:
@@ -48,7 +42,7 @@ class AskSweep:
 
     def __init__(self, run_dir: Path, direction: str, metric: str, patience: float = 300.0):
         self.run_dir, self.direction, self.metric, self.patience = run_dir, direction, metric, patience
-        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in read(run_dir / RUNGS)["rungs"]]
+        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in json_object(run_dir / RUNGS)["rungs"]]
 
     def after_evaluation(self, view: "View", metrics: Mapping[str, Any]) -> None:
         """Ask, on rank 0: the others wait at the end of the callbacks. Raises UserError for a run without an end."""
@@ -62,7 +56,7 @@ class AskSweep:
         goal = {"metric": self.metric, "direction": self.direction}
         write(self.run_dir / ASKS, {"rung": rung, "step": view.step, "value": value, **goal})
         until = time.monotonic() + self.patience
-        while (answer := read(self.run_dir / ANSWERS) or {}).get("rung") != rung:
+        while (answer := json_object(self.run_dir / ANSWERS)).get("rung") != rung:
             if time.monotonic() > until:
                 return view.pause()
             if view.is_stopping():

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from trainapp.config import command_line, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
-from trainapp.files import strict_json
+from trainapp.files import json_object, strict_json
 from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, named
@@ -377,7 +377,7 @@ class _Sweeper:
     def _answer(self, trial: Trial) -> None:
         """Answer a job's question at a rung."""
         folder = Path(trial.folder)
-        if self.pruner is None or (asks := rungs.read(folder / rungs.ASKS)) is None:
+        if self.pruner is None or not (asks := json_object(folder / rungs.ASKS)):
             return
         if (rung := asks["rung"]) not in trial.reached:
             self.journal.add("rung", number=trial.number, **asks)
