@@ -47,12 +47,11 @@ def job(composed: DictConfig) -> float | None:
             advice = "start `python -m trainapp -m parallel.devices=N ...` once: each job starts its own workers"
             environment.require_one_process("multirun", advice)
         with launch.locked(run_dir):
-            given = command_line.overrides(hydra_config)
-            command = command_line.resume_command(hydra_config, run_dir)
-            config = compose.from_hydra(composed, run_dir, command, given)
+            given, flags = command_line.overrides(hydra_config), command_line.flags(hydra_config)
+            config = compose.from_hydra(composed, run_dir, command_line.command([*flags, *given], run_dir), given)
             if direction := OmegaConf.select(hydra_config.sweeper, "direction"):  # of another sweeper than ours
                 config = dataclasses.replace(config, sweeper_direction=str(getattr(direction, "name", direction))[:3])
-            launch.describe(composed, config, hydra_config.overrides.task, command_line.flags(hydra_config))
+            launch.describe(composed, config, hydra_config.overrides.task, flags)
             try:
                 return launch.launch(config, by_launcher)
             except Interrupted as stopped:

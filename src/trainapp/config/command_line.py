@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import cast
 
 from hydra.conf import HydraConf
@@ -69,17 +68,10 @@ def _chooses(text: str, group: str) -> bool:
 # Commands and overrides shown to users
 
 
-def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str | Path] = ()) -> str:
-    """The shell command with these overrides, for this directory."""
-    words = ["python -m trainapp"]
-    words += [f"--config-dir {shlex.quote(str(folder))}" for folder in config_dirs]
-    words += map(shlex.quote, given)
-    return " ".join([*words, *([shlex.quote(override("hydra.run.dir", run_dir))] if run_dir else [])])
-
-
-def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
-    """The shell command that resumes this run: the same overrides, in the same directory."""
-    return command([*flags(hydra_config), *overrides(hydra_config)], run_dir)
+def command(given: Iterable[str], run_dir: str = "") -> str:
+    """The shell command with these flags and overrides, for this directory."""
+    own = [override("hydra.run.dir", run_dir)] if run_dir else []
+    return " ".join(["python -m trainapp", *map(shlex.quote, [*given, *own])])
 
 
 def flags(hydra_config: HydraConf | DictConfig) -> list[str]:

@@ -46,7 +46,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         if message is None:
             raise
         raise UserError(message) from None
-    command = command_line.command(given, run_dir, folders)
+    command = command_line.command([*(f"--config-dir={folder}" for folder in folders), *given], run_dir)
     return from_hydra(composed, run_dir, command, given)
 
 
