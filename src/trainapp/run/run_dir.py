@@ -9,7 +9,6 @@ Nothing else in the holding process may open the file: closing any descriptor of
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 from trainapp.config import resume_rules
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import json_object
 
 LOCK = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -136,7 +136,6 @@ def _settings_of(run_dir: Path) -> dict[str, Any] | None:
     A damaged checkpoint counts: the damage is reported when it is loaded.
     """
     for manifest in sorted(run_dir.glob(f"checkpoints/step_{8 * '[0-9]'}/manifest.json"), reverse=True):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            config: dict[str, Any] = json.loads(manifest.read_bytes())["config"]
-            return config
+        if config := json_object(manifest).get("config"):
+            return dict(config)
     return None
