@@ -5,6 +5,7 @@ Pre-norm blocks with RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,18 +136,18 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
+    """Attention and feed-forward, each with a norm before it and a residual connection around it. Also ViT's."""
 
-    def __init__(self, attention: Attention, mlp: SwiGLU, width: int, dropout: float):
+    def __init__(self, attention: nn.Module, mlp: nn.Module, width: int, dropout: float, norm: Any = nn.RMSNorm):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
+        self.attention_norm = norm(width, eps=1e-6)
         self.attention = attention
-        self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
+        self.mlp_norm = norm(width, eps=1e-6)
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+    def forward(self, x: Tensor, *cache: LayerCache) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), *cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 

@@ -5,10 +5,13 @@ and Kolesnikov, "Better plain ViT baselines for ImageNet-1k" (arXiv:2205.01580):
 class token. Positions are learned.
 """
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainapp.models.gpt import Block
 from trainapp.validation import Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02
@@ -41,34 +44,6 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with GELU between them, [B, N, width] to the same shape."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
-
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float):
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width, eps=1e-6)
-        self.attention = Attention(width, heads, dropout)
-        self.mlp_norm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = FeedForward(width, hidden)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class ViT(nn.Module):
@@ -105,7 +80,12 @@ class ViT(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, rows // size * (columns // size), width))
         self.dropout = nn.Dropout(dropout)
         hidden = max(1, round(mlp_ratio * width))
-        self.layers = nn.ModuleList(Block(width, heads, hidden, dropout) for _ in range(depth))
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            attention = Attention(width, heads, dropout)
+            up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+            mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
+            self.layers.append(Block(attention, mlp, width, dropout, norm=nn.LayerNorm))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
         self.init_weights()
