@@ -240,8 +240,7 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
 
 
 def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.ndarray:
-    """The image of these positions under a permutation of range(samples): int64 [N] -> int64 [N]. Its tables take 64
-    bytes per row, 2 MB for 10^9 samples.
+    """The image of these positions under a permutation of range(samples): int64 [N] -> int64 [N].
 
     A Feistel network on the cells of a rectangle with at least `samples` cells: row and column are alternately shifted
     by a hash of the other, which is invertible for any hash. A position that leaves range(samples) continues along its
@@ -250,36 +249,19 @@ def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.n
     """
     columns = math.isqrt(samples - 1) + 1
     rows = -(-samples // columns)
-    shifts = _shifts(seed, epoch, rows, columns)
-    found = _shifted(positions, rows, columns, shifts)
+    keys = splitmix64(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA) + key(seed + _ORDER_SALT, epoch))
+    found = _shifted(positions, rows, columns, keys)
     outside = np.flatnonzero(found >= samples)
     while len(outside):
-        found[outside] = _shifted(found[outside], rows, columns, shifts)
+        found[outside] = _shifted(found[outside], rows, columns, keys)
         outside = outside[found[outside] >= samples]
     return found
 
 
-def _shifted(cells: np.ndarray, rows: int, columns: int, shifts: Sequence[np.ndarray]) -> np.ndarray:
+def _shifted(cells: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> np.ndarray:
     """The network itself, a permutation of range(rows * columns)."""
-    row, column = np.divmod(cells, columns)
-    for of_row, of_column in zip(shifts[::2], shifts[1::2], strict=True):
-        row += of_row[column]
-        row %= rows
-        column += of_column[row]
-        column %= columns
-    row *= columns
-    row += column
-    return row
-
-
-@lru_cache(maxsize=4)
-def _shifts(seed: int, epoch: int, rows: int, columns: int) -> tuple[np.ndarray, ...]:
-    """For each round, the shift of a row by each column, or of a column by each row: tables, faster than hashing."""
-    counters = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA)
-    keys = splitmix64(counters + key(seed + _ORDER_SALT, epoch))
-    hashed = splitmix64(np.arange(max(rows, columns), dtype=np.uint64) * np.uint64(GAMMA) + keys[:, None])
-    sizes = [(columns, rows), (rows, columns)] * (_ROUNDS // 2)
-    return tuple(
-        (hashes[:inputs] % np.uint64(outputs)).astype(np.int64)
-        for hashes, (inputs, outputs) in zip(hashed, sizes, strict=True)
-    )
+    row, column = np.divmod(cells.astype(np.uint64), np.uint64(columns))
+    for of_row, of_column in keys.reshape(-1, 2):
+        row = (row + splitmix64(column * np.uint64(GAMMA) + of_row) % np.uint64(rows)) % np.uint64(rows)
+        column = (column + splitmix64(row * np.uint64(GAMMA) + of_column) % np.uint64(columns)) % np.uint64(columns)
+    return (row * np.uint64(columns) + column).astype(np.int64)
