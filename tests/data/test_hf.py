@@ -104,7 +104,6 @@ def test_long_texts_are_cut(tmp_path):
     [
         ({"text": "body"}, r"data\.text=body: there is no such column; columns: text, label, tags"),
         ({"train_split": "all"}, r"data\.train_split=all: there is no such split; splits: train"),
-        ({"vocab_size": 100}, r"data\.vocab_size=100: must be at least 257"),
         (
             {"context_length": 5000},
             r"data\.context_length=5000: the texts of the train split are shorter than",

@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from trainapp.config.targets import require_package
@@ -36,7 +37,7 @@ def open_dataset(
     label: Str | None = None,
     classes: list[Str] | None = None,
     tokenizer: Str | None = None,
-    vocab_size: PositiveInt = 4096,
+    vocab_size: Annotated[int, Field(ge=257, strict=True)] = 4096,  # the bytes and the end-of-text token
     context_length: PositiveInt = 128,
     val_fraction: Fraction = 0.1,
     cache_dir: Str | None = None,
@@ -193,10 +194,8 @@ def load_tokenizer(name: str) -> Any:
 def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: int, directory: Path) -> Path:
     """A folder with a byte-level BPE of at most `vocab_size` tokens, trained on the texts or by an earlier run.
 
-    fingerprint: identifies the texts. Raises UserError for a vocabulary smaller than the bytes.
+    fingerprint: identifies the texts.
     """
-    if vocab_size < 257:
-        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and the end-of-text token")
     import transformers  # installed with `datasets`, which has read the texts
 
     folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
