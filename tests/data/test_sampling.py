@@ -46,7 +46,7 @@ def drawn(order, draws=30_000):
 def test_samples_are_drawn_in_proportion_to_their_weights(samples):
     weights = 0.5 + np.random.default_rng(0).random(samples)
     weights[: samples // 3] = 0
-    counts = drawn(Weighted(1, weights, "w"))
+    counts = drawn(Weighted(1, weights))
     expected = 30_000 * weights / weights.sum()
     assert counts.sum() == 30_000
     assert (counts[weights == 0] == 0).all()
@@ -73,7 +73,7 @@ def test_weights_from_a_file_and_from_an_attribute(tmp_path):
     by_name = weighted_order(0, data, "quality")
     assert by_file.indices(2, 0, 600) == by_name.indices(2, 0, 600)
     assert by_file.name == by_name.name  # other weights are another order, also those of the same sum
-    assert by_file.name != Weighted(0, (np.arange(600) + 1.0) % 4, "x").name
+    assert by_file.name != Weighted(0, (np.arange(600) + 1.0) % 4).name
     assert {index % 4 for index in by_name.indices(0, 0, 600)} == {1, 2, 3}
 
 

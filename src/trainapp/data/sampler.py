@@ -103,7 +103,7 @@ class Sampler(Source):
         if weights is None:
             self.order = Permutation(seed, self.samples)
         else:
-            self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
+            self.order = Weighted(seed, weights_of(dataset, weights))
         self.order_name = self.order.name
         # Keeps those of the current step and the next.
         self.share = lru_cache(maxsize=2)(self.share)  # type: ignore[method-assign]
@@ -150,15 +150,12 @@ class Permutation:
 class Weighted:
     """Every position of an epoch is a draw with replacement, with probabilities proportional to the weights.
 
-    weights: float64 [N]; the cumulative sums take 8 bytes per sample. setting: the setting, for messages.
-    Raises UserError for weights that are negative, not finite, or all 0.
+    weights: float64 [N], from `weights_of`; the cumulative sums take 8 bytes per sample.
     """
 
-    def __init__(self, seed: int, weights: np.ndarray, setting: str):
+    def __init__(self, seed: int, weights: np.ndarray):
         self.seed, self.samples = seed, len(weights)
         self._sums = np.cumsum(weights)
-        if not (weights.min() >= 0 and 0 < self._sums[-1] < np.inf):  # also false for nan
-            raise UserError(f"{setting}: weights must be finite, not negative and not all 0, and so must be their sum")
         self.name = f"weighted-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}"  # other weights give another order
 
     def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
@@ -175,7 +172,7 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
 
     weights: `balanced` (all classes of the data set's `targets` or `labels` are equally likely, and all samples of a
     class); the name of an attribute of the data set; or the path of a .npy file. Raises UserError unless that gives an
-    array with one number per sample.
+    array with one number per sample, finite, not negative and not all 0.
     """
     setting = f"data.sampling.weights={weights}"
     names = ("targets", "labels") if weights == BALANCED else (weights,)
@@ -192,10 +189,12 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
             f"{setting}: must be {BALANCED} (by the data set's attribute `targets`), the name of an attribute, or the "
             f"path of a .npy file, with one label or weight for each of the {len(dataset)} samples; {found}"
         )
-    if weights != BALANCED:
-        return array
-    _, numbers = np.unique(array, return_inverse=True)
-    return 1.0 / np.bincount(numbers)[numbers]
+    if weights == BALANCED:
+        _, numbers = np.unique(array, return_inverse=True)
+        return 1.0 / np.bincount(numbers)[numbers]
+    if not (array.min() >= 0 and 0 < array.sum() < np.inf):  # also false for nan
+        raise UserError(f"{setting}: weights must be finite, not negative and not all 0, and so must be their sum")
+    return array
 
 
 # --- stateless random numbers and permutations

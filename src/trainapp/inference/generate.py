@@ -7,7 +7,6 @@ others.
 """
 
 import functools
-import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -124,10 +123,10 @@ def by_position(
 
 
 def decoder_of(model: Any, length: int) -> Decoder:
-    """A decoder for sequences of at most `length` tokens: uses the model's cache if it has `new_cache` and its forward
-    takes `cache`; otherwise each token is a forward of all tokens.
+    """A decoder for sequences of at most `length` tokens: uses the model's cache if it has `new_cache`; otherwise each
+    token is a forward of all tokens.
     """
-    if callable(getattr(model, "new_cache", None)) and "cache" in inspect.signature(model.forward).parameters:
+    if callable(getattr(model, "new_cache", None)):
         cache = model.new_cache(length)
         return lambda tokens: _last(model(tokens, cache=cache), tokens)
     read: list[Tensor] = []
