@@ -25,13 +25,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.files import json_object
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
 from trainapp.signals import ECHO, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
-from trainapp.sizes.record import read_restart
+from trainapp.sizes.record import RESTART
 from trainapp.torch_private import Restart, asked_before_restarts
 from trainapp.tracking import terminal
 
@@ -139,7 +140,7 @@ class Failures:
             return Restart.REFUSED
         self._before = set(left)
         # Free only if the count has risen: workers that end before they read restart.json would restart forever.
-        recoveries = (read_restart(self.run_dir) or {}).get("oom_restarts", 0)
+        recoveries = json_object(self.run_dir / RESTART).get("oom_restarts", 0)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
             self.for_memory += 1

@@ -21,6 +21,7 @@ from trainapp.planning.process import Plan, answer_of
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
+from trainapp.sizes.record import given_size
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
@@ -57,13 +58,11 @@ class Planner:
     @property
     def given(self) -> int | None:
         """The configured micro-batch size, if any."""
-        batch, steps = self.config.batch, self.config.accumulation.steps
+        batch = self.config.batch
         if batch.micro_schedule is not None:
             plans = [plan for own in batch.schedules.values() for plan in own.values()]
             return min(self.share, max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans))
-        if steps != "auto":
-            return -(-self.share // steps)
-        return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
+        return given_size(self.config, self.share)
 
     @functools.cached_property
     def largest(self) -> int:

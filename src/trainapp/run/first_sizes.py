@@ -4,12 +4,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trainapp.config.schema import INFERENCE, Config
+from trainapp.config.schema import INFERENCE
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import smallest_micro_batch
 from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
-from trainapp.sizes.record import EVALUATION, Sizes, key_of
+from trainapp.sizes.record import EVALUATION, Sizes, given_size, key_of
 from trainapp.training.session import Session
 
 Record = dict[str, Any]  # see `Sizes.state_dict`
@@ -38,7 +38,7 @@ def initial_sizes(session: Session, restart: Record | None = None, saved: Record
     share, eval_share = -(-batch.global_size // world), -(-_samples_per_evaluation(session) // world)
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
-    given, grows = _given(config, share), session.retries_in_place and config.oom.grow and not is_fixed
+    given, grows = given_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed
     attempt = progress.step + progress.skipped + 1  # the coming one
 
     def new(start: int, smallest: int) -> MicroBatchSizes:
@@ -76,14 +76,6 @@ def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: Record, found:
         own.follow_schedule(attempt)
     elif key in found and found[key]["buckets"]:
         own.load_state_dict(found[key])
-
-
-def _given(config: Config, share: int) -> int | None:
-    """The configured size for training; None if it is to be found."""
-    steps, size = config.accumulation.steps, config.batch.micro_size
-    if steps != "auto":
-        return -(-share // steps)
-    return min(size, share) if isinstance(size, int) else None
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:

@@ -1,7 +1,6 @@
 """All micro-batch sizes of a run, and their record: in checkpoints, in result.json and for restarted workers."""
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,7 +8,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from trainapp.files import atomic_write, strict_json
+from trainapp.config.schema import Config
+from trainapp.files import atomic_write, json_object, strict_json
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
 
@@ -62,25 +62,26 @@ class Sizes:
         return {key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}
 
 
-def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
-    """Read and remove restart.json; None without one.
+def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any]:
+    """Read and remove restart.json; empty without one.
 
     Collective: rank 0 reads for all. has_restarted: False only removes the file of an earlier start.
     """
-    restart = None
+    restart: dict[str, Any] = {}
     if ranks.is_rank_zero:
-        restart = read_restart(run_dir)
+        restart = json_object(run_dir / RESTART)
         with contextlib.suppress(OSError):
             (run_dir / RESTART).unlink(missing_ok=True)
     restart = ranks.all_gather_object(restart)[0]
-    return restart if has_restarted else None
+    return restart if has_restarted else {}
 
 
-def read_restart(run_dir: Path) -> dict[str, Any] | None:
-    """The content of restart.json; None if it is missing or unreadable."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((run_dir / RESTART).read_text())
-    return None
+def given_size(config: Config, share: int) -> int | None:
+    """The configured micro-batch size for training, at most this rank's share; None if it is to be found."""
+    steps, size = config.accumulation.steps, config.batch.micro_size
+    if steps != "auto":
+        return -(-share // steps)
+    return min(size, share) if isinstance(size, int) else None
 
 
 def key_of(update: str) -> str:
