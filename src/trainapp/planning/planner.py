@@ -76,8 +76,9 @@ class Planner:
             require_uncut(config, world, at_most(config.batch.global_size, self.estimator.components.train_data))
         size = self.given or self.largest or self.smallest
         found = self.peak(size)
-        plan = replace(
-            self.empty_plan(),
+        plan = Plan(
+            self.estimator.method,
+            self.estimator.margin,
             notes=list(found.notes),
             peak_bytes=found.total,
             phase=found.phase,
@@ -91,13 +92,10 @@ class Planner:
             },
             micro_size=size,
             largest_micro_size=self.largest,
+            limit_bytes=self.limit,
+            modes=config.activation_checkpointing.modes,
         )
         return plan, found
-
-    def empty_plan(self) -> Plan:
-        """The plan before any estimate."""
-        modes = self.config.activation_checkpointing.modes
-        return Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit, modes=modes)
 
 
 def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
@@ -162,7 +160,7 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
     given = config if config.plan.device is None else absent_gpu.on_cpu(config)
     planner = Planner(with_modes(given, estimator), estimator)
     if only_modes:
-        return asdict(planner.empty_plan()), Breakdown()
+        return asdict(Plan(estimator.method, modes=planner.config.activation_checkpointing.modes)), Breakdown()
     plan, found = planner.plan()
     if config.plan.techniques:
         plan.techniques, plan.best = ranked(planner, plan)

@@ -66,18 +66,16 @@ class NoAnswer(Exception):
     """The planner's process failed, died or took too long, as the message says."""
 
 
-def ask(
-    config: Config, picture: Path | None = None, only_modes: bool = False, patience: float | None = None
-) -> dict[str, Any]:
+def ask(config: Config, picture: Path | None = None, only_modes: bool = False) -> dict[str, Any]:
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
-    picture: also draw the step to this PNG. patience: seconds in total; None waits. Raises UserError for mistakes in
-    the configuration. If no method succeeds, `method` is None and `notes` have the reasons.
+    picture: also draw the step to this PNG. only_modes: only choose the blocks' modes, within PATIENCE. Raises
+    UserError for mistakes in the configuration. If no method succeeds, `method` is None and `notes` have the reasons.
     """
-    deadline = None if patience is None else time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
 
     def call(function: str, own: Config, *arguments: Any) -> Any:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = max(0.0, deadline - time.monotonic()) if only_modes else None
         # For a named device, tensors only claim to be on it.
         return answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
 
@@ -125,7 +123,7 @@ def _modes(config: Config, world: int) -> list[str] | None:
 
     device = choose_device(config.train.device)
     config = replace(config, plan=schema.Plan(techniques=False, world=world))
-    facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True, patience=PATIENCE)
+    facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])
         log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)

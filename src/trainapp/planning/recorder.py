@@ -71,15 +71,14 @@ class Recorder(CpuMemory):
     counter: "_Counter"
 
     def __init__(self, device: torch.device, most: int | None = None):
-        super().__init__(device, Memory(limit=None))
+        super().__init__(device, Memory(limit=most))
         self.phase: Callable[[], Phase] = lambda: Phase.START  # where the recorded step is
         self.resident: Callable[[], Resident] = dict  # tensors that exist after a block, to categorise those it made
         self.highest = Breakdown()
-        self._most = most
         self._devices = None if device.type == "cpu" else (device.type,)
 
     def new_counter(self) -> "_Counter":
-        return _Counter(self, self._most, self._devices)
+        return _Counter(self, self._devices)
 
     @contextlib.contextmanager
     def measuring(self, resident: Resident) -> Iterator[None]:
@@ -101,8 +100,8 @@ class Recorder(CpuMemory):
 class _Counter(LiveTensors):
     """Also records the module of the peak, and the event at which each phase starts."""
 
-    def __init__(self, recorder: Recorder, limit: int | None, devices: tuple[str, ...] | None):
-        super().__init__(limit, devices, before=recorder.counter)
+    def __init__(self, recorder: Recorder, devices: tuple[str, ...] | None):
+        super().__init__(recorder.limit, devices, before=recorder.counter)
         self._recorder = recorder
         self.module = ""
         self.marks = [(0, _NAMES[recorder.phase()])]
