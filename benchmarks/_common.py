@@ -1,10 +1,28 @@
-"""Shared by the benchmarks: statistics over repeated measurements, Markdown tables, a description of the machine."""
+"""Shared by the benchmarks: options, statistics over repeated measurements, tables, a description of the machine."""
 
+import argparse
+import json
 import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def options_of(page: str, writes_json: bool = True) -> argparse.ArgumentParser:
+    """A parser of options. page: the script's docstring. writes_json: whether the script calls `write`."""
+    parser = argparse.ArgumentParser(description=page.splitlines()[0])
+    if writes_json:
+        parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    return parser
+
+
+def write(path: Path | None, found: Any) -> None:
+    """Write the figures, if `--json` asks for them."""
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -13,6 +31,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
+    """Steps per second relative to the reference, the first, by round."""
+    return [reference / own for reference, own in zip(next(iter(seconds.values())), seconds[name], strict=True)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

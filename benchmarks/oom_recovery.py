@@ -6,11 +6,10 @@ A run starts with its whole global batch as micro-batch, under a limit that a kn
 the peaks of steps of three such micro-batches and of three with one sample more, exact on the CPU. The models are
 large enough that a sample costs about the same in a small micro-batch. Printed are the size at which the search ends,
 the attempts that failed, and the time in relation to the same run without the limit plus its failed attempts. The exit
-code is 1 where a size is below 95% of the largest (below 20 samples: more
-than one less), more than 4 attempts failed (6 where 1/64 fits), or a process was started.
+code is 1 where a size is below 95% of the largest (below 20 samples: more than one less), more than 4 attempts failed
+(6 where 1/64 fits), or a process was started.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import machine, table
+from _common import machine, options_of, table, write
 
 STEPS = 40
 BASE = (
@@ -42,14 +41,14 @@ MODELS = {
     ),
 }  # fmt: skip
 PAIRS = [(name, part) for name in MODELS for part in (2, 4, 8)] + [("mlp", 64)]
+PROCESSES = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
 STARTED: list[str] = []  # processes, by the event that told of them
 
 
 def main() -> None:
     """Print one row per pair."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="models with this text in their name")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
     options = parser.parse_args()
     sys.addaudithook(lambda event, _: STARTED.append(event) if event in PROCESSES else None)
     found = []
@@ -60,12 +59,8 @@ def main() -> None:
     print(f"{STEPS} steps; {machine()}:\n\n{report(found)}")
     ratio = statistics.median(row["ratio"] for row in found)
     print(f"\nmedian ratio of the times {ratio:.3f} (target: at most 1.10)")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     sys.exit(int(not all(is_good(row) for row in found)))
-
-
-PROCESSES = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
 
 
 def pair(name: str, part: int) -> dict[str, Any]:
@@ -73,12 +68,10 @@ def pair(name: str, part: int) -> dict[str, Any]:
     overrides = (*MODELS[name], *(("batch.global_size=2048",) if part == 64 else ()))
     first = int(overrides[-1].partition("=")[2])
     largest = first // part
-    peaks = [
-        run(*overrides, f"batch.global_size={3 * size}", f"batch.micro_size={size}", "train.max_steps=3")[
-            0
-        ].peak_memory_bytes
-        for size in (largest, largest + 1)
-    ]
+    peaks = []
+    for size in (largest, largest + 1):
+        sizes = f"batch.global_size={3 * size}", f"batch.micro_size={size}"
+        peaks.append(run(*overrides, *sizes, "train.max_steps=3")[0].peak_memory_bytes)
     assert peaks[0] < peaks[1], "the limit would not tell the two apart"
     steps = f"train.max_steps={STEPS}"
     free, free_seconds = run(*overrides, steps)[:2]
@@ -92,7 +85,7 @@ def pair(name: str, part: int) -> dict[str, Any]:
         "errors": searched.oom_restarts,
         "processes": len(STARTED),
         "settled": max(map(int, searched.micro_schedule)),
-        "same": abs(searched.samples - free.samples) == 0,
+        "same": searched.samples == free.samples,
         "ratio": seconds / (free_seconds + retried),
     }
 

@@ -3,8 +3,8 @@
     python benchmarks/other_trainers.py [--quick] [--json FILE]
 
 Accelerate and the Transformers Trainer are included if installed (`pip install accelerate transformers`); they are not
-dependencies. Each trainer runs in its own process, once without the limit and once
-with it, always inside the same counter of live tensors, so that times are comparable and the peak is known.
+dependencies. Each trainer runs in its own process, once without the limit and once with it, always inside the same
+counter of live tensors, so that times are comparable and the peak is known.
 """
 
 import argparse
@@ -20,11 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _common import machine, table
+from _common import machine, options_of, table, write
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
-TRAINERS = ("trainapp", "accelerate", "transformers")
 LEARNING_RATE = 1e-3
 # Long sequences come in steps 8, 11, 18 and 20 of 20 (quick: 2 and 3 of 5). Only they do not fit.
 FULL = {"size": 640, "val_size": 128, "global_size": 32, "limit": 64 * MIB, "context_length": 256, "rarity": 160}
@@ -33,31 +32,28 @@ MODEL = {"depth": 2, "width": 64, "heads": 4}
 
 
 def main() -> None:
-    """Run everything and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run everything and print the table."""
+    parser = options_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny workload, for tests")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(WORKERS[options.worker](options.job)))
+        print(json.dumps(TRAINERS[options.worker](options.job)))
         return
     job = QUICK if options.quick else FULL
     rows = [compare(trainer, job) for trainer in TRAINERS]
-    print(recovery_table(rows, job))
-    found: dict[str, Any] = {"job": job, "trainers": rows}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(report(rows, job))
+    write(options.json, {"job": job, "trainers": rows})
 
 
 def compare(trainer: str, job: dict[str, int]) -> dict[str, Any]:
     """One trainer's row: its run with the limit, and its own run without."""
-    packages = {"transformers": ("transformers", "accelerate"), "accelerate": ("accelerate",)}.get(trainer, ())
+    packages = ("transformers", "accelerate") if trainer == "transformers" else (trainer,)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         return {"trainer": trainer, "missing": f"pip install {' '.join(missing)}"}
-    version = importlib.metadata.version(trainer.partition(" ")[0])
+    version = importlib.metadata.version(trainer)
     free, limited = (in_process(trainer, job | {"limit": limit}) for limit in (None, job["limit"]))
     return {"trainer": trainer, "version": version, **limited, "undisturbed": free}
 
@@ -82,13 +78,14 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
 
     ledger = oom_job.ledger()
     with tempfile.TemporaryDirectory() as folder:
-        config = compose(folder, overrides(job))
+        from trainapp.config import compose
         from trainapp.launch.launch import launch
 
+        config = compose.from_command_line(overrides(job), folder)
         started = time.monotonic()
         with oom_job.Limit() as counter:  # counts only; `memory.limit` enforces
             launch(config)
-        result = result_of(folder)
+        result = json.loads(Path(folder, "result.json").read_text())
     reported, loss, restarts = result["steps"], result["objective"], result["oom_restarts"]
     return findings(ledger, job, reported, loss, started, counter.peak, restarts)
 
@@ -149,7 +146,6 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
 def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     """The Transformers Trainer with auto_find_batch_size=True."""
     import oom_job
-    from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from trainapp.data.sampler import Permutation
@@ -157,20 +153,13 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
 
-    class SameOrder(Sampler):
-        def __iter__(self):
-            return iter(Permutation(0, len(train_data)).indices(0, 0, len(train_data)))
-
-        def __len__(self):
-            return len(train_data)
-
     class Tries(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             tries["train"] += 1
 
     class SameLoss(Trainer):
         def _get_train_sampler(self, *args):
-            return SameOrder()
+            return Permutation(0, len(train_data)).indices(0, 0, len(train_data))
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss_sum, count, _ = oom_job.next_token(model, inputs)
@@ -231,20 +220,8 @@ def datasets(job: dict[str, Any]) -> tuple[Any, Any]:
     return tuple(oom_job.LongTail(split, 0, **{name: job[name] for name in names}) for split in ("train", "val"))
 
 
-def result_of(folder: str) -> dict[str, Any]:
-    """The result.json of a trainapp run."""
-    return json.loads(Path(folder, "result.json").read_text())
-
-
-def compose(folder: str, *overrides: list[str]) -> Any:
-    """The configuration of a command line."""
-    from trainapp.config import compose
-
-    return compose.from_command_line([text for part in overrides for text in part], folder)
-
-
-def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
-    """The first table, as Markdown."""
+def report(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
+    """The table, as Markdown."""
     header = [
         "trainer", "OOM errors", "optimizer steps: done / kept / reported", "samples trained / in the epoch",
         "repeated, skipped", "global batch", "eval loss", "change", "peak MiB", "seconds", "seconds, no limit",
@@ -268,18 +245,11 @@ def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
             f"{row['seconds']:.1f}",
             f"{free['seconds']:.1f}",
         ])  # fmt: skip
-    heading = (
-        f"One epoch of {job['size']} samples, global batch {job['global_size']}, limit {job['limit'] / MIB:.0f} MiB "
-        f"({machine()}):"
-    )
-    return f"{heading}\n\n{table(header, cells)}\n"
+    workload = f"{job['size']} samples, global batch {job['global_size']}, limit {job['limit'] / MIB:.0f} MiB"
+    return f"One epoch of {workload} ({machine()}):\n\n{table(header, cells)}\n"
 
 
-WORKERS = {
-    "trainapp": with_trainapp,
-    "accelerate": with_accelerate,
-    "transformers": with_transformers,
-}
+TRAINERS = {"trainapp": with_trainapp, "accelerate": with_accelerate, "transformers": with_transformers}
 
 if __name__ == "__main__":
     main()

@@ -10,12 +10,10 @@ steps must agree before anything is timed. On CUDA the clock is read once the de
 included if installed; it is not a dependency.
 """
 
-import argparse
 import copy
 import dataclasses
 import importlib.util
 import itertools
-import json
 import logging
 import math
 import os
@@ -28,12 +26,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _common import keep_freed_memory, machine, quartiles, table
+from _common import keep_freed_memory, machine, options_of, quartiles, ratios, table, write
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from trainapp.config import compose
 from trainapp.data.sampler import Permutation
+from trainapp.files import json_lines
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -105,19 +105,17 @@ class Contender:
 
 def main() -> None:
     """Measure the cases and print one table per case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, help="default: small wide; with --draws its own three")
     parser.add_argument("--draws", action="store_true", help=f"only trainapp, in two ways: {', '.join(DRAWS)}")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, help="rounds per case (default: set by the case)")
     parser.add_argument("--steps", type=int, help=f"steps per loop and round, a multiple of {LOG_EVERY}")
     parser.add_argument("--width", type=int, help="model.width (default: set by the case)")
-    parser.add_argument("--threads", type=int, default=1, help="number of torch threads")
     parser.add_argument("--only-trainapp", action="store_true", help="run only trainapp and the reference")
-    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} thread(s); {machine()}")
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one thread; {machine()}")
     found = {}
     for name in options.cases or (DRAWS if options.draws else ["small", "wide"]):
         own = CASES[name]
@@ -136,11 +134,8 @@ def main() -> None:
         print(report(found[name]))
         reference, way = ("train.draws=device", "train.draws=per_sample") if options.draws else (REFERENCE, "trainapp")
         ratio = quartiles(found[name][way]["ratios"])[1]
-        fastest = min(found[name][reference]["seconds"]) / min(found[name][way]["seconds"])
-        of_both = f"{ratio:.3f} of {reference}, {fastest:.3f} by the fastest rounds"
-        print(f"{way}: {of_both} (target: at least {case.target})")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{way}: {ratio:.3f} of {reference} (target: at least {case.target})")
+    write(options.json, found)
 
 
 def measure(case: Case, folder: Path, only_trainapp: bool, draws: bool = False) -> dict[str, dict[str, list[float]]]:
@@ -168,11 +163,6 @@ def measure(case: Case, folder: Path, only_trainapp: bool, draws: bool = False) 
         name: {"seconds": walls[name], "ratios": ratios(walls, name), "cpu_ratios": ratios(cpus, name)}
         for name in walls
     }
-
-
-def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
-    """Steps per second relative to the reference, the first, by round."""
-    return [reference / own for reference, own in zip(next(iter(seconds.values())), seconds[name], strict=True)]
 
 
 def check_same_work(contenders: list[Contender], tolerance: float = TOLERANCE["cpu"]) -> None:
@@ -208,39 +198,39 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
 # --- The loops ------------------------------------------------------------------------------------------------------
 
 
-def names(only_trainapp: bool) -> list[str]:
-    """Names of the loops that can run here."""
-    if only_trainapp:
-        return [REFERENCE, "trainapp"]
-    accelerate = ["Accelerate"] if importlib.util.find_spec("accelerate") else []
-    return [REFERENCE, "trainapp", "samples one by one", "one by one, AdamW not fused", *accelerate]
-
-
 def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
-    """Loops over `total` steps that all start from the same weights."""
+    """Loops over `total` steps that all start from the same weights: those that can run here, the reference first."""
     session = trainapp_run(case, total, folder, log_every)
-    return [contender(name, case, session, total, log_every) for name in names(only_trainapp)]
+    others = ["samples one by one", "one by one, AdamW not fused"]
+    others += ["Accelerate"] if importlib.util.find_spec("accelerate") else []
+    names = [REFERENCE] if only_trainapp else [REFERENCE, *others]
+    own, *rest = [contender(name, case, session, total, log_every) for name in names]
+    return [own, trainapp_loop("trainapp", session), *rest]
 
 
 def contender(name: str, case: Case, session: Session, total: int, log_every: int) -> Contender:
-    """A loop that starts from the weights of `run`, which is still untrained."""
-    if name == "trainapp":
-        return Contender(name, lambda steps: advance_trainapp(session, steps), lambda: trainapp_losses(session))
+    """A loop that starts from the weights of `session`, which is still untrained."""
     data, model = session.batches.dataset, copy.deepcopy(session.state.model)
     fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
     if case.device == "cuda":
         fetch = on_cuda(fetch)
     optimizer = adamw(model, fused=name != "one by one, AdamW not fused")
+    batches = itertools.chain.from_iterable(map(fetch, epochs(len(data))))
+    steps = (with_accelerate if name == "Accelerate" else hand_written)(case, model, optimizer, batches, total)
     losses: dict[int, float] = {}
-    loop_of = with_accelerate if name == "Accelerate" else hand_written
-    steps = loop_of(case, model, optimizer, fetch, epochs(len(data)), total, log_every, losses)
-    return Contender(name, lambda count: consume(steps, count), lambda: losses)
+
+    def advance(count: int) -> None:
+        for step, loss in itertools.islice(steps, count):
+            if step % log_every == 0:
+                losses[step] = float(loss)
+
+    return Contender(name, advance, lambda: losses)
 
 
 def drawing(case: Case, way: str, total: int, folder: Path) -> Contender:
     """trainapp's loop with a way of drawing random numbers."""
-    session = trainapp_run(dataclasses.replace(case, settings=(*case.settings, way)), total, folder / way, LOG_EVERY)
-    return Contender(way, lambda steps: advance_trainapp(session, steps), lambda: trainapp_losses(session))
+    chosen = dataclasses.replace(case, settings=(*case.settings, way))
+    return trainapp_loop(way, trainapp_run(chosen, total, folder / way, LOG_EVERY))
 
 
 def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Session:
@@ -270,25 +260,19 @@ def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Sessio
     return runner.prepare(settings, StopRequest(), SingleRank())
 
 
-def advance_trainapp(session: Session, steps: int) -> None:
-    """`loop.train` for so many steps."""
-    session.config.train.max_steps = session.state.progress.step + steps
-    loop.train(session)
+def trainapp_loop(name: str, session: Session) -> Contender:
+    """`loop.train`; its losses are in metrics.jsonl."""
 
+    def advance(steps: int) -> None:
+        session.config.train.max_steps = session.state.progress.step + steps
+        loop.train(session)
 
-def trainapp_losses(session: Session) -> dict[int, float]:
-    """Loss by step, from metrics.jsonl."""
-    lines = map(json.loads, (session.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
-def consume(steps: Iterator[None], count: int) -> None:
-    """Advance a generator by `count` steps."""
-    for _ in range(count):
-        next(steps)
+    lines = session.tracker.run_dir / "metrics.jsonl"
+    return Contender(name, advance, lambda: {line["step"]: line["loss"] for line in json_lines(lines)})
 
 
 Fetch = Callable[[list[list[int]]], Iterator[Any]]  # from the indices of an epoch's micro-batches to their batches
+Steps = Iterator[tuple[int, torch.Tensor]]  # the number of each step that is done, and its mean loss
 
 
 def batched(data: Dataset) -> Fetch:
@@ -331,8 +315,7 @@ def epochs(samples: int) -> Iterator[list[list[int]]]:
     """Each epoch's micro-batches: trainapp's sample order, full steps only."""
     for epoch in itertools.count():
         order = Permutation(0, samples).indices(epoch, 0, samples)
-        whole = samples - samples % GLOBAL
-        yield [order[start : start + MICRO] for start in range(0, whole, MICRO)]
+        yield [order[start : start + MICRO] for start in range(0, samples - samples % GLOBAL, MICRO)]
 
 
 def cosine(step: int, total: int) -> float:
@@ -340,72 +323,45 @@ def cosine(step: int, total: int) -> float:
     return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
-def hand_written(
-    case: Case,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    fetch: Fetch,
-    epochs: Iterator[list[list[int]]],
-    total: int,
-    log_every: int,
-    losses: dict[int, float],
-) -> Iterator[None]:
-    """A loop written for this one run; yields after each step."""
-    step = 0
+def hand_written(case: Case, model: nn.Module, optimizer: Optimizer, batches: Iterator[Any], total: int) -> Steps:
+    """A loop written for this one run."""
     parameters, loss_of, count = list(model.parameters()), case.loss, GLOBAL * case.counted
-    for parts in epochs:
-        batches = fetch(parts)
-        for _ in range(len(parts) // 2):
-            loss_sum = 0.0
-            for batch in itertools.islice(batches, 2):
-                loss = loss_of(model, batch)
-                (loss / count).backward()
-                loss_sum += loss.detach()
-            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-            for group in optimizer.param_groups:
-                group["lr"] = cosine(step, total)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            if step % log_every == 0:
-                losses[step] = float(loss_sum) / count
-            yield
+    for step in range(total):
+        loss_sum = 0.0
+        for batch in itertools.islice(batches, 2):
+            loss = loss_of(model, batch) / count
+            loss.backward()
+            loss_sum += loss.detach()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(step, total)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield step + 1, loss_sum
 
 
-def with_accelerate(
-    case: Case,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    fetch: Fetch,
-    epochs: Iterator[list[list[int]]],
-    total: int,
-    log_every: int,
-    losses: dict[int, float],
-) -> Iterator[None]:
+def with_accelerate(case: Case, model: nn.Module, optimizer: Optimizer, batches: Iterator[Any], total: int) -> Steps:
     """The same with Accelerate's gradient accumulation, as in its guide."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=case.device == "cpu", gradient_accumulation_steps=GLOBAL // MICRO)
     model, optimizer = accelerator.prepare(model, optimizer)
     step, loss_sum = 0, 0.0
-    for parts in epochs:
-        for batch in fetch(parts):
-            with accelerator.accumulate(model):
-                loss = case.loss(model, batch) / (MICRO * case.counted)  # divided by 2 in backward
-                accelerator.backward(loss)
-                loss_sum += loss.detach()
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
-                    for group in optimizer.param_groups:
-                        group["lr"] = cosine(step, total)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = case.loss(model, batch) / (MICRO * case.counted)  # divided by 2 in backward
+            accelerator.backward(loss)
+            loss_sum += loss.detach()
             if accelerator.sync_gradients:
-                step += 1
-                if step % log_every == 0:
-                    losses[step] = float(loss_sum) / 2
-                loss_sum = 0.0
-                yield
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                for group in optimizer.param_groups:
+                    group["lr"] = cosine(step, total)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if accelerator.sync_gradients:
+            step += 1
+            yield step, loss_sum / 2
+            loss_sum = 0.0
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ within 1%; of --foreign, models that are not trainapp's own, if fewer than 90% a
 margin.
 """
 
-import argparse
 import concurrent.futures
 import functools
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import _foreign
-from _common import machine, table
+from _common import machine, options_of, table, write
 
 BASE = (
     "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=null",
@@ -110,10 +107,9 @@ def measured(overrides: tuple[str, ...], micro_size: int) -> int:
 
 def main() -> None:
     """Print one row per family, and one per configuration that is not exact."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--foreign", action="store_true", help="models that are not trainapp's own")
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
     options = parser.parse_args()
     found = []
     pool = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
@@ -128,11 +124,9 @@ def main() -> None:
                 print(f"\r{len(found)}", end="", file=sys.stderr)
     print(machine())
     print(report(found))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    if options.foreign:
-        sys.exit(int(not foreign_is_good(found)))
-    sys.exit(int(sum(one["error"] <= 0.01 for one in found) < 0.95 * len(found)))
+    write(options.json, found)
+    near = sum(one["error"] <= 0.01 for one in found)
+    sys.exit(int(not (foreign_is_good(found) if options.foreign else near >= 0.95 * len(found))))
 
 
 def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], peak: int) -> dict:
@@ -142,7 +136,6 @@ def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], pea
         "family": family,
         "overrides": overrides,
         "method": facts["method"],
-        "notes": "; ".join(facts["notes"]),
         "planned": facts["peak_bytes"],
         "measured": peak,
         "is_exact": facts["peak_bytes"] == peak,

@@ -6,10 +6,8 @@ Every run has the same data, initial weights and rate. `rounded to nearest` is n
 `precision=bf16_pure` would be without rounding by chance. The final loss is the mean over the last fifth of the steps.
 """
 
-import argparse
 import contextlib
 import io
-import json
 import logging
 import statistics
 import tempfile
@@ -17,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from _common import table
+from _common import options_of, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainapp.config import compose
+from trainapp.files import json_lines
 from trainapp.run import runner
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs/images/precision_curves.png"
@@ -46,7 +45,7 @@ RUNS = {
 
 def main() -> None:
     """Trains every run, prints a table and draws."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, writes_json=False)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--to", type=Path, default=PICTURE)
@@ -63,7 +62,7 @@ def losses(name: str, steps: int, width: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         with to_nearest() if name == NEAREST else contextlib.nullcontext():
             runner.run(compose.from_command_line(overrides, folder))
-        return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in json_lines(Path(folder, "metrics.jsonl"))]
 
 
 @contextlib.contextmanager

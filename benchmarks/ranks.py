@@ -11,7 +11,6 @@ cost of a vote in a CPU step says little about a GPU step.
 import argparse
 import contextlib
 import copy
-import json
 import math
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _common import machine, quartiles, table
+from _common import machine, options_of, quartiles, ratios, table, write
 
 SAMPLES, MICRO = 16, 4  # samples per step over all ranks; per micro-batch
 LEARNING_RATE, CLIP = 1e-3, 1.0
@@ -33,12 +32,11 @@ VOTES = "trainapp, votes"
 
 def main() -> None:
     """Print one table per strategy."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=25, help="steps per loop and round")
     parser.add_argument("--width", type=int, default=128, help="width of the GPT")
-    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
     print(f"{machine()}; {options.ranks} ranks over gloo, one thread each")
     found: dict[str, Any] = {}
@@ -46,16 +44,14 @@ def main() -> None:
         found[strategy] = measure(strategy, options)
         print(f"\n{strategy}: GPT, 4 blocks of width {options.width}, {options.rounds} rounds of {options.steps} steps")
         print(report(found[strategy]))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options.json, found)
 
 
 def report(seconds: dict[str, list[float]]) -> str:
     """One row per loop, the hand-written one first."""
-    reference, *_ = seconds.values()
     rows = []
     for name, own in seconds.items():
-        low, middle, high = quartiles([one / other for one, other in zip(reference, own, strict=True)])
+        low, middle, high = quartiles(ratios(seconds, name))
         rows.append([name, f"{1000 * quartiles(own)[1]:.2f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}"])
     return table(["loop", "ms/step", "vs hand-written", "quartiles"], rows)
 

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from _common import machine, quartiles, table
+from _common import machine, options_of, quartiles, table, write
 
 MOST_LISTED = 5 * 10**7
 STEPS = 2000
@@ -30,10 +29,9 @@ RUN = (
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**3, 10**5, 10**7, 10**9], help="samples")
     parser.add_argument("--runs", type=int, default=3, help="repetitions; the tables have medians")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("--child", choices=("order", "list"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -53,8 +51,7 @@ def main() -> None:
     rows = [[f"{size:.0e}", *(f"{median(found, name):.4g}" for name in ("seconds", "memory"))]
             for size, found in whole.items()]  # fmt: skip
     print(table(["a run of 3 steps, samples", "seconds", "peak MiB"], rows))
-    if options.json:
-        options.json.write_text(json.dumps({"orders": orders, "lists": lists, "runs": whole}, indent=1) + "\n")
+    write(options.json, {"orders": orders, "lists": lists, "runs": whole})
 
 
 def median(found: list[dict[str, float]], name: str) -> float:

@@ -11,7 +11,6 @@ undisturbed run bit for bit, and the log must hold every step exactly once: then
 """
 
 import argparse
-import json
 import random
 import signal
 import subprocess
@@ -21,7 +20,10 @@ import time
 from pathlib import Path
 
 import psutil
+from _common import options_of
 from safetensors.torch import load_file
+
+from trainapp.files import json_lines, json_object
 
 JOB = [
     "model=gpt", "data=synthetic_tokens", "model.depth=2", "model.width=32", "model.dropout=0.1", "train.device=cpu",
@@ -82,7 +84,7 @@ def stop(run: Path, settings: list[str], options: argparse.Namespace, generator:
     status = status if status >= 0 else 128 - status  # as in a shell
     seconds = time.monotonic() - sent
     was_heard = f"{number.name}: ".encode() in output.read_bytes()[begins:]
-    stopped = (json.loads(result.read_text()).get("stopped") if was_heard and result.exists() else None) or {}
+    stopped = (json_object(result).get("stopped") if was_heard else None) or {}
     saved = max((int(path.parent.name[-8:]) for path in run.glob("checkpoints/step_*/manifest.json")), default=0)
     lost = max((line["step"] for line in lines(run, "metrics")), default=0) - saved
     statuses = {75} if was_heard and saved else {75, 128 + number} if saved else {128 + number}
@@ -110,13 +112,12 @@ def exported(run: Path, folder: Path) -> dict:
 
 def lines(run: Path, name: str) -> list[dict]:
     """The lines of a run's metrics or evaluations."""
-    path = run / f"{name}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return json_lines(run / f"{name}.jsonl")
 
 
 def main() -> None:
     """Print the outcome; exit with 1 if anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, writes_json=False)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--signals", type=int, default=0, help="stop the run this many times instead")
     parser.add_argument("--steps", type=int, help="default: 80 per kill; about 50 run between two. 2 per signal")

@@ -7,8 +7,6 @@ runs one step. Times are from the start of the process to the line it prints; th
 breaks the difference down, from one run of each with `-X importtime`, which makes imports a little slower.
 """
 
-import argparse
-import json
 import os
 import re
 import subprocess
@@ -19,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from _common import machine, quartiles, table
+from _common import machine, options_of, quartiles, table, write
 
 APP = ("-m", "trainapp")
 # every.log=1: the first step ends with the line that `until` waits for.
@@ -36,36 +34,34 @@ nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
 print("step 1", flush=True)
 """
-LIGHT_LIMIT, DIFFERENCE_LIMIT = 1.0, 1.0  # seconds
 
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--runs", type=int, default=7, help="runs per command, after one that warms the disk cache")
-    parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     options = parser.parse_args()
     print(f"{machine()}; median of {options.runs} run(s)\n")
     with tempfile.TemporaryDirectory() as folder:
         light = {"--help": (*APP, "--help"), "--cfg job": (*APP, "--cfg", "job")}
         seconds = measure({name: (command, None) for name, command in light.items()}, options.runs, folder)
-        rows = [
-            [f"trainapp {name}", f"{quartiles(seconds[name])[1]:.2f}", imports_torch(command, folder)]
-            for name, command in light.items()
-        ]
+        rows = []
+        for name, command in light.items():
+            imported = import_times(command, None, folder)[1]
+            found = f"{quartiles(seconds[name])[1]:.2f}"
+            rows.append([f"trainapp {name}", found, "yes" if "torch" in imported else "no"])
         print(table(["command", "seconds", "imports torch"], rows))
-        print(f"target: at most {LIGHT_LIMIT:.0f} s, without torch\n")
+        print("target: at most 1 s, without torch\n")
         first = {"bare script": (("-c", BARE), "step 1"), "trainapp model=mlp": ((*APP, *FIRST_STEP), "step 1/")}
         walls = measure(first, options.runs, folder)
         bare, app = walls.values()
         walls["difference"] = [slow - fast for slow, fast in zip(app, bare, strict=True)]
         rows = [[name, *(f"{value:.2f}" for value in quartiles(found))] for name, found in walls.items()]
         print(table(["until the first step ends, s", "lower quartile", "median", "upper quartile"], rows))
-        print(f"target: a difference of at most {DIFFERENCE_LIMIT:.0f} s\n")
+        print("target: a difference of at most 1 s\n")
         seconds |= walls
         print(table(["part of the difference", "ms"], breakdown(folder)))
-    if options.json:
-        options.json.write_text(json.dumps(seconds, indent=1) + "\n")
+    write(options.json, seconds)
 
 
 def measure(commands: dict[str, tuple[Sequence[str], str | None]], runs: int, folder: str) -> dict[str, list[float]]:
@@ -115,11 +111,6 @@ def import_times(command: Sequence[str], line: str | None, folder: str) -> tuple
     elapsed, printed = until(("-X", "importtime", *command), line, folder)
     found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", printed, re.MULTILINE)
     return elapsed, {name: int(microseconds) / 1e6 for microseconds, name in found}
-
-
-def imports_torch(command: Sequence[str], folder: str) -> str:
-    """Whether the command imports torch: "yes" or "no"."""
-    return "yes" if "torch" in import_times(command, None, folder)[1] else "no"
 
 
 def breakdown(folder: str) -> list[list[str]]:

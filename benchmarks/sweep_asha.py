@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _common import machine, table
+from _common import machine, options_of, table
 
 IMAGES = 360  # in the validation split
 SPACE = (
@@ -35,7 +35,7 @@ def swept(folder: Path, options: argparse.Namespace, seed: int, pruner: str) -> 
 
 def main() -> None:
     """Print a row per seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, writes_json=False)
     parser.add_argument("--trials", type=int, default=27, help="configurations per sweep")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--parallel", type=int, default=2, help="jobs at a time")

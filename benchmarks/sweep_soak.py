@@ -7,8 +7,6 @@ once; then `trainapp continue` follows. At the end configurations, losses and ev
 and no trial may be missing or have run to its end twice.
 """
 
-import argparse
-import json
 import random
 import subprocess
 import sys
@@ -19,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _common import machine
+from _common import machine, options_of
+
+from trainapp.files import json_lines
 
 JOB = (
     *("model=mlp", "model.width=8", "train.device=cpu", "tracker=[]", "train.max_epochs=null", "train.max_steps=300"),
@@ -58,25 +58,20 @@ def jobs_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def outcome(folder: Path) -> dict[str, Any]:
     """What a sweep has ended with: by trial its values, state, losses and evaluations."""
-    journal, found = lines(folder / "sweep.jsonl"), {}
+    journal, found = json_lines(folder / "sweep.jsonl"), {}
     states = {line["number"]: line["state"] for line in journal if line["event"] == "end"}
     for line in (own for own in journal if own["event"] == "trial"):
         run = folder / str(line["number"])
-        losses = [own["loss"] for own in lines(run / "metrics.jsonl")]
-        found[str(line["values"])] = (states[line["number"]], losses, lines(run / "evaluations.jsonl"))
+        losses = [own["loss"] for own in json_lines(run / "metrics.jsonl")]
+        found[str(line["values"])] = (states[line["number"]], losses, json_lines(run / "evaluations.jsonl"))
     return found
 
 
 def main() -> None:
     """Print what was killed, and whether the sweep ended as the undisturbed one. Exit status 1 if not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, writes_json=False)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", choices=SWEEPS, default="grid")
@@ -102,7 +97,7 @@ def main() -> None:
         while status == 75:  # killed jobs are to be continued
             status = start("continue", str(folder)).wait()
         same = outcome(folder) == outcome(undisturbed)
-        ends = Counter(own["number"] for own in lines(folder / "sweep.jsonl") if own.get("state") == "finished")
+        ends = Counter(own["number"] for own in json_lines(folder / "sweep.jsonl") if own.get("state") == "finished")
     print(f"{options.sweep}: {dict(killed)}; {machine()}")
     print(f"status {status}; {len(ends)} finished, {sum(ends.values()) - len(ends)} twice; as undisturbed: {same}")
     sys.exit(int(not same or status != 0 or max(ends.values()) > 1))
