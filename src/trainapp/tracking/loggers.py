@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from trainapp.files import atomic_write, json_lines
+from trainapp.files import atomic_write, json_lines, json_object
 from trainapp.validation import Str
 
 LONGEST, MOST = 500, 100  # characters per MLflow parameter, parameters per request: limits of servers
@@ -135,15 +135,10 @@ class Csv(Logger):
                     writer.writerows(rows)
 
 
-def remembered(run_dir: Path, name: str) -> dict[str, Any]:
-    """A logger's values for a resume, such as a service's run id. Empty if there are none."""
-    return next(iter(json_lines(run_dir / "trackers" / f"{name}.json")), {})
-
-
-def remember(run_dir: Path, name: str, **values: str) -> None:
-    """Write a logger's values for a resume to a file in the run directory. Raises OSError."""
-    (run_dir / "trackers").mkdir(exist_ok=True)
-    with atomic_write(run_dir / "trackers" / f"{name}.json") as file:
+def remember(path: Path, **values: str) -> None:
+    """Write a logger's values for a resume, such as a service's run id. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as file:
         json.dump(values, file)
 
 
@@ -167,8 +162,9 @@ class Wandb(Logger):
         import wandb  # late: an extra, and a second
 
         self._wandb: Any = wandb
-        run_id = remembered(start.run_dir, "wandb").get("id") or uuid.uuid4().hex[:12]
-        remember(start.run_dir, "wandb", id=run_id)
+        memory = start.run_dir / "trackers/wandb.json"
+        run_id = json_object(memory).get("id") or uuid.uuid4().hex[:12]
+        remember(memory, id=run_id)
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -219,9 +215,9 @@ class Trackio(Logger):
         import trackio  # late: an extra, and a second
 
         self._trackio: Any = trackio
-        known = remembered(start.run_dir, "trackio").get("run")
-        name = known or f"{self.name or start.run_dir.name}-{uuid.uuid4().hex[:6]}"
-        remember(start.run_dir, "trackio", run=name)
+        memory = start.run_dir / "trackers/trackio.json"
+        name = json_object(memory).get("run") or f"{self.name or start.run_dir.name}-{uuid.uuid4().hex[:6]}"
+        remember(memory, run=name)
         with contextlib.redirect_stdout(sys.stderr):  # it prints how to see the run
             self._run = trackio.init(
                 self.project,
@@ -271,7 +267,8 @@ class Mlflow(Logger):
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3
         self._client = MlflowClient(tracking_uri=uri)
-        known = remembered(start.run_dir, "mlflow")
+        memory = start.run_dir / "trackers/mlflow.json"
+        known = json_object(memory)
         if known.get("uri") == uri:
             self._id = str(known["id"])
             self._client.update_run(self._id, status="RUNNING")
@@ -279,7 +276,7 @@ class Mlflow(Logger):
         found = self._client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
         self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
-        remember(start.run_dir, "mlflow", uri=uri, id=self._id)
+        remember(memory, uri=uri, id=self._id)
         # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
         self._send("params", [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()])
 
