@@ -138,7 +138,7 @@ def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
     own, saved = ModelState(model), values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
-        tensors = {"model": own.tensors(saved, sizes), "buffers": own.buffers(sizes)}
+        tensors = {"model": own.tensors(saved), "buffers": own.buffers(sizes)}
     shards.read(tensors, path, None)
     with misfits_named(path):
         own.load_values(saved)

@@ -73,19 +73,16 @@ class ModelState:
             "written": sorted({name for names in ranks.all_gather_object(written) for name in names}),
         }
 
-    def tensors(self, values: dict[str, Any], saved: Sizes | None = None) -> dict[str, Tensor]:
+    def tensors(self, values: dict[str, Any]) -> dict[str, Tensor]:
         """The dense tensors of the state dict. A tensor with several names, such as a tied weight, has the first.
 
-        values: the `values` saved with them. saved: the tensors of a checkpoint that is to be read. Excludes everything
-        that is `left_out` now or was then, and the frozen base of a model with adapters, except what is `written` or
-        `saved` (earlier versions saved tied weights of the base).
+        values: the `values` saved with them. Excludes everything that is `left_out` now or was then, and the frozen
+        base of a model with adapters, except what is `written`.
         """
         base = self._frozen.difference(values["written"])
         seen = {id(own) for name, own in self.model.named_parameters() if name in base}
         tensors, left_out = {}, {*self.left_out(), *values["left_out"]}
         for name, value in self._entries():
-            if f"model.{name}" in (saved or ()):
-                seen.discard(id(value))
             if _is_dense(value) and id(value) not in seen and name not in left_out:
                 seen.add(id(value))
                 tensors[name] = value.detach()

@@ -115,7 +115,7 @@ class TrainState:
         """
         of_model = values["model_values"] if values else self.model_state.values(SingleRank())
         tensors = {
-            "model": self.model_state.tensors(of_model, sizes),
+            "model": self.model_state.tensors(of_model),
             "buffers": self.model_state.buffers(sizes),
             "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
         }
