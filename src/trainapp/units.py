@@ -3,8 +3,9 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trainapp.errors import UserError
 
@@ -107,6 +108,16 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested dicts by dotted name. An empty dict is a value."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:

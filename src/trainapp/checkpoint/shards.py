@@ -7,7 +7,6 @@ requested, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterator
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainapp.errors import UserError
-from trainapp.units import listed
+from trainapp.units import flat, listed
 
 METADATA = ".metadata"
 _METADATA_CLASSES = (
@@ -106,7 +105,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
     For each part of `tensors` (its outermost keys) the checkpoint must hold exactly the same names and shapes, except
     `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in _flat(tensors)}
+    own = {name: tuple(tensor.shape) for name, tensor in flat(_filled(tensors))}
     saved = {name: tuple(size) for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
     lacking = own.keys() - saved.keys() | {name for name in saved.keys() - own.keys() if name[:8] != "buffers."}
     others = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
@@ -137,11 +136,3 @@ def _filled(values: dict[str, Any]) -> dict[str, Any]:
     """The values without empty dicts, which torch would pickle."""
     inner = {name: _filled(value) if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in inner.items() if not (isinstance(value, dict) and not value)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from trainapp.files import atomic_write, json_lines, json_object
+from trainapp.units import flat
 from trainapp.validation import Str
 
 LONGEST, MOST = 500, 100  # characters per MLflow parameter, parameters per request: limits of servers
@@ -278,7 +279,7 @@ class Mlflow(Logger):
         self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
         remember(memory, uri=uri, id=self._id)
         # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
-        self._send("params", [Param(name, str(value)[:LONGEST]) for name, value in flattened(start.config).items()])
+        self._send("params", [Param(name, str(value)[:LONGEST]) for name, value in flat(start.config)])
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -299,12 +300,3 @@ class Mlflow(Logger):
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        found |= flattened(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return found
