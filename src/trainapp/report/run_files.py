@@ -9,7 +9,7 @@ import math
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from trainapp.files import each_json_line, json_object
+from trainapp.units import flat
 
 CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "callbacks.jsonl"}
 MOST, POINTS = 2000, 24_000  # points per curve, and of all curves of a page, which take about 20 bytes each
@@ -105,7 +106,7 @@ def read(folder: Path) -> dict[str, Any]:
         "ooms": [{name: own.get(name) for name in _OF_OOM} for own in _oom_reports(folder / "oom")],
         "notes": notes,
         "overrides": [str(text)[:CHARACTERS] for text in overrides],
-        "settings": dict(_flat(_yaml(folder / ".hydra/config.yaml") or {})),
+        "settings": {name: _typed(value) for name, value in flat(_yaml(folder / ".hydra/config.yaml") or {})},
         "command": started.get("arguments"),
         "environment": {name: value for name, value in started.items() if name != "arguments"},
     }
@@ -161,11 +162,6 @@ def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
     return headline, notes
 
 
-def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as `section.key`, with each value as it would be typed."""
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            yield f"{prefix}{name}", text[:CHARACTERS]
+def _typed(value: Any) -> str:
+    """The value of a setting as it would be typed."""
+    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:CHARACTERS]
