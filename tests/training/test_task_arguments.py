@@ -31,6 +31,10 @@ class Scaled:
         return scaled(model, batch, self.scale, self.shift)
 
 
+class Silent:
+    """No task: it cannot be called."""
+
+
 halved = functools.partial(scaled, scale=0.5)
 
 
@@ -75,6 +79,7 @@ def test_another_argument_of_the_task_is_another_experiment(tmp_path):
         ("{_target_: test_task_arguments.scaled, scal: 1}", r"task.scal: no such setting; did you mean 'scale'"),
         ("{_target_: test_task_arguments.scaled}", r"task.scale: required"),
         ("{_target_: test_task_arguments.Scaled, scale: [1]}", r"task\.scale=\[1\]: .*number"),
+        ("test_task_arguments.Silent", "an instance of Silent cannot be called"),
         ("{_target_: auto, scale: 1}", r"task.scale: no such setting"),
     ],
 )

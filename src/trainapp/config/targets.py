@@ -136,7 +136,12 @@ def function_of(
     `arguments` for its other parameters. Raises UserError as `construct` does.
     """
     if inspect.isclass(target):
-        return construct(target, arguments, setting, user_packages, provided)
+        built = construct(target, arguments, setting, user_packages, provided)
+        if not callable(built):
+            raise UserError(
+                f"{setting}: an instance of {target.__name__} cannot be called; give it a method `__call__`"
+            )
+        return built
     given = dict.fromkeys(list(parameters_of(target))[:leading])
     options = _arguments_of(target, arguments, setting, user_packages, (provided or {}) | given)
     options = {name: value for name, value in options.items() if name not in given}
