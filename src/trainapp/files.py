@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,21 @@ PACKAGE = Path(__file__).parent
 CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
 
 
+CALLER = "TRAINAPP_CALLER"  # the variable with the directory in which a command was given, if the run has another
+
+
 def cache_directory(setting: str | None = None) -> Path:
     """`setting`, or $TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
     if chosen := setting or os.environ.get("TRAINAPP_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "trainapp"
+
+
+def shown(path: Path) -> str:
+    """The path as a user would type it, quoted."""
+    start = Path(os.environ.get(CALLER) or Path.cwd())
+    return shlex.quote(os.path.relpath(path, start) if path.is_relative_to(start) else str(path))
 
 
 @contextlib.contextmanager

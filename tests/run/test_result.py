@@ -10,6 +10,7 @@ import runs
 from test_files import strict
 
 from trainapp.run.result import result_of
+from trainapp.training import loop
 
 MLP = (*runs.MODELS["mlp"], "model.depth=2", "train.max_steps=1")  # 64 x 16 + 16 parameters, and 16 x 10 + 10
 
@@ -33,6 +34,16 @@ def test_a_part_is_trained(tmp_path, caplog, overrides, said):
     assert trained_parts(caplog, tmp_path / "run", *MLP, *overrides) == said
     evaluated = (*MLP, *overrides, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
     assert trained_parts(caplog, tmp_path / "eval", *evaluated) == []
+
+
+def test_seconds_are_of_all_processes_of_a_run(tmp_path):
+    first = runs.prepare(tmp_path, *MLP, "every.save=1")
+    first.meter.began -= 3600
+    loop.train(first)
+    first.close()
+    second = runs.prepare(tmp_path, *MLP, "train.max_steps=2")
+    second.close()
+    assert 3600 < result_of(second).seconds < 3700
 
 
 WITHOUT_STEPS = ("throughput", "peak memory", "micro-batch")
@@ -92,7 +103,7 @@ def test_infinity_is_not_the_best(tmp_path):
 def test_the_last_one_is_nan(tmp_path):
     run = runs.closed(tmp_path, *EVALUATED, "task=own_tasks.InfOnce", "objective=max ratio")
     run.state.progress.best, run.state.progress.objective = 0.5, -math.inf
-    assert result_of(run, 1.0).objective_note == "-inf at the last evaluation"
+    assert result_of(run).objective_note == "-inf at the last evaluation"
 
 
 def test_a_logged_value(tmp_path):

@@ -29,7 +29,7 @@ SPACE = Space(
 def journal(tmp_path):
     """A sweep of three trials: two seeds, and one that has failed."""
     own = Journal(tmp_path)
-    own.add("sweep", asked=SPACE.to_dict(), command=[], cwd="/", started="2026-01-01T00:00:00")
+    own.add("sweep", asked=SPACE.to_dict() | {"sampler": "grid"}, command=[], cwd="/", started="2026-01-01T00:00:00")
     values = [("4", "a" * 30, "0"), ("4", "a" * 30, "1"), ("8", "b" * 30, "0")]
     for number, best in enumerate((0.25, 0.75, None)):
         folder = tmp_path / str(number)
@@ -52,6 +52,7 @@ def test_the_table_fits_and_ranks_and_averages(journal, tmp_path, capsys, monkey
     assert ranks[:3] == [["1", "1", "0.75"], ["2", "0", "0.25"], ["-", "2", "-"]]
     assert "0,1  0.5 ± 0.35" in out
     assert "2: TypeError: no" in out
+    assert "5 jobs have not begun: model.width=4 optimizer" in out
     with open(tmp_path / "leaderboard.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["optimizer.very.long_name"] for line in lines] == ["a" * 30, "a" * 30, "b" * 30]
@@ -70,6 +71,8 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     (tmp_path / "2/metrics.jsonl").write_text('{"step": 3}\n{"step": 5')
     (tmp_path / "2/evaluations.jsonl").write_text('{"step": 3, "accuracy": 0.9}\n')
     assert rows.of_sweep(journal)[2].state == "interrupted"
+    with launch.locked(str(tmp_path)):  # by its sweep: the job is starting, or ending
+        assert rows.of_sweep(journal)[2].state == "running"
     with launch.locked(str(tmp_path / "2")):
         found = rows.of_sweep(journal)
     assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
@@ -83,10 +86,9 @@ def test_repetitions_are_not_seeds(tmp_path):
     found = rows.over_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
     assert [own.spread for own in found] == [None, None, 0.0]
     assert rows.over_seeds([row("0", "4"), row("0", "4")]) == []
-    short, long = row("0", "4"), row("1", "4")
-    short.facts, long.facts = ({**FACTS, "ended": f"train.max_steps={steps}"} for steps in (8, 16))
-    (one,) = rows.over_seeds([short, long])
-    assert (one.state, one.is_whole) == ("finished, other lengths", False)
+    left = rows.Row("", tmp_path, {"train.seed": "2", "width": "4"}, rows.NOT_BEGUN)
+    (one,) = rows.over_seeds([row("0", "4"), row("1", "4"), left])
+    assert (one.state, one.is_whole) == ("finished, not begun", False)
 
 
 def test_a_folder_without_runs(tmp_path):

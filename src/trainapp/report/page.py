@@ -137,7 +137,11 @@ def _sections(runs: Sequence[Mapping[str, Any]]) -> Iterable[Section]:
 def _runs_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     facts = [_facts(run) for run in runs]
     rows = [
-        [{"text": run["name"], "color": number}, run["state"], *(value for _, value, _ in own)]
+        [
+            {"text": run["name"], "color": number},
+            run["state"],
+            *(f"{value} ({note})" if note.startswith("best") else value for _, value, note in own),
+        ]
         for number, (run, own) in enumerate(zip(runs, facts, strict=True))
     ]
     return _table(["run", "state", *(name for name, _, _ in facts[0])], rows)
@@ -179,7 +183,7 @@ def number_text(value: float | None) -> str:
     """`1,234` or `0.1234`; UNKNOWN for None, as below."""
     if value is None:
         return UNKNOWN
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def memory_text(value: float | None) -> str:

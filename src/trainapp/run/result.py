@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
-from trainapp.files import atomic_write, strict_json
+from trainapp.files import atomic_write, shown, strict_json
 from trainapp.report import page
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
@@ -45,7 +44,7 @@ class Result:
     peak_memory_bytes: int
     peak_reserved_bytes: int  # including the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
-    seconds: float
+    seconds: float  # over all its processes
     checkpoint: str | None
     draws: str | None  # `train.draws`; None: the forwards have drawn nothing
     depends_on_micro_batch: list[str]  # what is known to: another size would give another result
@@ -54,7 +53,7 @@ class Result:
     ended: str | None  # why: the setting of its length, the reason it stopped, or the signal; None: nothing trained
 
 
-def result_of(session: Session, seconds: float) -> Result:
+def result_of(session: Session) -> Result:
     """The run's result. Collective: call on every rank."""
     progress, size = session.state.progress, session.sizes.train.size
     of_memory = session.memory.peak, session.memory.peak_reserved
@@ -78,7 +77,7 @@ def result_of(session: Session, seconds: float) -> Result:
         peak_memory_bytes=max(peak for peak, _, _ in by_rank),
         peak_reserved_bytes=max(reserved for _, reserved, _ in by_rank),
         samples_per_second=session.meter.samples_per_second(),
-        seconds=seconds,
+        seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
         draws=("per_sample" if session.engine.draws_by_sample else "device") if session.engine.ledger.draws else None,
         depends_on_micro_batch=list(session.engine.ledger.depends.values()),
@@ -214,9 +213,9 @@ def print_summary(session: Session, result: Result) -> None:
         rows += [("OOM restarts", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
     if config.mode == "train" and (result.run_dir / page.NAME).exists():
-        rows.append(("page", os.path.join(os.path.relpath(config.run_dir), page.NAME)))
+        rows.append(("page", shown(result.run_dir / page.NAME)))
     if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
-        rows.append(("TensorBoard", f"tensorboard --logdir {os.path.relpath(config.run_dir)}"))
+        rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
 

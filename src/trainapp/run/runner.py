@@ -43,6 +43,7 @@ class CarriedOver:
     config: Config  # names the checkpoint to start from
     restart: dict[str, Any]  # micro-batch sizes and the number of recoveries
     memory: DeviceMemory  # limit and counters
+    began: float  # see `Meter`
     written: list[str]  # parameters that the forward writes: see `Snapshot`
     first: dict[str, Any] = field(default_factory=dict)  # states of the tasks when the run began
 
@@ -60,21 +61,21 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
         while isinstance(ended, CarriedOver):
             stop.at_work = AtWork
             ended.memory.release()  # before the new model is built
-            ended = _run_session(ended.config, stop, ranks, started, ended)
+            ended = _run_session(ended.config, stop, ranks, ended.began, ended)
     if stop.agreed:
         stop.leave(stop.agreed)
     return ended
 
 
 def _run_session(
-    config: Config, stop: StopRequest, ranks: Ranks, started: float, carried: CarriedOver | None = None
+    config: Config, stop: StopRequest, ranks: Ranks, began: float, carried: CarriedOver | None = None
 ) -> Result | CarriedOver:
     """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
 
-    started: `time.monotonic()` at the start of the first attempt.
+    began: see `prepare`.
     """
     with recovery.out_of_memory_named(config, ranks):
-        current = prepare(config, stop, ranks, carried)
+        current = prepare(config, stop, ranks, carried, began)
     on_cpu = current.state.device.type == "cpu"
     guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
     stop.at_work = current.at_work
@@ -96,14 +97,19 @@ def _run_session(
         except Exception as error:
             add_note(error, f"at step {current.state.progress.step + 1}")
             raise
-    result = result_of(current, time.monotonic() - started)
+    result = result_of(current)
     if ranks.is_rank_zero:
         report(current, result)
     return result
 
 
-def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Session:
-    """A session ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
+def prepare(
+    config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None, began: float | None = None
+) -> Session:
+    """A session ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open.
+
+    began: `time.monotonic()` when this process began the run; None: now.
+    """
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
     path = answered_by_rank_zero(ranks, lambda: resume.origin(config, has_restarted))
     if path is not None:
@@ -120,6 +126,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
     session.sizes = initial_sizes(session, restart, saved)
+    session.meter.began = began or session.meter.began
+    if carried is None:  # seconds of earlier processes
+        session.meter.began -= (saved or {}).get("seconds", 0.0)
     hooks.try_metrics(session)
     build.start_tracking(session)
     if config.mode == "train" and ranks.is_rank_zero:
@@ -202,5 +211,6 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
         config=dataclasses.replace(config, checkpointing=checkpointing),
         restart={n: own for n, own in session.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
         memory=session.memory,
+        began=session.meter.began,
         written=session.snapshot.written,
     )

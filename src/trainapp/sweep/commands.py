@@ -13,9 +13,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from trainapp.config.command_line import override, with_changes
+from trainapp.config.command_line import command, override, with_changes
 from trainapp.errors import UserError
-from trainapp.files import json_object
+from trainapp.files import CALLER, json_object
 from trainapp.launch.launch import COMMAND
 from trainapp.new import project
 from trainapp.report import page
@@ -45,18 +45,23 @@ def rerun(arguments: Sequence[str]) -> list[str]:
     own = _of_run("rerun", _folder("rerun", arguments))
     changes = [text.partition("=") for text in arguments[1:]]
     folders = ("hydra.run.dir", "hydra.sweep.dir")
-    return _entered(*own, [override(n, str(Path(v).resolve())) if n in folders else n + s + v for n, s, v in changes])
+    given = _entered(*own, [override(n, str(Path(v).resolve())) if n in folders else n + s + v for n, s, v in changes])
+    print(f"in {own[1]}: {command(given)}", flush=True)
+    return given
 
 
 def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
     """The arguments that started a run, and its working directory."""
     if not (facts := json_object(folder / COMMAND)):
-        raise UserError(f"trainapp {name} {folder}: neither a sweep nor a run of the command line was started here")
+        neither = "neither a sweep nor a run of the command line was started here"
+        why = "a sweep is here; name one of its jobs" if (folder / NAME).exists() else neither
+        raise UserError(f"trainapp {name} {folder}: {why}")
     return facts["arguments"], facts["cwd"]
 
 
 def _entered(given: Sequence[str], cwd: str, changes: Sequence[str]) -> list[str]:
     """Go to the working directory. The arguments, with changes."""
+    os.environ.setdefault(CALLER, os.getcwd())
     try:
         os.chdir(cwd)
     except OSError as error:

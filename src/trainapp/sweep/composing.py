@@ -2,8 +2,6 @@
 
 import itertools
 import multiprocessing
-import os
-import shlex
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +23,6 @@ from trainapp.errors import UserError
 from trainapp.sweep.space import Space, Values
 from trainapp.units import listed
 
-START = Path.cwd()  # the caller's: `trainapp continue` goes to the directory in which the sweep was started
 CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
 # Hydra's own overrides that are about the sweep.
 _OF_THE_SWEEP = (
@@ -148,8 +145,3 @@ def _resolved_by(config: DictConfig) -> Iterator[None]:
         yield
     finally:
         HydraConfig.instance().cfg = before
-
-
-def shown(path: Path) -> str:
-    """The path as a user would type it, quoted."""
-    return shlex.quote(os.path.relpath(path, START) if path.is_relative_to(START) else str(path))

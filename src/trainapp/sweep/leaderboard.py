@@ -17,15 +17,14 @@ from typing import Any
 
 import yaml
 
-from trainapp.files import atomic_write, json_object
+from trainapp.files import atomic_write, json_object, shown
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
 from trainapp.report.page import UNKNOWN, memory_text, number_text, seconds_text
 from trainapp.sweep import samplers
-from trainapp.sweep.composing import shown
 from trainapp.sweep.jobs import PLAN
 from trainapp.sweep.journal import FACTS, NAME, Journal
-from trainapp.sweep.rows import SEED, Row, common_goal, found_in, over_seeds, ranked
+from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, common_goal, found_in, over_seeds, ranked
 from trainapp.units import listed
 
 TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
@@ -41,16 +40,19 @@ def show(folder: Path) -> None:
     found = found_in(folder)
     if plans := [row for row in found if (row.folder / PLAN).exists()]:
         _print(["job", "peak", "method", "largest micro-batch", "settings", "best plan, or reason"], _plans(plans))
-    rows = ranked([row for row in found if row not in plans])
+    runs = [row for row in found if row not in plans]
+    rows = ranked([row for row in runs if row.state != NOT_BEGUN])
     if not rows:
         return
     header, cells = _with_settings(rows)
     _print(header, cells)
-    if merged := ranked(over_seeds(rows)):
+    if merged := ranked(over_seeds(runs)):
         print()
         _print(*_with_settings(merged))
     if (folder / NAME).exists():
         _print_importance(Journal(folder, writes=False))
+    if left := [" ".join(f"{name}={value}" for name, value in row.settings.items()) for row in runs if not row.name]:
+        print(f"{len(left)} jobs have not begun: {listed(left)}")
     by_error: dict[str, list[str]] = {}
     for row in rows:
         by_error.setdefault(row.error, []).append(row.name)
@@ -69,14 +71,15 @@ def show(folder: Path) -> None:
 
 def write_page(folder: Path, found: Sequence[Row]) -> None:
     """Write the page of what `found_in` has found in a folder. Raises OSError if it cannot be written."""
-    rows = [row for row in found if not (row.folder / PLAN).exists()]
+    runs = [row for row in found if not (row.folder / PLAN).exists()]
+    rows = [row for row in runs if row.state != NOT_BEGUN]
     jobs, names = ranked(rows), _settings(rows)
     header, cells = _columns(jobs, names)
     for row, line in zip(jobs, cells, strict=True):
         if (own := row.folder / page.NAME).exists():
             line[1] = {"text": row.name, "page": os.path.relpath(own, folder)}
     tables: list[page.Table] = [("Leaderboard", header, cells)]
-    if merged := ranked(over_seeds(rows)):
+    if merged := ranked(over_seeds(runs)):
         tables.insert(0, ("Over seeds: mean and standard deviation", *_columns(merged, _settings(merged))))
     if failed := [[row.name, row.error] for row in jobs if row.error]:
         tables.append(("Failed jobs", ["job", "error"], failed))
@@ -87,8 +90,8 @@ def write_page(folder: Path, found: Sequence[Row]) -> None:
         for row in jobs
         if row.best is not None
     ]
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in jobs).items())
-    lines = [f"{len(rows)} jobs: {counts}", str(folder)]
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in runs).items())
+    lines = [f"{len(runs)} jobs: {counts}", str(folder)]
     page.write_sweep(folder / page.NAME, lines, tables, charted, names, common_goal(rows))
 
 

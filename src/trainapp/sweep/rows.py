@@ -18,7 +18,7 @@ from trainapp.run import run_dir
 from trainapp.sweep.jobs import RESULT
 from trainapp.sweep.journal import NAME, Journal, facts_of, goal_of
 
-SEED = "train.seed"
+SEED, NOT_BEGUN = "train.seed", "not begun"
 
 
 @dataclass
@@ -45,22 +45,29 @@ class Row:
 
 
 def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
-    """The trials of a sweep. is_live: read what they have logged and, where one has been trained longer, its result."""
+    """The trials of a sweep, and what a grid has left to begin. Finished ones keep their result when they are trained
+    longer. is_live: read what the others have logged.
+    """
     keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.asked else []
     goals, rows = journal.goals, []
     goal = goals.pop() if len(goals) == 1 else None  # most likely also of those that have not said
     for trial in journal.trials:
         folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
-        if is_live and trial.folder and state not in ("failed", "infeasible"):
+        if is_live and trial.folder and state not in ("finished", "failed", "infeasible"):
             result = json_object(folder / RESULT)
             facts = facts | facts_of(result)
             if state_of(result) == "finished":
-                state = "finished"  # also by hand
-            elif state == "running":
-                facts = facts | _so_far(folder, goal_of(facts) or goal)
-                state = "running" if run_dir.is_in_use(folder) else "interrupted"
+                state = "finished"  # by hand
+            else:
+                facts = _so_far(folder, facts, goal)
+            if state == "running" and not (run_dir.is_in_use(folder) or run_dir.is_in_use(journal.path.parent)):
+                state = "interrupted"
         settings = dict(zip(keys, trial.values, strict=True))
         rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
+    if is_live and journal.asked and journal.asked["asked"]["sampler"] == "grid":
+        known = {trial.values for trial in journal.trials}
+        left = (dict(zip(keys, values, strict=True)) for values in journal.space.grid() if values not in known)
+        rows += [Row("", journal.path.parent, settings, NOT_BEGUN) for settings in left]
     return rows
 
 
@@ -71,27 +78,31 @@ def of_folder(folder: Path) -> list[Row]:
         given = yaml.safe_load((path.parent / "overrides.yaml").read_text()) or []
         found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
     common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
+    results = {own: json_object(own / RESULT) for own in found}
+    goals = {goal for facts in results.values() if (goal := goal_of(facts))}
+    goal = goals.pop() if len(goals) == 1 else None
     rows = []
     for own, given in found.items():
-        facts = json_object(own / RESULT)
-        state = state_of(facts) or "unfinished"
+        facts, state = results[own], state_of(results[own])
+        if state != "finished":
+            facts, state = _so_far(own, facts, goal), "running" if run_dir.is_in_use(own) else state or "unfinished"
         settings = {name: value for name, value in given.items() if (name, value) not in common}
-        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts or _so_far(own, None)))
+        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts))
     return rows
 
 
-def _so_far(folder: Path, goal: Goal) -> dict[str, Any]:
-    """What a run that has not ended has logged: its steps, and its objective if it is known which that is."""
+def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
+    """The facts of a run that has not finished, with what it has logged since. goal: if the facts do not tell."""
     found: dict[str, Any] = {}
     if lines := json_lines(folder / "metrics.jsonl"):
-        found["steps"] = lines[-1]["step"]
-    metric, direction = goal or ("", "")
+        found["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
+    metric, direction = goal_of(facts) or goal or ("", "")
     evaluations = json_lines(folder / "evaluations.jsonl")
     if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
         best, step = (max if direction == "max" else min)(logged, key=lambda own: own[0])
         found |= {"metric": metric, "direction": direction, "objective": logged[-1][0]}
         found |= {"best_objective": best, "best_step": step}
-    return found
+    return facts | found
 
 
 def found_in(folder: Path) -> list[Row]:
@@ -128,7 +139,8 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
     for key, own in groups.items():
         differ = len({row.settings.get(SEED) for row in own}) == len(own)  # not repetitions in a folder of runs
         merged += [_merged(dict(key), own)] if differ else own
-    return merged if len(merged) < len(rows) else []
+    merged = [row for row in merged if row.state != NOT_BEGUN]
+    return merged if len(merged) < sum(row.state != NOT_BEGUN for row in rows) else []
 
 
 def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
@@ -140,14 +152,12 @@ def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
             facts[name] = max(values) if is_most else statistics.fmean(values)
     best = [row.best for row in done if row.best is not None]
     states = {row.state for row in rows}
-    lengths = {ended for row in done if (ended := row.facts.get("ended") or "").startswith("train.max_")}
-    states |= {"other lengths"} if len(lengths) > 1 else set()
     return Row(
-        name=",".join(sorted((row.name for row in rows), key=lambda name: (len(name), name))),
+        name=",".join(sorted((row.name for row in rows if row.name), key=lambda name: (len(name), name))),
         folder=rows[0].folder.parent,
         settings=settings,
         state=states.pop() if len(states) == 1 else ", ".join(sorted(states)),
         facts=facts,
         spread=statistics.stdev(best) if len(best) > 1 else None,
-        is_whole=len(done) == len(rows) and len(lengths) <= 1,
+        is_whole=len(done) == len(rows),
     )

@@ -23,12 +23,12 @@ from tqdm import tqdm
 from trainapp.config import command_line, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
-from trainapp.files import json_object, strict_json
+from trainapp.files import json_object, shown, strict_json
 from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
-from trainapp.sweep.composing import Composed, Composer, settings_of, shown
+from trainapp.sweep.composing import Composed, Composer, settings_of
 from trainapp.sweep.jobs import Job, Outcome, Slot
 from trainapp.sweep.journal import Journal, Trial
 from trainapp.sweep.pruner import Pruner
@@ -202,7 +202,9 @@ class _Sweeper:
             print(f"sweep.max_failures={self.settings.max_failures}: no more jobs were started")
         if states["failed"]:
             print(f"{states['failed']} failed; sweep.retry_failed=true runs them again when the sweep is continued")
-        if self.count > len(trials):
+        if states["paused"]:
+            print(f"{states['paused']} paused; `trainapp continue {shown(self.folder)}/NUMBER` trains one to its end")
+        if self.count > len(trials) and self.settings.sampler != "grid":
             why = "sweep.sampler: found no other configuration, and " * self._is_exhausted
             print(f"{why}{self.count - len(trials)} jobs have not begun")
         if self.stop or states["new"] or states["stopped"] or states["running"]:

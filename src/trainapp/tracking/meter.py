@@ -72,8 +72,9 @@ class Meter:
     gradients, communication_buffers, hook_tensors: functions returning tensors that currently exist; the last
     returns those of metrics.
     counts_tokens: whether the loss's counts are numbers of tokens. utilisation: None if unknown.
-    Attributes: samples; waited, seconds spent waiting for batches; paused, seconds that are not training time; static,
-    bytes that persist between steps, by category.
+    Attributes: began, when (in `time.monotonic`) the run would have begun without interruptions; samples; waited,
+    seconds spent waiting for batches; paused, seconds that are not training time; static, bytes that persist between
+    steps, by category.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Meter:
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.samples, self.waited = 0, 0.0
         self._tokens: Any = 0  # since the last log step; a tensor stays on the device until then
+        self.began = time.monotonic()
         self.start()
 
     def start(self) -> None:
@@ -141,6 +143,11 @@ class Meter:
 
     def _seconds(self) -> float:
         return max(1e-9, time.monotonic() - self._started - self.paused)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, over all its processes."""
+        return time.monotonic() - self.began
 
     def samples_per_second(self) -> float:
         """Samples per second over this process's training time."""

@@ -128,10 +128,11 @@ def save(session: Session) -> None:
     progress = session.state.progress
     session.engine.nonfinite.check()
     session.strategy.broadcast_buffers()
-    sizes = session.sizes.state_dict() | {"budget": session.memory.budget, "draws": session.engine.ledger.state_dict()}
+    facts = {"budget": session.memory.budget, "draws": session.engine.ledger.state_dict()}
+    facts |= session.sizes.state_dict() | {"seconds": session.meter.seconds}
     is_best = progress.best_step == progress.step
     with session.meter.pause():
-        session.checkpointer.save(progress.step, session.config.to_dict(), sizes, is_best)
+        session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
     session.note_stop()
 
 
