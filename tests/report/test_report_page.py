@@ -231,7 +231,7 @@ def test_a_sweep_writes_its_jobs_the_best_first(sweep):
 def test_a_sweep_that_still_runs(sweep, tmp_path):
     """A journal in which one job has failed, another has started, and the rest has not begun."""
     folder = tmp_path / "running"
-    folder.mkdir()
+    shutil.copytree(sweep / "1", folder / "1")
     lines = [line for line in each_json_line(sweep / "sweep.jsonl") if line.get("number") in (None, 0, 1)]
     ends = [line for line in lines if line["event"] == "end"]
     lines.remove(ends[1])

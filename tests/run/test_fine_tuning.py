@@ -104,6 +104,13 @@ def test_another_run_replaces_none_that_is_there(tmp_path):
     assert runs.run(tmp_path / "b", *longer, f"checkpointing.resume={own}").steps == 4
 
 
+def test_the_same_command_continues_what_began_at_another_run(tmp_path):
+    runs.run(tmp_path / "a", *MLP, "train.max_steps=2")
+    given = (*MLP, "train.max_steps=6", f"checkpointing.resume={tmp_path / 'a'}")
+    runs.run_until(tmp_path / "b", 4, *given)
+    assert runs.closed(tmp_path / "b", *given).state.progress.step == 4
+
+
 def test_an_end_before_the_runs_own_checkpoint(tmp_path):
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert runs.run(tmp_path, *MLP, "train.max_steps=3").steps == 3

@@ -29,7 +29,14 @@ SPACE = Space(
 def journal(tmp_path):
     """A sweep of three trials: two seeds, and one that has failed."""
     own = Journal(tmp_path)
-    own.add("sweep", asked=SPACE.to_dict() | {"sampler": "grid"}, command=[], cwd="/", started="2026-01-01T00:00:00")
+    own.add(
+        "sweep",
+        asked=SPACE.to_dict() | {"sampler": "grid"},
+        command=[],
+        cwd="/",
+        started="2026-01-01T00:00:00",
+        digests={},
+    )
     values = [("4", "a" * 30, "0"), ("4", "a" * 30, "1"), ("8", "b" * 30, "0")]
     for number, best in enumerate((0.25, 0.75, None)):
         folder = tmp_path / str(number)
@@ -89,6 +96,23 @@ def test_repetitions_are_not_seeds(tmp_path):
     left = rows.Row("", tmp_path, {"train.seed": "2", "width": "4"}, rows.NOT_BEGUN)
     (one,) = rows.over_seeds([row("0", "4"), row("1", "4"), left])
     assert (one.state, one.is_whole) == ("finished, not begun", False)
+
+
+def test_a_sweep_that_was_moved_has_its_own_jobs(journal, tmp_path):
+    journal.add("start", number=0, threads=None, folder="0")
+    (tmp_path / "sweep.jsonl").rename(tmp_path / "1/sweep.jsonl")
+    assert Journal(tmp_path / "1", writes=False).trials[0].folder == str(tmp_path / "1/0")
+
+
+def test_runs_of_different_files_are_not_averaged(tmp_path):
+    for seed, width in ((0, 8), (1, 8), (2, 16)):
+        folder = tmp_path / str(seed) / ".hydra"
+        folder.mkdir(parents=True)
+        (folder / "command.json").write_text("{}")
+        (folder / "overrides.yaml").write_text(f"[model=mine, train.seed={seed}]")
+        (folder / "config.yaml").write_text(f"{{model: {{width: {width}}}, train: {{seed: {seed}, max_steps: 5}}}}")
+    merged = rows.over_seeds(rows.of_folder(tmp_path))
+    assert [own.name for own in merged] == ["0,1", "2"]
 
 
 def test_a_folder_without_runs(tmp_path):

@@ -137,6 +137,22 @@ def test_what_could_not_start_is_named_before_anything_runs(tmp_path):
     assert again.returncode == 0, again.stderr
 
 
+def test_jobs_of_a_sweep_read_the_same_files(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / f"experiment/{name}.yaml").write_text("# @package _global_\ntrain: {max_steps: 2}\n")
+    given = ("--config-dir", ".", "-m", *QUICK[:2], "model=mlp", "experiment=one,two", "hydra.sweep.dir=sweep")
+    assert run_cli(*given, "train.seed=0", "sweep.trials=1", cwd=tmp_path).returncode == 0
+    (tmp_path / "experiment/two.yaml").write_text("# @package _global_\ntrain: {max_steps: 3}\n")
+    changed = run_cli(*given, "train.seed=0", cwd=tmp_path)  # the first job is not affected
+    assert changed.returncode == 1
+    assert "job 1 failed: configuration files have changed since the sweep began" in changed.stdout
+    (tmp_path / "experiment/one.yaml").write_text("# @package _global_\ntrain: {max_steps: 3}\n")
+    refused = run_cli("continue", "sweep", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "train.max_steps: 2 before, 3 now" in refused.stderr
+
+
 def test_a_grid_may_grow_and_nothing_else_may_change(tmp_path):
     assert run_cli(*SWEEP, "train.seed=0", cwd=tmp_path).returncode == 0
     grown = run_cli(*SWEEP, "train.seed=0,1", cwd=tmp_path)

@@ -69,15 +69,25 @@ class Change(NamedTuple):
     @property
     def is_another_experiment(self) -> bool:
         """Whether a run may not change it in its directory."""
-        is_listed = any(self.name == name or self.name.startswith(f"{name}.") for name in _MUST_MATCH)
-        return is_listed and not self.name.endswith(_MAY_CHANGE)  # `updates.generator.optimizer.fused` ends so, too
+        return is_of_experiment(self.name)
+
+
+def is_of_experiment(name: str) -> bool:
+    """Whether a setting is one of those that a run may not change."""
+    is_listed = any(name == own or name.startswith(f"{own}.") for own in _MUST_MATCH)
+    return is_listed and not name.endswith(_MAY_CHANGE)  # `updates.generator.optimizer.fused` ends so, too
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """The differences between two configurations, as `Config.to_dict` or its JSON."""
-    old, new = (dict(_settings(json.loads(strict_json(of, default=str)))) for of in (before, now))
+    old, new = settings(before), settings(now)
     found = ((name, old.get(name, _UNSET), new.get(name, _UNSET)) for name in sorted(old.keys() | new.keys()))
     return [Change(name, _text(then), _text(own)) for name, then, own in found if then != own]
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are compared, by name, of `Config.to_dict` or its JSON."""
+    return dict(_settings(json.loads(strict_json(config, default=str))))
 
 
 def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

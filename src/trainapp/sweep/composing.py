@@ -1,9 +1,10 @@
 """What a job of a sweep is: its overrides, directory, configuration and command. All are checked before any trains."""
 
+import hashlib
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, compose
+from trainapp.config import command_line, compose, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
+from trainapp.files import strict_json
 from trainapp.sweep.space import Space, Values
 from trainapp.units import listed
 
@@ -51,9 +53,15 @@ class Composed:
     """overrides: what the job's command line has, without Hydra's."""
 
     number: int
+    name: str  # the overrides in which jobs differ
     overrides: list[str]
     folder: Path
     config: Config
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal configurations."""
+        return hashlib.sha256(strict_json(resume_rules.settings(self.config.to_dict())).encode()).hexdigest()
 
 
 class Composer:
@@ -65,7 +73,8 @@ class Composer:
 
     def job(self, number: int, values: Values) -> Composed:
         """Raises UserError for mistakes in its settings."""
-        overrides = [*self.space.fixed, *self.space.swept(values)]
+        swept = self.space.swept(values)
+        overrides = [*self.space.fixed, *swept]
         try:
             config = self._loader.load_sweep_config(self._sweep, overrides)
         except Exception as error:
@@ -82,21 +91,28 @@ class Composer:
             task = config.copy()
             with open_dict(task):
                 del task["hydra"]
-            return Composed(number, overrides, folder, compose.from_hydra(task, str(folder), "", overrides))
+            return Composed(
+                number, " ".join(swept), overrides, folder, compose.from_hydra(task, str(folder), "", overrides)
+            )
 
-    def check(self) -> None:
-        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Raises
-        UserError that names those that could not start.
+    def check(self, numbers: Mapping[Values, int]) -> dict[str, str]:
+        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Returns
+        the digests of a whole grid's jobs, by name. Raises UserError that names those that could not start.
+
+        numbers: of jobs that have one.
         """
-        chosen = self.space.grid() if self.space.size <= CHECKED else self.space.covering()
+        is_whole = self.space.size <= CHECKED
+        chosen = self.space.grid() if is_whole else self.space.covering()
+        coming = itertools.count(len(numbers))
         errors: dict[str, str] = {}
+        digests: dict[str, str] = {}
         configs: dict[str, Config] = {}
         folders: dict[Path, str] = {}
-        for number, values in enumerate(itertools.islice(chosen, CHECKED)):
+        for values in itertools.islice(chosen, CHECKED):
             name = " ".join(self.space.swept(values)) or "the job"
             try:
-                job = self.job(number, values)
-                configs[name] = job.config
+                job = self.job(numbers[values] if values in numbers else next(coming), values)
+                configs[name], digests[job.name] = job.config, job.digest
                 if (other := folders.setdefault(job.folder, name)) != name:
                     errors[name] = f"hydra.sweep.subdir: its directory is that of {other}; name hydra:job.num in it"
             except UserError as error:
@@ -110,6 +126,7 @@ class Composer:
                 by_text.setdefault("; ".join(text.splitlines()), []).append(name)
             lines = [f"{listed(names)}: {text}" for text, names in by_text.items()]
             raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
+        return digests if is_whole else {}
 
     def command(self, job: Composed, more: list[str], folder: Path | None = None) -> list[str]:
         """How to start the job as a process. more: other overrides. folder: in place of its own."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainapp.errors import UserError
 from trainapp.files import json_lines, strict_json
 from trainapp.sweep.space import Space, Values
 
@@ -81,6 +82,7 @@ class Journal:
         self.trials: list[Trial] = []
         self.first: dict[str, Any] = {}
         self.asked: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}  # of the configurations of a grid's jobs when they were checked, by overrides
         for line in json_lines(self.path):
             self._apply(line)
 
@@ -97,23 +99,28 @@ class Journal:
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it."""
         line = json.loads(text := strict_json({"event": event, **facts}))
-        with self.path.open("a") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("a") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # what was written is cut off when the sweep is continued
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
         self._apply(line)
 
     def _apply(self, line: dict[str, Any]) -> None:
         event = line["event"]
         if event in ("sweep", "asked"):
             self.first, self.asked = self.first or line, line
+            self.digests |= line["digests"]
             return
         if event == "trial":
             self.trials.append(Trial(line["number"], tuple(line["values"]), attributes=line["attributes"]))
             return
         trial = self.trials[line["number"]]
         if event == "start":
-            trial.state, trial.threads, trial.folder, trial.error = "running", line["threads"], line["folder"], ""
+            trial.state, trial.threads, trial.error = "running", line["threads"], ""
+            trial.folder = str(self.path.parent.resolve() / line["folder"])  # the sweep may have been moved
         elif event == "rung":
             trial.reached[line["rung"]] = line["value"]
             trial.facts |= {"metric": line["metric"], "direction": line["direction"]}

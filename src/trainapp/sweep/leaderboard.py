@@ -156,7 +156,7 @@ def _print_importance(journal: Journal) -> None:
     found = samplers.importances(journal.space, journal.trials, direction)
     found.pop(SEED, None)
     if len(found) > 1:
-        print(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in found.items())}")
+        print("importance:", ", ".join(f"{key.lstrip('+~')} {share:.2f}" for key, share in found.items()))
 
 
 def _write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
+from trainapp.config.resume_rules import is_of_experiment
 from trainapp.errors import UserError
-from trainapp.files import json_lines, json_object
+from trainapp.files import json_lines, json_object, strict_json
 from trainapp.launch.launch import COMMAND
 from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import run_dir
 from trainapp.sweep.jobs import RESULT
 from trainapp.sweep.journal import NAME, Journal, facts_of, goal_of
+from trainapp.units import flat
 
 SEED, NOT_BEGUN = "train.seed", "not begun"
 
@@ -25,6 +27,7 @@ SEED, NOT_BEGUN = "train.seed", "not begun"
 class Row:
     """A run. settings: those in which runs differ. facts: see `facts_of`; of one that runs, of what it has logged.
 
+    identity: of a run in a folder, the settings that its overrides do not tell, but for its seed.
     spread, is_whole: of a row for several seeds, the standard deviation of their best values, and whether all have
     finished.
     """
@@ -35,6 +38,7 @@ class Row:
     state: str
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    identity: str = ""
     spread: float | None = None
     is_whole: bool = True
 
@@ -87,8 +91,15 @@ def of_folder(folder: Path) -> list[Row]:
         if state != "finished":
             facts, state = _so_far(own, facts, goal), "running" if run_dir.is_in_use(own) else state or "unfinished"
         settings = {name: value for name, value in given.items() if (name, value) not in common}
-        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts))
+        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts, identity=_identity(own)))
     return rows
+
+
+def _identity(folder: Path) -> str:
+    """What a configuration file may have changed: the settings of the experiment and its length."""
+    config = flat(yaml.safe_load((folder / ".hydra/config.yaml").read_text()))
+    kept = {name: value for name, value in config if is_of_experiment(name) or name.startswith("train.max_")}
+    return strict_json(kept | {SEED: None})
 
 
 def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
@@ -134,9 +145,9 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         others = {name: value for name, value in row.settings.items() if name != SEED}
-        groups.setdefault(tuple(others.items()), []).append(row)
+        groups.setdefault((row.identity, *others.items()), []).append(row)
     merged = list[Row]()
-    for key, own in groups.items():
+    for (_, *key), own in groups.items():
         differ = len({row.settings.get(SEED) for row in own}) == len(own)  # not repetitions in a folder of runs
         merged += [_merged(dict(key), own)] if differ else own
     merged = [row for row in merged if row.state != NOT_BEGUN]

@@ -37,7 +37,7 @@ from trainapp.tracking.terminal import is_live
 from trainapp.units import bytes_text
 
 _POLL = 0.1  # seconds between looks at the running jobs
-_RETRIES = 3  # starts of a job that was killed, as by a machine without memory, before it is left to be continued
+_RETRIES = 3  # starts of a job that was killed, as by a machine without memory, before it has failed
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _MAY_CHANGE = ("trials", "parallel", "pack", "max_time", "max_failures", "retry_failed", "storage")
 
@@ -52,26 +52,30 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     propose = samplers.build(settings, space)
     with launch.locked(str(composer.folder)):
         journal = Journal(composer.folder)
+        started = journal.first.get("started", datetime.datetime.now().isoformat(timespec="seconds"))
+        os.environ[environment.SWEEP_STARTED] = started
+        environment.use_time_of_sweep()
         asked = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE} | space.to_dict()
+        digests: dict[str, str] = {}
         is_known, command = journal.asked.get("asked") == asked, _command(composed)
         if journal.first:
             _require_none(_differences(journal.first["asked"], asked), composer.folder)
         if not is_known:
             print(f"checking {min(space.size, settings.trials or math.inf)} jobs", flush=True)
-            composer.check()
+            digests = composer.check({own.values: own.number for own in journal.trials})
+            names = [" ".join(space.swept(own.values)) for own in journal.trials]
+            changed = [name for name in names if journal.digests.get(name) != digests.get(name)]
+            _require_none([f"the configuration files of {name}" for name in changed], composer.folder)
         values = tuple(journal.first.get("values", next(space.covering())))
         config = composer.job(0, values).config
-        plain = json.loads(strict_json(config.to_dict(), default=str))
         if journal.first:
-            changes = resume_rules.changes(journal.first["config"], plain)
-            _require_none([str(change) for change in changes if change.is_another_experiment], composer.folder)
+            _require_none(_changes(journal, composer), composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
         if not is_known or journal.asked["command"] != command:
-            facts = {"asked": asked, "command": command, "cwd": os.getcwd(), "values": values}
-            started = datetime.datetime.now().isoformat(timespec="seconds")
-            journal.add("asked" if journal.first else "sweep", **facts, started=started, config=plain)
-        os.environ[environment.SWEEP_STARTED] = journal.first["started"]
+            facts = {"asked": asked, "command": command, "cwd": os.getcwd(), "values": values, "started": started}
+            plain = json.loads(strict_json(config.to_dict(), default=str))
+            journal.add("asked" if journal.first else "sweep", **facts, digests=digests, config=plain)
         launcher = None
         if composed.hydra.launcher._target_ != _BASIC:
             launcher = Plugins.instance().instantiate_launcher(
@@ -112,6 +116,12 @@ def _parts(asked: dict[str, Any]) -> dict[str, Any]:
     found = {f"sweep.{name}": value for name, value in asked.items() if name not in ("fixed", "dimensions")}
     found |= dict(sorted(text.partition("=")[::2] for text in space.fixed))
     return found | {of.key: of for of in space.dimensions}
+
+
+def _changes(journal: Journal, composer: Composer) -> list[str]:
+    """What has changed in configuration files since the sweep began."""
+    config = composer.job(0, tuple(journal.first["values"])).config
+    return list(map(str, resume_rules.changes(journal.first["config"], config.to_dict())))
 
 
 def _require_none(differences: list[str], folder: Path) -> None:
@@ -266,6 +276,7 @@ class _Sweeper:
     def _start(self, trial: Trial) -> None:
         try:
             job = self.composer.job(trial.number, trial.values)
+            self._require_unchanged(job)
         except UserError as error:
             return self._note_end(trial, Outcome("failed", "; ".join(str(error).splitlines()), {}), 0.0)
         slot, need = self._free_slots()[0], None
@@ -281,7 +292,7 @@ class _Sweeper:
                 return self._note_end(trial, Outcome("infeasible", why, {}), 0.0)
         given, more = self._share(job, slot, need)
         threads = trial.threads if trial.threads is not None else slot.threads
-        self.journal.add("start", number=trial.number, threads=threads, folder=str(job.folder))
+        self.journal.add("start", number=trial.number, threads=threads, folder=os.path.relpath(job.folder, self.folder))
         self._prepare_rungs(trial, job.folder)
         does = "continues" if (job.folder / "checkpoints").exists() else "starts"
         swept = " ".join(self.composer.space.swept(trial.values)).replace("+", "")
@@ -291,6 +302,15 @@ class _Sweeper:
         if self.stop:  # a signal during the start
             process.terminate()
         return None
+
+    def _require_unchanged(self, job: Composed) -> None:
+        """Raises UserError if configuration files have changed: the job would not be like those that have run."""
+        known = self.journal.digests.get(job.name)
+        if known != job.digest:
+            changes = _changes(self.journal, self.composer)
+            if known or changes:
+                what = "; ".join(changes) or f"those of {job.name}"
+                raise UserError(f"configuration files have changed since the sweep began: {what}; change them back")
 
     def _free_slots(self) -> list[Slot]:
         taken = [own.slot for own in self.running.values()]
@@ -333,8 +353,6 @@ class _Sweeper:
             return jobs.Launched(lambda: launcher.launch([job.overrides], initial_job_idx=job.number))
         if self.pruner and not job.config.chooses("checkpointing.keep_last"):
             more = [*more, "checkpointing.keep_last=1"]  # of paused runs there may be many
-        if job.config.chooses("checkpointing.resume") and (job.folder / "checkpoints").exists():
-            more = [*more, "checkpointing.resume=auto"]  # it has begun from the other run's
         return jobs.start(self.composer.command(job, more), more, job.folder, slot, threads)
 
     def _prepare_rungs(self, trial: Trial, folder: Path) -> None:
@@ -368,10 +386,12 @@ class _Sweeper:
             found = jobs.outcome(own.trial, self.config.mode, status, getattr(own.job, "error", ""))
             if self.stop and found.state == "stopped":  # as asked, also where it had not begun to hear signals
                 found = found._replace(error="")
+            is_lost = found.state == "stopped" and status < 0 and not self.stop  # or an orphan of an earlier process
+            self._killed[number] += is_lost and status != jobs.UNKNOWN
+            if is_lost and self._killed[number] > _RETRIES:
+                found, is_lost = found._replace(state="failed", error=f"{found.error}, {_RETRIES + 1} times"), False
             self._note_end(own.trial, found, time.monotonic() - own.started)
-            is_lost = status == jobs.UNKNOWN or (status < 0 and self._killed[number] < _RETRIES and not self.stop)
-            if found.state == "stopped" and is_lost:  # first of all, so that what comes next knows its result
-                self._killed[number] += status < 0
+            if is_lost:  # first of all, so that what comes next knows its result
                 self.to_resume.insert(0, own.trial)
         if not self.stop and time.monotonic() >= self._deadline:
             self._pass_on(TIME_IS_UP)
