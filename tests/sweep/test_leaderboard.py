@@ -46,7 +46,7 @@ def journal(tmp_path):
         own.add("start", number=number, threads=None, folder=str(folder))
         state = "failed" if best is None else "finished"
         facts = FACTS | {"best_objective": best} if best else {}
-        own.add("end", number=number, state=state, error="" if best else "TypeError: no", seconds=1.0, facts=facts)
+        own.add("end", number=number, state=state, error="" if best else "TypeError: no", facts=facts)
     return own
 
 
@@ -68,7 +68,7 @@ def test_the_table_fits_and_ranks_and_averages(journal, tmp_path, capsys, monkey
 
 
 def test_different_objectives_are_not_compared(journal, tmp_path, capsys):
-    journal.add("end", number=1, state="finished", error="", seconds=0.0, facts=FACTS | {"metric": "loss"})
+    journal.add("end", number=1, state="finished", error="", facts=FACTS | {"metric": "loss"})
     leaderboard.show(tmp_path)
     assert "best: job" not in capsys.readouterr().out
 

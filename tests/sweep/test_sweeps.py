@@ -146,7 +146,7 @@ def test_jobs_of_a_sweep_read_the_same_files(tmp_path):
     (tmp_path / "experiment/two.yaml").write_text("# @package _global_\ntrain: {max_steps: 3}\n")
     changed = run_cli(*given, "train.seed=0", cwd=tmp_path)  # the first job is not affected
     assert changed.returncode == 1
-    assert "job 1 failed: configuration files have changed since the sweep began" in changed.stdout
+    assert "job 1 failed: the configuration has changed since the sweep began" in changed.stdout
     (tmp_path / "experiment/one.yaml").write_text("# @package _global_\ntrain: {max_steps: 3}\n")
     refused = run_cli("continue", "sweep", cwd=tmp_path)
     assert refused.returncode == 2

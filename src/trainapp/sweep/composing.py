@@ -102,13 +102,14 @@ class Composer:
         numbers: of jobs that have one.
         """
         is_whole = self.space.size <= CHECKED
-        chosen = self.space.grid() if is_whole else self.space.covering()
+        chosen = list(self.space.grid() if is_whole else self.space.covering())
+        print(f"checking {len(chosen)} jobs", flush=True)
         coming = itertools.count(len(numbers))
         errors: dict[str, str] = {}
         digests: dict[str, str] = {}
         configs: dict[str, Config] = {}
         folders: dict[Path, str] = {}
-        for values in itertools.islice(chosen, CHECKED):
+        for values in chosen:
             name = " ".join(self.space.swept(values)) or "the job"
             try:
                 job = self.job(numbers[values] if values in numbers else next(coming), values)

@@ -61,15 +61,15 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
         if journal.first:
             _require_none(_differences(journal.first["asked"], asked), composer.folder)
         if not is_known:
-            print(f"checking {min(space.size, settings.trials or math.inf)} jobs", flush=True)
             digests = composer.check({own.values: own.number for own in journal.trials})
-            names = [" ".join(space.swept(own.values)) for own in journal.trials]
-            changed = [name for name in names if journal.digests.get(name) != digests.get(name)]
-            _require_none([f"the configuration files of {name}" for name in changed], composer.folder)
+            digests = digests if settings.sampler == "grid" else {}  # the numbers of other jobs are not yet known
+            names = [" ".join(space.swept(own.values)) for own in journal.trials if digests]
+            changed = [name for name in names if journal.digests.get(name) != digests[name]]
+            _require_none([f"the configuration of {name}" for name in changed], composer.folder)
         values = tuple(journal.first.get("values", next(space.covering())))
         config = composer.job(0, values).config
         if journal.first:
-            _require_none(_changes(journal, composer), composer.folder)
+            _require_none(_changes(journal, config), composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
         if not is_known or journal.asked["command"] != command:
@@ -118,9 +118,8 @@ def _parts(asked: dict[str, Any]) -> dict[str, Any]:
     return found | {of.key: of for of in space.dimensions}
 
 
-def _changes(journal: Journal, composer: Composer) -> list[str]:
-    """What has changed in configuration files since the sweep began."""
-    config = composer.job(0, tuple(journal.first["values"])).config
+def _changes(journal: Journal, config: Config) -> list[str]:
+    """What has changed in the configuration of the first job since the sweep began."""
     return list(map(str, resume_rules.changes(journal.first["config"], config.to_dict())))
 
 
@@ -150,7 +149,6 @@ class _Running:
     trial: Trial
     job: Job
     slot: Slot
-    started: float
     bytes: float = math.inf
 
 
@@ -226,26 +224,26 @@ class _Sweeper:
         self._find_running()
         while True:
             self._collect()
-            if not self.stop:
-                self._fill()
-            elif not self._has_said:
+            has_begun = not self.stop and self._begin_next()
+            if self.stop and not self._has_said:
                 self._has_said = True
                 waits = "the launcher's jobs are left to run" if self.launcher else "the running jobs save and end"
                 name = "sweep.max_time" if self.stop == TIME_IS_UP else named(self.stop)
                 self._say(f"{name}: {waits}; again to leave at once")
-            if not self.running:
+            if not (self.running or has_begun):
                 return
             self._show_progress()
-            time.sleep(_POLL)
+            time.sleep(0.0 if has_begun else _POLL)
 
     # What comes next
 
-    def _fill(self) -> None:
-        """Start jobs in the free slots."""
-        while len(self.running) < len(self.slots) and not (self.stop or self._waits or self._has_failed_often()):
-            if (trial := self._next()) is None:
-                return
+    def _begin_next(self) -> bool:
+        """Start a job if a slot is free. Returns whether there was one."""
+        is_full = len(self.running) >= len(self.slots) or self._waits or self._has_failed_often()
+        trial = None if is_full else self._next()
+        if trial is not None:
             self._start(trial)
+        return trial is not None
 
     def _has_failed_often(self) -> bool:
         most = self.settings.max_failures
@@ -278,7 +276,7 @@ class _Sweeper:
             job = self.composer.job(trial.number, trial.values)
             self._require_unchanged(job)
         except UserError as error:
-            return self._note_end(trial, Outcome("failed", "; ".join(str(error).splitlines()), {}), 0.0)
+            return self._note_end(trial, Outcome("failed", "; ".join(str(error).splitlines()), {}))
         slot, need = self._free_slots()[0], None
         if self.packs:
             need = self._need(job, slot)
@@ -289,7 +287,7 @@ class _Sweeper:
             if need is not None and need.is_infeasible:
                 size = f"{bytes_text(need.bytes)} of {bytes_text(need.room / jobs.SHARE)}"
                 why = f"out of memory by its plan at micro-batch 1: it needs {size}"
-                return self._note_end(trial, Outcome("infeasible", why, {}), 0.0)
+                return self._note_end(trial, Outcome("infeasible", why, {}))
         given, more = self._share(job, slot, need)
         threads = trial.threads if trial.threads is not None else slot.threads
         self.journal.add("start", number=trial.number, threads=threads, folder=os.path.relpath(job.folder, self.folder))
@@ -298,7 +296,7 @@ class _Sweeper:
         swept = " ".join(self.composer.space.swept(trial.values)).replace("+", "")
         self._say(f"job {trial.number} {does}{f' on {slot}' * bool(str(slot))}{f': {swept}' * bool(swept)}")
         process = self._process(job, slot, threads, more)
-        self.running[trial.number] = _Running(trial, process, slot, time.monotonic(), given)
+        self.running[trial.number] = _Running(trial, process, slot, given)
         if self.stop:  # a signal during the start
             process.terminate()
         return None
@@ -307,10 +305,11 @@ class _Sweeper:
         """Raises UserError if configuration files have changed: the job would not be like those that have run."""
         known = self.journal.digests.get(job.name)
         if known != job.digest:
-            changes = _changes(self.journal, self.composer)
+            first = self.composer.job(0, tuple(self.journal.first["values"]))
+            changes = _changes(self.journal, first.config)
             if known or changes:
-                what = "; ".join(changes) or f"those of {job.name}"
-                raise UserError(f"configuration files have changed since the sweep began: {what}; change them back")
+                what = "; ".join(changes) or "other files of this job"
+                raise UserError(f"the configuration has changed since the sweep began: {what}; change it back")
 
     def _free_slots(self) -> list[Slot]:
         taken = [own.slot for own in self.running.values()]
@@ -370,7 +369,7 @@ class _Sweeper:
         for folder, job in jobs.orphans(lost).items():
             free = self._free_slots() or self.slots
             slot = next((own for own in free if own.gpus and ",".join(own.gpus) == job.gpus), free[0])
-            self.running[lost[folder].number] = _Running(lost[folder], job, slot, time.monotonic())
+            self.running[lost[folder].number] = _Running(lost[folder], job, slot)
             if job.poll() is None:
                 self._say(f"job {lost[folder].number} still runs")
 
@@ -390,7 +389,7 @@ class _Sweeper:
             self._killed[number] += is_lost and status != jobs.UNKNOWN
             if is_lost and self._killed[number] > _RETRIES:
                 found, is_lost = found._replace(state="failed", error=f"{found.error}, {_RETRIES + 1} times"), False
-            self._note_end(own.trial, found, time.monotonic() - own.started)
+            self._note_end(own.trial, found)
             if is_lost:  # first of all, so that what comes next knows its result
                 self.to_resume.insert(0, own.trial)
         if not self.stop and time.monotonic() >= self._deadline:
@@ -408,8 +407,8 @@ class _Sweeper:
         rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": rung in trial.passed})
         (folder / rungs.ASKS).unlink()
 
-    def _note_end(self, trial: Trial, found: Outcome, seconds: float) -> None:
-        self.journal.add("end", number=trial.number, seconds=round(seconds, 3), **found._asdict())
+    def _note_end(self, trial: Trial, found: Outcome) -> None:
+        self.journal.add("end", number=trial.number, **found._asdict())
         facts, value = trial.facts, trial.facts.get("best_objective")
         best = "" if value is None else f", best {facts['metric']} {value:.4g} at step {facts['best_step']}"
         steps = f" at step {facts['steps']}" if trial.state in ("paused", "stopped") and "steps" in facts else ""
