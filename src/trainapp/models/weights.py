@@ -84,6 +84,11 @@ def load_tensors(
 
 
 def _read(path: Path, setting: str) -> Mapping[str, Any]:
+    if not path.exists():
+        raise UserError(f"{setting}: there is no such file")
+    folder = path if path.is_dir() else path.parent
+    if (folder / ".metadata").is_file():  # written by torch.distributed.checkpoint
+        raise UserError(f"{setting}: is a file of a training checkpoint; give the checkpoint's folder, or the run's")
     if path.is_dir():
         files = [path / name for name in ("model.safetensors", f"model{INDEX}") if (path / name).is_file()]
         if len(files) != 1:
@@ -99,7 +104,7 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
             return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
         # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # no such file; damaged or hostile bytes raise nearly anything
+    except Exception as error:  # damaged or hostile bytes raise nearly anything
         reason = (str(error).splitlines() or [""])[0]  # the next lines explain how to allow a pickle
         raise UserError(
             f"{setting}: cannot be read as weights ({type(error).__name__}: {reason[:200]}). It must be a .safetensors "
