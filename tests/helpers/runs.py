@@ -185,7 +185,9 @@ def saved(run_dir: Path, step: int) -> dict:
     """The state in the checkpoint of a step: `{"model": {...}, "optimizer": {...}, "average": {...}, ...values}`."""
     path = checkpoint(run_dir, step)
     parts = {"model": {}, "optimizer": {}, "average": {}}  # an empty one has no files
-    return {**parts, **tensors(path), **torch.load(path / "values.pt", weights_only=True)}
+    values = torch.load(path / "values.pt", weights_only=True)
+    values["sizes"].pop("seconds", None)  # which differ between runs
+    return {**parts, **tensors(path), **values}
 
 
 def end(run_dir: Path, step: int = 6) -> dict:
