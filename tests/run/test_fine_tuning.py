@@ -102,6 +102,7 @@ def test_another_run_replaces_none_that_is_there(tmp_path):
         runs.prepare(tmp_path / "b", *longer, f"checkpointing.resume={tmp_path / 'a'}")
     own = tmp_path / "b" / "checkpoints" / "step_00000002"
     assert runs.run(tmp_path / "b", *longer, f"checkpointing.resume={own}").steps == 4
+    assert runs.closed(tmp_path / "b", *longer, f"checkpointing.resume={own}").state.progress.step == 2
 
 
 def test_the_same_command_continues_what_began_at_another_run(tmp_path):

@@ -44,6 +44,7 @@ def test_seconds_are_of_all_processes_of_a_run(tmp_path):
     second = runs.prepare(tmp_path, *MLP, "train.max_steps=2")
     second.close()
     assert 3600 < result_of(second).seconds < 3700
+    assert runs.run(tmp_path / "eval", *MLP, "mode=eval", f"checkpointing.resume={tmp_path}").seconds < 100
 
 
 WITHOUT_STEPS = ("throughput", "peak memory", "micro-batch")

@@ -27,16 +27,15 @@ def origin(config: Config, continues: bool) -> Path | None:
     """
     resume, trains = config.checkpointing.resume, config.mode == "train"
     own = CheckpointDirectory(Path(config.run_dir))
-    run_dir = Path(config.run_dir).resolve()
-    newest = own.newest() if continues or resume != "none" else None
-    if newest is not None and not (continues or resume == "auto"):  # the same command, once it has saved
-        began = read_manifest(newest)["config"]["checkpointing"]["resume"]
-        is_same = began == resume or Path(began).resolve().is_relative_to(run_dir)  # an OOM restarts from its own
-        newest = newest if trains and is_same else None
+    newest = own.newest() if continues or resume == "auto" else None
     if newest is not None or resume in ("auto", "none"):
         return newest
-    path = resolve(resume)
+    path, run_dir = resolve(resume), Path(config.run_dir).resolve()
     if trains and own.newest_name() and not path.resolve().is_relative_to(run_dir):
+        if (newest := own.newest()) is not None:
+            began = read_manifest(newest)["config"]["checkpointing"]["resume"]
+            if began == resume or Path(began).is_relative_to(config.run_dir):  # of a restart after an OOM
+                return newest  # the same command again
         raise UserError(
             f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
             "another run, which would be replaced; choose another directory, or checkpointing.resume=auto to continue "

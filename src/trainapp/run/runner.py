@@ -127,8 +127,8 @@ def prepare(
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
     session.sizes = initial_sizes(session, restart, saved)
     session.meter.began = began or session.meter.began
-    if carried is None:  # seconds of earlier processes
-        session.meter.began -= (saved or {}).get("seconds", 0.0)
+    if carried is None and saved is not None and config.mode == "train":  # seconds of earlier processes
+        session.meter.began -= saved.get("seconds", 0.0)
     hooks.try_metrics(session)
     build.start_tracking(session)
     if config.mode == "train" and ranks.is_rank_zero:

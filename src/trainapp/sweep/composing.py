@@ -91,9 +91,8 @@ class Composer:
             task = config.copy()
             with open_dict(task):
                 del task["hydra"]
-            return Composed(
-                number, " ".join(swept), overrides, folder, compose.from_hydra(task, str(folder), "", overrides)
-            )
+            checked = compose.from_hydra(task, str(folder), "", overrides)
+            return Composed(number, " ".join(swept), overrides, folder, checked)
 
     def check(self, numbers: Mapping[Values, int]) -> dict[str, str]:
         """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Returns
