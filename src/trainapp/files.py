@@ -95,6 +95,8 @@ def strict_json(value: Any, **options: Any) -> str:
     An object gets a note next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless it already
     has one. options: options of `json.dumps`.
     """
+    with contextlib.suppress(ValueError):  # most are finite
+        return json.dumps(value, allow_nan=False, **options)
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 

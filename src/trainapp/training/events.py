@@ -156,7 +156,7 @@ def note_dependence(session: Session, step: Step) -> None:
     """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
     size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
-    norms = batchnorms(session.state.model)
+    norms = batchnorms(session.state.model) if session.snapshot.changes else []
     own = {name for name in session.snapshot.changes if name.rpartition(".")[0].removeprefix("model.") not in norms}
     if has_embeddings(session.engine.task):  # which is called once per step
         own = {name for name in own if not name.partition(".")[0].endswith("task")}
