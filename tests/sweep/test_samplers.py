@@ -33,9 +33,9 @@ def swept(space, count, own, kill_at=(), sign=1):
         found = sampler(number, trials, "max" if trials else "")
         if found is None:
             break
-        values = found.values
+        values, attributes = found
         facts = {"metric": "m", "direction": "max", "best_objective": sign * quality(values) if space is SPACE else 0.0}
-        trials.append(Trial(number, values, "finished", facts=facts, attributes=found.attributes))
+        trials.append(Trial(number, values, "finished", facts=facts, attributes=attributes))
     return [trial.values for trial in trials]
 
 
@@ -58,9 +58,9 @@ def test_a_grid_that_has_grown_runs_only_what_is_new():
     known = [Trial(number, values, "finished") for number, values in enumerate(CHOICES.grid())]
     larger = Space((), (Dimension("a", ("0", "1", "2", "3")), Dimension("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
-    assert grid(6, known, "").values == ("0", "x")
+    assert grid(6, known, "") == (("0", "x"), {})
     known.append(Trial(6, ("0", "x"), "finished"))
-    assert grid(7, known, "").values == ("0", "y")
+    assert grid(7, known, "") == (("0", "y"), {})
     known.append(Trial(7, ("0", "y"), "finished"))
     assert grid(8, known, "") is None
 

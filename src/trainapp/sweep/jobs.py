@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -124,16 +124,6 @@ def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
     return Need(int(peak * (1 + facts["margin"])) + 1, int(SHARE * limit), facts["micro_size"], is_infeasible)
 
 
-class Job(Protocol):
-    """A running job, such as a `Popen`."""
-
-    def poll(self) -> int | None:
-        """Its exit status, UNKNOWN if another process has started it; None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end. By SIGTERM: before its own handler, SIGINT would look like an error."""
-
-
 @dataclass
 class Orphan:
     """A job that an earlier process of the sweep has started: its processes here, and on other machines its lock."""
@@ -170,6 +160,11 @@ class Launched:
 
     def terminate(self) -> None:
         pass
+
+
+# `poll()` is the exit status, UNKNOWN if another process has started it, and None while it runs. `terminate()` asks to
+# save and end, by SIGTERM: before its own handler, SIGINT would look like an error.
+Job = subprocess.Popen[bytes] | Orphan | Launched
 
 
 def start(command: Sequence[str], more: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Job:

@@ -15,13 +15,14 @@ A line is on the disk before anything follows from it. What a kill has left of a
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainapp.errors import UserError
 from trainapp.files import json_lines, strict_json
+from trainapp.report.page import Goal
 from trainapp.sweep.space import Space, Values
 
 NAME = "sweep.jsonl"
@@ -37,9 +38,15 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in FACTS if name in result}
 
 
-def goal_of(facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The metric of the objective and its direction, max or min; None if they are not known."""
-    return (facts["metric"], facts["direction"]) if "metric" in facts else None
+def common_goal(runs: Iterable[Mapping[str, Any]]) -> Goal:
+    """The metric of the objective and its direction, max or min; None if these facts do not tell, or differ."""
+    goals = goals_of(runs)
+    return goals.pop() if len(goals) == 1 else None
+
+
+def goals_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """All of them."""
+    return {(facts["metric"], facts["direction"]) for facts in runs if "metric" in facts}
 
 
 @dataclass
@@ -92,9 +99,9 @@ class Journal:
         return Space.from_dict(self.asked["asked"])
 
     @property
-    def goals(self) -> set[tuple[str, str]]:
-        """The trials' objectives, as far as known."""
-        return {goal for own in self.trials if (goal := goal_of(own.facts)) is not None}
+    def facts(self) -> list[dict[str, Any]]:
+        """The trials' facts."""
+        return [own.facts for own in self.trials]
 
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it."""

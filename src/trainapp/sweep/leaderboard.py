@@ -23,8 +23,8 @@ from trainapp.report import page
 from trainapp.report.page import UNKNOWN, memory_text, number_text, seconds_text
 from trainapp.sweep import samplers
 from trainapp.sweep.jobs import PLAN
-from trainapp.sweep.journal import FACTS, NAME, Journal
-from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, common_goal, found_in, over_seeds, ranked
+from trainapp.sweep.journal import FACTS, NAME, Journal, common_goal
+from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, found_in, goal_of, over_seeds, ranked
 from trainapp.units import listed
 
 TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
@@ -51,13 +51,11 @@ def show(folder: Path) -> None:
         _print(*_with_settings(merged))
     if (folder / NAME).exists():
         _print_importance(Journal(folder, writes=False))
-    if left := [" ".join(f"{name}={value}" for name, value in row.settings.items()) for row in runs if not row.name]:
+    if left := [row.swept for row in runs if not row.name]:
         print(f"{len(left)} jobs have not begun: {listed(left)}")
-    by_error: dict[str, list[str]] = {}
-    for row in rows:
-        by_error.setdefault(row.error, []).append(row.name)
-    print("".join(f"{listed(names, 9)}: {error}\n" for error, names in by_error.items() if error), end="")
-    if common_goal(rows) is None and any(row.best is not None for row in rows):
+    for text in dict.fromkeys(row.error for row in rows if row.error):
+        print(f"{listed([row.name for row in rows if row.error == text], 9)}: {text}")
+    if goal_of(rows) is None and any(row.best is not None for row in rows):
         print("not ranked: their objectives differ")
     with contextlib.suppress(OSError):  # another user's folder
         _write_csv(rows, folder / TABLE)
@@ -83,16 +81,15 @@ def write_page(folder: Path, found: Sequence[Row]) -> None:
         tables.insert(0, ("Over seeds: mean and standard deviation", *_columns(merged, _settings(merged))))
     if failed := [[row.name, row.error] for row in jobs if row.error]:
         tables.append(("Failed jobs", ["job", "error"], failed))
-    numbers = {row.name: number for number, row in enumerate(rows)}
     charted = [
-        {"name": row.name, "number": numbers[row.name], "value": row.best}
+        {"name": row.name, "number": rows.index(row), "value": row.best}
         | {"settings": [row.settings.get(name, "") for name in names]}
         for row in jobs
         if row.best is not None
     ]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in runs).items())
     lines = [f"{len(runs)} jobs: {counts}", str(folder)]
-    page.write_sweep(folder / page.NAME, lines, tables, charted, names, common_goal(rows))
+    page.write_sweep(folder / page.NAME, lines, tables, charted, names, goal_of(rows))
 
 
 def best_of(rows: Sequence[Row]) -> str:
@@ -107,7 +104,7 @@ def _settings(rows: Sequence[Row]) -> list[str]:
 
 def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cells]:
     """Header and cells, as text, with a column for each of these settings."""
-    goal, cells = common_goal(rows), Cells()
+    goal, cells = goal_of(rows), Cells()
     for place, row in enumerate(rows, start=1):
         spread = f" ± {row.spread:.2g}" if row.spread is not None else ""
         has_place = row.best is not None and goal is not None and row.is_whole
@@ -152,7 +149,7 @@ def _print(header: Sequence[str], cells: Cells) -> None:
 
 def _print_importance(journal: Journal) -> None:
     """Which settings matter, if Optuna is installed."""
-    direction = next((direction for _, direction in journal.goals), "")
+    _, direction = common_goal(journal.facts) or ("", "")
     found = samplers.importances(journal.space, journal.trials, direction)
     found.pop(SEED, None)
     if len(found) > 1:
@@ -168,7 +165,7 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for place, row in enumerate(rows, start=1):
-            rank = place if row.best is not None and common_goal(rows) else ""
+            rank = place if row.best is not None and goal_of(rows) else ""
             own = {"rank": rank, "job": row.name, "state": row.state, "error": row.error, "directory": row.folder}
             writer.writerow(row.facts | {settings[name]: value for name, value in row.settings.items()} | own)
 
@@ -176,11 +173,10 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
 def _print_commands(rows: Sequence[Row]) -> None:
     """What to do with the best run."""
     first = rows[0]
-    if common_goal(rows) is None or not (first.folder / COMMAND).exists():
+    if goal_of(rows) is None or not (first.folder / COMMAND).exists():
         return
     best = first.folder / "checkpoints" / f"step_{first.facts.get('best_step') or 0:08d}"
-    swept = " ".join(f"{name}={value}" for name, value in first.settings.items())
-    print(f"best: job {first.name}, {first.facts['metric']} {first.best:.6g}; {swept}".rstrip("; "))
+    print(f"best: job {first.name}, {first.facts['metric']} {first.best:.6g}; {first.swept}".rstrip("; "))
     config = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text())
     length = (first.facts.get("ended") or "").partition("=")[0].removeprefix("train.")
     if length in ("max_steps", "max_epochs"):
@@ -204,6 +200,5 @@ def _plans(rows: Sequence[Row]) -> Cells:
         if peak is None:
             outcome = "; ".join(facts.get("notes", []))
         numbers = [memory_text(peak), facts.get("method") or UNKNOWN]
-        swept = " ".join(f"{name}={value}" for name, value in row.settings.items())
-        cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or UNKNOWN), swept, outcome])
+        cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or UNKNOWN), row.swept, outcome])
     return cells

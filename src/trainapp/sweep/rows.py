@@ -17,7 +17,7 @@ from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import run_dir
 from trainapp.sweep.jobs import RESULT
-from trainapp.sweep.journal import NAME, Journal, facts_of, goal_of
+from trainapp.sweep.journal import NAME, Journal, common_goal, facts_of
 from trainapp.units import flat
 
 SEED, NOT_BEGUN = "train.seed", "not begun"
@@ -47,14 +47,18 @@ class Row:
         """The best value of its objective."""
         return self.facts.get("best_objective")
 
+    @property
+    def swept(self) -> str:
+        """The settings, as overrides."""
+        return " ".join(f"{name}={value}" for name, value in self.settings.items())
+
 
 def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
     """The trials of a sweep, and what a grid has left to begin. Finished ones keep their result when they are trained
     longer. is_live: read what the others have logged.
     """
     keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.asked else []
-    goals, rows = journal.goals, []
-    goal = goals.pop() if len(goals) == 1 else None  # most likely also of those that have not said
+    goal, rows = common_goal(journal.facts), []  # most likely also of those that have not said
     for trial in journal.trials:
         folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
         if is_live and trial.folder and state not in ("finished", "failed", "infeasible"):
@@ -83,9 +87,7 @@ def of_folder(folder: Path) -> list[Row]:
         found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
     common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
     results = {own: json_object(own / RESULT) for own in found}
-    goals = {goal for facts in results.values() if (goal := goal_of(facts))}
-    goal = goals.pop() if len(goals) == 1 else None
-    rows = []
+    goal, rows = common_goal(results.values()), []
     for own, given in found.items():
         facts, state = results[own], state_of(results[own])
         if state != "finished":
@@ -107,7 +109,7 @@ def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if lines := json_lines(folder / "metrics.jsonl"):
         found["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
-    metric, direction = goal_of(facts) or goal or ("", "")
+    metric, direction = common_goal([facts]) or goal or ("", "")
     evaluations = json_lines(folder / "evaluations.jsonl")
     if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
         best, step = (max if direction == "max" else min)(logged, key=lambda own: own[0])
@@ -124,17 +126,16 @@ def found_in(folder: Path) -> list[Row]:
     return rows
 
 
-def common_goal(rows: Sequence[Row]) -> Goal:
-    """The goal by which all rows with a value are compared; None if they differ, or none has one."""
-    goals = {goal_of(row.facts) for row in rows if row.best is not None}
-    return goals.pop() if len(goals) == 1 else None
+def goal_of(rows: Sequence[Row]) -> Goal:
+    """By which all rows with a value are compared; None if they differ, or none has one."""
+    return common_goal(row.facts for row in rows if row.best is not None)
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """The best first; those without a value, or of which not all seeds have finished, last. Rows with different
     objectives keep their order.
     """
-    if (goal := common_goal(rows)) is None:
+    if (goal := goal_of(rows)) is None:
         return list(rows)
     sign = -1 if goal[1] == "max" else 1
     return sorted(rows, key=lambda row: (not row.is_whole, math.inf if row.best is None else sign * row.best))

@@ -6,9 +6,8 @@ that was killed proposes what an undisturbed one would. No configuration is prop
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +22,7 @@ _FEWEST = 10  # finished trials that say anything about the importance of a sett
 _TRIES = 100  # to draw a configuration that has not run yet
 
 
-class Proposal(NamedTuple):
-    """A configuration. attributes: what a sampler of Optuna notes with it, such as its generation."""
-
-    values: Values
-    attributes: Mapping[str, Any] = MappingProxyType({})
-
-
+Proposal = tuple[Values, dict[str, Any]]  # with what a sampler of Optuna notes of it, such as its generation
 # From the number of the coming trial, those so far, and max or min (empty while nothing has finished); None if no
 # configuration is left.
 Propose = Callable[[int, Sequence[Trial], str], Proposal | None]
@@ -56,10 +49,10 @@ def build(settings: Sweep, space: Space) -> Propose:
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         known = {trial.values for trial in trials}
         drawn = (draws([settings.seed, number, attempt], trials, direction) for attempt in range(_TRIES) if draws)
-        found = next((own for own in drawn if own.values not in known), None)
+        found = next((own for own in drawn if own[0] not in known), None)
         if found is not None or intervals:
             return found
-        return next((Proposal(values) for values in space.grid() if values not in known), None)
+        return next(((values, {}) for values in space.grid() if values not in known), None)
 
     return propose
 
@@ -74,7 +67,7 @@ def _random(space: Space) -> Draw:
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         rng = np.random.default_rng(seed)
-        return Proposal(tuple(text(of, rng) for of in space.dimensions))
+        return tuple(text(of, rng) for of in space.dimensions), {}
 
     return draw
 
@@ -95,7 +88,7 @@ def _of_optuna(own: str | Target, space: Space) -> Draw:
             study = study_of(space, trials, direction, kind(**seeded | arguments))
         found = study.ask(distributions_of(space)).params
         texts = tuple(of.text(found[of.key]) for of in space.dimensions)
-        return Proposal(texts, study.get_trials(deepcopy=False)[-1].system_attrs)
+        return texts, study.get_trials(deepcopy=False)[-1].system_attrs
 
     try:
         draw([0], [], "")

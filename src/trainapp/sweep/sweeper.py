@@ -30,7 +30,7 @@ from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, han
 from trainapp.sweep import jobs, leaderboard, rows, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of
 from trainapp.sweep.jobs import Job, Outcome, Slot
-from trainapp.sweep.journal import Journal, Trial
+from trainapp.sweep.journal import Journal, Trial, goals_of
 from trainapp.sweep.pruner import Pruner
 from trainapp.sweep.space import Dimension, Space, parse
 from trainapp.tracking.terminal import is_live
@@ -176,7 +176,7 @@ class _Sweeper:
         self.to_resume = [own for own in journal.trials if own.state in retried or own in promoted]
         self.stop, self._stopped_at, self._is_exhausted = 0, 0.0, False
         self._deadline = deadline_of("sweep.max_time", settings.max_time, time.time())
-        self._shown_at, self._has_said, self._waits = 0.0, False, False
+        self._shown_at, self._waits = 0.0, False
         self._killed: Counter[int] = Counter()  # by trial
         self._needs: dict[int, jobs.Need | None] = {}  # by trial
         self.bar = tqdm(bar_format="{desc}", disable=not is_live())
@@ -184,7 +184,7 @@ class _Sweeper:
     @property
     def direction(self) -> str:
         """max or min; empty while no trial has said. Raises UserError if trials differ where they are compared."""
-        goals = self.journal.goals
+        goals = goals_of(self.journal.facts)
         if len(goals) > 1 and (self.pruner or self.settings.sampler != "grid"):
             found = ", ".join(" ".join(goal) for goal in sorted(goals))
             raise UserError(f"objective: jobs have different ones ({found}), which cannot be compared; set objective")
@@ -222,11 +222,12 @@ class _Sweeper:
 
     def _work(self) -> None:
         self._find_running()
+        has_said = False
         while True:
             self._collect()
             has_begun = not self.stop and self._begin_next()
-            if self.stop and not self._has_said:
-                self._has_said = True
+            if self.stop and not has_said:
+                has_said = True
                 waits = "the launcher's jobs are left to run" if self.launcher else "the running jobs save and end"
                 name = "sweep.max_time" if self.stop == TIME_IS_UP else named(self.stop)
                 self._say(f"{name}: {waits}; again to leave at once")
@@ -258,7 +259,7 @@ class _Sweeper:
         is_over = self._is_exhausted or number >= (self.settings.trials or math.inf)
         found = None if is_over else self.propose(number, trials, self.direction)
         if found is not None:
-            self.journal.add("trial", number=number, values=found.values, attributes=dict(found.attributes))
+            self.journal.add("trial", number=number, values=found[0], attributes=found[1])
             return trials[number]
         self._is_exhausted = True
         return None if self.running else self._promoted(is_last=True)
