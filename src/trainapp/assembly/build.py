@@ -1,10 +1,9 @@
 """Turns a checked configuration into a `Session`: the assembled model plus data, memory and files."""
 
-import functools
 import logging
 from pathlib import Path
 
-from trainapp.assembly import checks, hooks
+from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
 from trainapp.assembly.parts import Parts, load_parts
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
@@ -26,7 +25,6 @@ from trainapp.training import exactness
 from trainapp.training.limits import Limits
 from trainapp.training.session import Objective, Session
 
-RECHECKED = 100  # the step after which the loss is checked again; in a shorter run, half way
 log = logging.getLogger(__name__)
 
 
@@ -90,11 +88,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         callbacks=Callbacks(callbacks),
     )
     if config.train.check_exactness:
-        session.rehearsals.exactness = exactness.STEPS * len(state.updates)
-    rounds_by_batch = config.precision.mode in ("int8", "fp8")
-    if config.train.check_loss and parts.samples is not None and not rounds_by_batch:
-        session.rehearsals.at = min(RECHECKED, session.limits.length.total_steps // 2)
-        session.rehearsals.recheck = functools.partial(checks.recheck, parts)
+        session.rehearsals = exactness.STEPS * len(state.updates)
     session.schedule_rates()
     return session
 

@@ -2,20 +2,21 @@
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve. The results for the first four samples are therefore
-compared with those for their two halves, without gradients: before the first step in evaluation and in
-training mode (with BatchNorm in evaluation mode), and in evaluation mode once more at a later step, since some terms do
-not show at the start (a gate that is initialised with zeros is uniform).
+compared with those for their two halves, without gradients, before the first step in evaluation and in training mode
+(with BatchNorm in evaluation mode).
 
-So that rounding hides nothing, model and task are copied in fp64 if they are small; what cannot run in fp64 runs in
-fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one is
-repeated. (That changes small terms of pairs and unbiased variances, too: those below 0.1% of the loss go unnoticed; a
-load balance, an entropy of the mean or a centring do not.)
+So that nothing is hidden by rounding, or by a layer that begins at zero, model and task are copied in fp64 if they are
+small, with noise on the parameters; what cannot run in fp64 runs in fp32 without autocast, or as it is trained.
+Rounding is then measured: the change when the halves swap places or one is repeated. (That changes small terms of pairs
+and unbiased variances, too: those below 0.1% of the loss go unnoticed; a load balance, an entropy of the mean or a
+centring do not.)
 
 Costs three forwards in each mode, more if they do not add up, and fetching eight to ten samples. A stream's samples are
 read once and kept for training. docs/extending.md lists what cannot be compared and is skipped silently.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -27,14 +28,13 @@ from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import Observed, Samples, Sums, Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, compares_samples, is_built_in
-from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import Drawing, Ledger, topic_of
 from trainapp.torch_private import has_values
-from trainapp.training.engine import Engine, training_draws
+from trainapp.training.engine import training_draws
 from trainapp.training.evaluate import EVALUATION
-from trainapp.training.session import Session
 
 # Tolerances, relative to the result. LEAST: what always counts as rounding, fp32's own. ROUNDING: in units of a coarser
 # dtype's epsilon. FINE, COARSE: the most that may count as rounding if it is measured, COARSE with matmuls in less than
@@ -75,55 +75,19 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
     if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
         parts.first_samples(config.train.seed)
     for mode in modes:
-        if problem := _problem_of_any_rank(mode, config, parts, model, ledger, ranks):
-            raise UserError(problem)
+        problem = None
+        with contextlib.suppress(Exception):  # the first step raises it again
+            ways = ways_of(mode.task, config, parts, model)
+            problem = first_that_works(ways, functools.partial(problem_of, mode=mode, ledger=ledger))
+        for found in filter(None, ranks.all_gather_object(problem)):  # a rank may have run out of memory here
+            raise UserError(found)
     if parts.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def recheck(parts: Parts, session: Session) -> None:
-    """Compare once more, between two steps, unless forwards write parameters, which an evaluation of shards does not
-    undo. Raises TrainingStopped. Collective.
-    """
-    engine, model = session.engine, session.state.model
-    if any(session.ranks.all_gather_object(engine.snapshot.written)):
-        return
-    for mode in modes_of(parts, model):
-        if mode.training or compares_samples(mode.task):
-            continue
-        problem = _problem_of_any_rank(mode, session.config, parts, model, engine.ledger, session.ranks, engine)
-        if engine.strategy.forward_is_collective:
-            engine.strategy.finish_accumulation()
-        if problem:
-            newest = session.checkpointer.newest_name()
-            raise TrainingStopped(
-                f"after step {session.state.progress.step}, {problem}. What has been trained so far depends on the "
-                f"micro-batch; the newest checkpoint is {newest or 'none'}"
-            )
-
-
-def _problem_of_any_rank(
-    mode: Mode,
-    config: Config,
-    parts: Parts,
-    model: nn.Module,
-    ledger: Ledger,
-    ranks: Ranks,
-    engine: Engine | None = None,
-) -> str | None:
-    """The message about a task, or None. engine: of the model, once it is built."""
-    is_collective, problem = engine is not None and engine.strategy.forward_is_collective, None
-    # The first step raises the error again; later, what has been trained does not depend on it.
-    with contextlib.nullcontext() if is_collective else contextlib.suppress(Exception):
-        ways = ways_of(mode.task, config, parts, model, engine)
-        callers = ranks if is_collective else SingleRank()
-        problem = first_that_works(ways, lambda trial: problem_of(trial, mode, ledger, callers))
-    return next(filter(None, ranks.all_gather_object(problem)), None)  # a rank may have run out of memory here
-
-
-def problem_of(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str | None:
+def problem_of(trial: Trials, mode: Mode, ledger: Ledger) -> str | None:
     """The message about the task; None if its results add up or cannot be compared. Raises errors of the task and the
-    model. ledger: of what forwards draw. ranks: those that call the model together.
+    model. ledger: of what forwards draw.
     """
     places = ledger.places.get(mode.work)
     known = Ledger({} if places is None else {mode.work: places})
@@ -138,7 +102,7 @@ def problem_of(trial: Trials, mode: Mode, ledger: Ledger, ranks: Ranks) -> str |
     results = {name: result(name) for name in ("ab", "a", "b")}
     if any(sums.drawn for sums in results.values()):
         ledger.depends["python"] = "the forward draws random numbers of Python or NumPy, which are the micro-batch's"
-    if ranks.all_reduce_min(int(Comparison(trial.samples, results).problem(mode) is None)):
+    if Comparison(trial.samples, results).problem(mode) is None:
         return None
     again = result("ab", observed := Observed())
     if observed.epsilon > IN_DOUBLE:

@@ -33,6 +33,7 @@ from trainapp.units import listed
 
 SAMPLES = 4
 MOST_COPIED = 64 * 2**20  # bytes of a model that is copied whole
+NOISE = 0.02  # standard deviation: little, so that results stay finite
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,8 @@ class Trials:
     """Calls of a task with one of the `samples`' batches, by its name, without gradients.
 
     stateful_metrics: names of metrics that are not numbers. compute: the results of (task, model, batch on the device);
-    None calls the task. snapshot: undoes what a call changes, to the state at construction; None makes one.
-    around: makes what is entered around a call. to: the dtype of floating-point tensors in batches; None: as it is.
+    None calls the task. around: makes what is entered around a call. to: the dtype of floating-point tensors in
+    batches; None: as it is.
     Attributes: `dtype`, which is `to`; `snapshot`, whose `lost` are parameters that a call has written for good.
     """
 
@@ -138,7 +139,6 @@ class Trials:
         stateful_metrics: Collection[str] = (),
         *,
         compute: Callable[..., tuple[Tensor, Any, Mapping[str, Any]]] | None = None,
-        snapshot: Snapshot | None = None,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         to: torch.dtype | None = None,
     ):
@@ -148,14 +148,11 @@ class Trials:
         self._around, self._stateful_metrics = around, stateful_metrics
         self._roots = [model, *stateful.modules.values()]
         self._batchnorms = [own for root in self._roots for own in root.modules() if isinstance(own, BatchNorm)]
-        for root in self._roots if snapshot is None else ():
+        for root in self._roots:
             root.to(device)  # modules of a task are moved later anyway
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
-        self.snapshot = snapshot or Snapshot.of(stateful)
-        if snapshot is None:
-            self.snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
-        else:
-            self.snapshot.take()
+        self.snapshot = Snapshot.of(stateful)
+        self.snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
 
     @torch.no_grad()
     def __call__(
@@ -219,24 +216,18 @@ def ways_of(
     config: Config,
     parts: Any,
     model: nn.Module,
-    engine: Any = None,
-    noise: float | None = 0.0,
+    noise: float | None = NOISE,
     **options: Any,
 ) -> list[Callable[[], Trials]]:
     """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
-    samples. engine: the model's, once it is built. noise: in small models' copies in fp64, see `in_double`; None: no
-    copies. options: of `Trials`.
+    samples. noise: in small models' copies in fp64, see `in_double`; None: no copies. options: of `Trials`.
     """
     if parts.samples is None:
         return []
     metrics = frozenset(parts.components.hooks["metrics"])
     arguments: Any = (task, model, parts.samples, parts.device, config.train.seed, metrics)
-    if engine is not None:
-        options["snapshot"] = engine.snapshot  # without a second copy of the parameters
     new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
     as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
-    if engine is not None and engine.strategy.forward_is_collective:
-        return [functools.partial(as_trained, compute=lambda task, _, batch: engine.strategy.evaluate(task, batch))]
     if noise is None or not _is_small(task, model):
         return [new, as_trained]
     double = functools.partial(in_double, *arguments, noise=noise, compute=options.get("compute"))
@@ -264,7 +255,7 @@ def _is_small(task: CheckedTask, model: nn.Module) -> bool:
     return sum(tensor.nbytes for tensor in held_tensors([model, task.unchecked])) <= MOST_COPIED
 
 
-def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float = 0.0, **options: Any) -> Trials:
+def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float, **options: Any) -> Trials:
     """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
     what cannot be converted, such as a tensor in an attribute, fails when called. arguments, options: of `Trials`.
 
@@ -277,7 +268,7 @@ def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float
             module.double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in doubled.parameters() if noise else ():
+        for parameter in doubled.parameters():
             if parameter.is_floating_point():
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(drawn.to(parameter.device), alpha=noise)

@@ -35,17 +35,10 @@ class Verdict:
 
 
 def after_step(session: Session) -> None:
-    """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume. After one of
-    them, check the loss again: raises TrainingStopped.
-    """
+    """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume."""
     callbacks, step = session.callbacks, session.state.progress.step
     before, callbacks.stepped_at = callbacks.stepped_at, step
-    if before in (None, step):
-        return
-    if step == session.rehearsals.at and session.rehearsals.recheck is not None:
-        with session.meter.pause():
-            session.rehearsals.recheck(session)
-    if callbacks.by_name:
+    if before not in (None, step) and callbacks.by_name:
         call(session, "after_step")
 
 

@@ -47,8 +47,8 @@ def rehearse(session: Session, step: Step, accumulate: Callable[..., Totals]) ->
     by_rank = [names for names in session.ranks.all_gather_object(changed) if names]
     if by_rank:
         raise TrainingStopped(_message(by_rank[0], step, session.config.train.deterministic, session.state.device))
-    session.rehearsals.exactness -= 1
-    if not session.rehearsals.exactness:
+    session.rehearsals -= 1
+    if not session.rehearsals:
         session.tracker.note(f"check_exactness: retrying each of the first {STEPS} steps gives the same result")
 
 

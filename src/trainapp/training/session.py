@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,17 +71,6 @@ class Attempt:
 
 
 @dataclass
-class Rehearsals:
-    """Checks of the first steps: the number of updates that `train.check_exactness` has yet to compare, and the step
-    `at` which the loss is checked once more.
-    """
-
-    exactness: int = 0
-    at: int = 0
-    recheck: Callable[["Session"], None] | None = None
-
-
-@dataclass
 class Session:
     """The objects that the loop works with, one per room."""
 
@@ -101,7 +90,7 @@ class Session:
     callbacks: Callbacks
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: Attempt = field(default_factory=Attempt)
-    rehearsals: Rehearsals = field(default_factory=Rehearsals)
+    rehearsals: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
     def __post_init__(self) -> None:
@@ -158,9 +147,7 @@ class Session:
         number, share = progress.step + 1, self.batches.share(progress)
         is_logged = limits.log > 0 and (number % limits.log == 0 or limits.end_at(number, share.after[0]))
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # the step must be typical
-        return Step(
-            update, number, number + progress.skipped, share.total, is_logged, is_drawn, self.rehearsals.exactness > 0
-        )
+        return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn, self.rehearsals > 0)
 
     @property
     def eval_ranks(self) -> Ranks:
