@@ -22,12 +22,12 @@ from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
 from trainapp.sizes.record import given_size
+from trainapp.sizes.search import Measured as Known
+from trainapp.sizes.search import SizeSearch
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
 Estimator = Traced | Measured  # estimates the memory that a configuration needs
-# Numbers of sizes that a search tries: the smaller is enough once the largest that fits is NEAR one that does not.
-MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 5, 0.95
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 
@@ -99,35 +99,27 @@ class Planner:
 
 
 def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
-    """The largest size from `smallest` to `top` whose peak is at most `room` bytes, 0 if none is. The peak is piecewise
-    linear in the size with few pieces, so secants find it in few calls, alternating with bisection.
+    """The largest size from `smallest` to `top` whose peak is at most `room` bytes, by the search of a run, which ends
+    within 5% of it; 0 if none is.
     """
-    known = dict[int, int]()
-
-    def fits(size: int) -> bool:
-        known[size] = peak(size)
-        return known[size] <= room
-
-    if top < 1 or fits(top):
+    if top < 1 or peak(top) <= room:
         return top
-    if smallest >= top:
-        return 0
-    try:
-        low = smallest if fits(smallest) else 0
-    except (UserError, MemoryError, MemoryLimitExceeded):
-        raise
-    except Exception:
-        if smallest > 1 or top < 3:
+    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, fails=top, search_has_ended=False)
+    while smallest < top:
+        try:
+            needed = peak(search.size)
+        except (UserError, MemoryError, MemoryLimitExceeded):
             raise
-        low = 2 if fits(2) else 0  # some models do not accept single samples
-    high = top
-    while low and high - low > 1 and len(known) < (ENOUGH_SIZES if low >= NEAR * high else MOST_SIZES):
-        guess = (low + high) // 2
-        if len(known) % 3 and known[high] > known[low]:
-            guess = low + int((room - known[low]) * (high - low) / (known[high] - known[low]))
-        guess = min(max(guess, low + 1), high - 1)
-        low, high = (guess, high) if fits(guess) else (low, guess)
-    return low
+        except Exception:
+            if search.size > 1:
+                raise
+            search.size = search.smallest = 2  # some models do not accept single samples
+            continue
+        if needed > room and not search.failed(search.size):
+            break
+        if needed <= room and search.fitted(search.size, Known(needed, room)) is None:
+            return search.size
+    return 0
 
 
 def with_modes(config: Config, estimator: Estimator) -> Config:
