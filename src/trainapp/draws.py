@@ -24,9 +24,6 @@ from trainapp.torch_private import draws_numbers
 
 # Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few.
 BLOCK = {"cpu": 2**16, "cuda": 2**20}
-# Bytes per element and per row of a block, at most: words, uniform numbers and the intermediate results of normal ones;
-# keys, and what is drawn for a narrow row beyond its end.
-SCRATCH, ROW = 24, 32
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a mantissa
 
 Fill = Callable[..., Tensor]  # (keys [k, 1], first element, number of elements, dtype, *arguments) -> [k, elements]
@@ -35,18 +32,6 @@ Fill = Callable[..., Tensor]  # (keys [k, 1], first element, number of elements,
 def belong_to_samples(draws: str, device: torch.device) -> bool:
     """Whether with this `train.draws` a forward on the device draws by sample."""
     return draws == "per_sample" and device.type in BLOCK
-
-
-def scratch(shape: Sequence[int], device: str, samples: int) -> int:
-    """An upper bound of the bytes that drawing a tensor of this shape takes besides it."""
-    rows, block = math.prod(shape[:-1]), BLOCK.get(device, 0)
-    return SCRATCH * min(math.prod(shape), block) + ROW * min(rows, block) + 8 * rows // samples
-
-
-def allocates_scratch(operation: Any) -> bool:
-    """Whether an operation, as a dispatch mode sees it, draws by sample. Fused kernels have their own numbers."""
-    is_fused = any(name in operation.__name__ for name in ("attention", "rnn"))
-    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and not is_fused
 
 
 # --- random numbers from keys: [k, 1] of them and `count` elements, from the `first` on, give [k, count], of which an

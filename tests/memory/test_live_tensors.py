@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from trainapp.config.schema import Memory
-from trainapp.draws import BLOCK, ROW, SCRATCH, install, scratch
 from trainapp.memory.device import CpuMemory
 from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
-from trainapp.rng import Drawing, Ledger
-from trainapp.torch_private import fake_tensor_mode
 
 KIB = 1024
 
@@ -77,40 +73,6 @@ def test_a_limit_is_exact():
         assert counter.live == 2000
         del b
         assert counter.live == 0
-
-
-def drawn(work, limit=None, size=1000):
-    """The counter of some work that draws by sample."""
-    install("cpu")
-    inputs = torch.ones(4, size)
-    with LiveTensors(limit) as counter, Drawing((0,), range(4), Ledger(), "train"):
-        work(inputs)
-    return counter
-
-
-def test_what_drawing_by_sample_takes_is_counted():
-    """Twenty-four bytes per element of a block and a little per row, besides the result; the same on fake tensors."""
-    noise, of_noise = drawn(torch.randn_like), scratch((4, 1000), "cpu", 4)
-    assert noise.peak == 16000 + of_noise == 16000 + SCRATCH * 4000 + ROW * 4 + 8
-    assert sum(size for _, size in noise.events) == noise.live == 0
-    assert drawn(lambda x: F.dropout(x, 0.5)).peak == 16000 + of_noise  # while the mask is drawn
-    assert drawn(torch.randn_like, size=BLOCK["cpu"]).peak == (16 + SCRATCH) * BLOCK["cpu"] + ROW * 4 + 8
-    heads = torch.ones(4, 1, 8, 8)
-    assert drawn(lambda _: F.scaled_dot_product_attention(heads, heads, heads)).peak < SCRATCH * 100  # draws nothing
-    with LiveTensors() as counter:
-        torch.randn(4, 1000)
-    assert counter.peak == 16000
-    with fake_tensor_mode():
-        assert drawn(torch.randn_like).peak == noise.peak
-
-
-def test_drawing_by_sample_is_refused_over_the_limit():
-    limit = 16000 + scratch((4, 1000), "cpu", 4)
-    drawn(torch.randn_like, limit=limit)
-    before = torch.default_generator.get_state()
-    with pytest.raises(MemoryLimitExceeded, match=r"randn_like.* tried to allocate 93.9 KiB with 15.6 KiB"):
-        drawn(torch.randn_like, limit=limit - 1)
-    assert torch.equal(torch.default_generator.get_state(), before)
 
 
 def test_the_limit_leaves_autograd_cleanly_and_is_repeatable():

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.draws import allocates_scratch, scratch
 from trainapp.files import atomic_write
-from trainapp.rng import Drawing
 from trainapp.torch_private import (
     ASKS_DEVICE,
     LIFT,
@@ -172,20 +170,7 @@ class LiveTensors(DispatchMode):
             if self.limit is not None and self.live > self.limit:
                 raise MemoryLimitExceeded(str(func), added, self.live - added, self.limit)
             self.peak = max(self.peak, self.live)
-        if Drawing.active is not None and allocates_scratch(func):
-            self._count_scratch(func, result)
         return result
-
-    def _count_scratch(self, func: Any, result: Any) -> None:
-        """Count what a draw by sample allocates for a moment, which no mode sees. An upper bound."""
-        drawn = result if isinstance(result, Tensor) else result[0]
-        of = len(Drawing.active.positions) if Drawing.active else 1
-        added = 0 if self._storage_of(drawn) is None else scratch(drawn.shape, drawn.device.type, of)
-        if self.limit is not None and self.live + added > self.limit:
-            raise MemoryLimitExceeded(str(func), added, self.live, self.limit)
-        self.peak = max(self.peak, self.live + added)
-        self._number += 1
-        self.events += [(self._number, added), (self._number, -added)]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
