@@ -180,7 +180,7 @@ def test_shared_draws_are_named_once(tmp_path, caplog):
     assert max(differences(tmp_path, *of("Shared"), BY_SAMPLE)[:2]) < 1e-5
     with caplog.at_level("INFO"):
         runs.run(tmp_path / "run", *of("Shared"), BY_SAMPLE, "batch.micro_size=4")
-    assert caplog.text.count("drawn once for all samples of a step, since no dimension is theirs: uniform_") == 1
+    assert caplog.text.count("drawn once per step, for all samples, since no dimension has their number: uniform_") == 1
 
 
 def test_the_generator_is_restored_after_each_micro_batch(tmp_path):

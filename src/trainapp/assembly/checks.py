@@ -101,7 +101,7 @@ def problem_of(trial: Trials, mode: Mode, ledger: Ledger) -> str | None:
 
     results = {name: result(name) for name in ("ab", "a", "b")}
     if any(sums.drawn for sums in results.values()):
-        ledger.depends["python"] = "the forward draws random numbers of Python or NumPy, which are the micro-batch's"
+        ledger.depends["python"] = "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
     if Comparison(trial.samples, results).problem(mode) is None:
         return None
     again = result("ab", observed := Observed())

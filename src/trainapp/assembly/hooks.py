@@ -125,7 +125,7 @@ def _do_without_evaluations(session: Session) -> None:
         f"stopping.patience={config.stopping.patience}": config.stopping.patience is not None,
     }
     if needing := " and ".join(setting for setting, needs in follows.items() if needs):
-        raise UserError(f"{needing}: it follows evaluations, but {why}; evaluate, or leave the setting out")
+        raise UserError(f"{needing}: it follows evaluations, but {why}; enable them, or leave the setting out")
     if config.objective != "auto":
         log.warning("objective=%s: the run is never evaluated, so its result has no objective", config.objective)
 

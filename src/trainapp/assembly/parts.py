@@ -54,8 +54,8 @@ class Parts:
         return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
 
     def first_samples(self, seed: int) -> Samples | None:
-        """The first samples of training, to compare, fetched once; None if there are too few, or if that fails, which
-        the first step reports. Raises errors of reading a stream, which come only once.
+        """The first samples of training, to compare; None if there are too few, or if they cannot be fetched, which the
+        first step reports. Raises errors of reading a stream, which come only once.
         """
         data, indices = self.batches.source.first(SAMPLES)
         if self.samples is None:

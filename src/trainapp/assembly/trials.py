@@ -246,7 +246,7 @@ def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials
             log.debug("trying another precision: %s", error)
             continue
         if lost := trial.snapshot.lost:
-            log.warning("a trial call of the task has written %s, frozen and in place", listed(lost))
+            log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
         return found
     return None
 

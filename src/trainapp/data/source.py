@@ -37,7 +37,7 @@ class Progress:
     epoch: int = 0
     consumed: int = 0  # samples trained in this epoch
     samples: int = 0  # trained in all epochs together
-    skipped: int = 0  # steps skipped for a non-finite loss or gradient
+    skipped: int = 0  # steps skipped, for a value that was not finite or a count of 0
     evaluated_at: int = 0  # the step of the last evaluation, so that a restart does not repeat it
     objective: float | None = None  # value in the last evaluation
     best: float | None = None

@@ -28,6 +28,7 @@ from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.optim import matmuls
 from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
 
+Number = Tensor | float
 MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and will not recover
 
 _AUTOCAST = {"fp32": None, "tf32": None, "fp16": torch.float16}  # bf16 in all other modes
@@ -132,9 +133,6 @@ def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
 # --- steps without a usable update
 
 
-Number = Tensor | float
-
-
 class NonFiniteCheck:
     """Decides whether a step may update the parameters.
 
@@ -174,7 +172,8 @@ class NonFiniteCheck:
                 return False
             if not math.isfinite(number) or (name == "count" and number < 0):
                 if self.policy == "stop" or (name == "count" and number < 0):
-                    self._stop(step, f"the {name} is {'negative' if number < 0 else 'not finite'} ({number:g})", update)
+                    what = "negative" if math.isfinite(number) else "not finite"
+                    self._stop(step, f"the {name} is {what} ({number:g})", update)
                 self.count(False, step, update=update)
                 return False
         if unread:

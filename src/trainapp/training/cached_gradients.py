@@ -25,10 +25,11 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, refuse_without_gradient
 from trainapp.models.inspect import parameters_behind
+from trainapp.optim.precision import Number
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
-from trainapp.training.engine import Around, Engine, Number, Totals
+from trainapp.training.engine import Around, Engine, Totals
 from trainapp.training.phase import Phase
 
 

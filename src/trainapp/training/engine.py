@@ -21,7 +21,7 @@ from trainapp.draws import belong_to_samples
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
 from trainapp.models.inspect import checked_gradients
-from trainapp.optim.precision import NonFiniteCheck, gradient_norm, scale_gradients
+from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, trained_alone
 from trainapp.rng import Drawing, Ledger, seed_from
@@ -29,7 +29,6 @@ from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
 from trainapp.training.phase import PARTIAL, Phase, Step
 
-Number = Tensor | float
 Compute = Callable[[Task, Any], tuple[Any, ...]]
 Around = Callable[[Any], contextlib.AbstractContextManager[None]]  # wraps the work on a batch or micro-batch
 

@@ -156,7 +156,7 @@ def note_dependence(session: Session, step: Step) -> None:
     if is_cut and (names := ["BatchNorm's statistics"] * bool(norms) + sorted(own)):
         ledger.depends["writes"] = (
             f"the forward writes {listed(names)}, once per micro-batch ({size}), not per step: what is computed from "
-            "them depends on it"
+            "them depends on the micro-batch"
         )
         if norms:
             ledger.depends["writes"] += f"; {instead_of_batchnorm(session.config.model)} does not"
@@ -169,7 +169,7 @@ def note_dependence(session: Session, step: Step) -> None:
         session.tracker.warn_once(f"step {step.number}: {text}", topic=topic)
     places = [own for of in ledger.places.values() for own in of.values()]
     if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
-        text = f"drawn once for all samples of a step, since no dimension is theirs: {', '.join(shared)}"
+        text = f"drawn once per step, for all samples, since no dimension has their number: {', '.join(shared)}"
         session.tracker.warn_once(text, topic="shared draws")
 
 

@@ -23,7 +23,7 @@ from trainapp.training.transaction import around, micro_batches, transaction
 
 def train(session: Session) -> None:
     """Train until the run ends or all ranks agree to stop. An error leaves parameters and optimizer as they were after
-    the last finished step, unless `session.engine.phase.is_partial`. What follows a step comes first, so that a call
+    the last finished update, unless `session.engine.phase.is_partial`. What follows a step comes first, so that a call
     after an error, or of a resumed run, completes it before the next step.
     """
     while True:
@@ -39,9 +39,7 @@ def train(session: Session) -> None:
 
 
 def train_step(session: Session) -> None:
-    """One optimizer step over the global batch; with several optimizers, one update of each in turn. Nothing changes
-    before `commit`.
-    """
+    """One optimizer step over the global batch; with several optimizers, one update of each in turn."""
     engine, within = session.engine, functools.partial(around, session)
     for step in session.coming_updates():
         with transaction(session, step):  # until the commit, `rollback` leaves no trace of the step

@@ -72,7 +72,7 @@ class Attempt:
 
 @dataclass
 class Session:
-    """The objects that the loop works with, one per room."""
+    """The live objects of one process."""
 
     config: Config
     engine: Engine  # computes gradients and commits them
