@@ -14,11 +14,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
-from trainapp.planning import pretend
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.torch_private import ASKS_DEVICE, DispatchMode, graph_task
@@ -98,7 +100,7 @@ class AbsentGpu:
             patches += [mock.patch.object(owner, name, _in_fp32(getattr(owner, name))) for owner, name in _IN_FP32]
             patches.append(mock.patch.object(F, "dropout", _dropout))
         else:
-            patches.append(pretend.pretended(self.name, self.capability, self.memory))
+            patches.append(_visible(self.name, self.capability, self.memory))
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
@@ -189,6 +191,73 @@ def named(config: Config, own: torch.device) -> Config:
 def on_cpu(config: Config) -> Config:
     """The configuration with its data and numerics opened on the CPU."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+
+
+# --- torch, as if it were here
+
+
+class Idle:
+    """Replaces `torch.cuda.Stream` and `torch.cuda.Event`: everything it waits for has already happened."""
+
+    def __init__(self, *args: Any, **options: Any):
+        """Accepts torch's arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args: self
+
+
+class _HostGenerator(torch.Generator):
+    """A host generator that stands for any device's: no numbers are drawn from it."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+
+@contextlib.contextmanager
+def _visible(name: str, capability: tuple[int, int], memory: int) -> Iterator[None]:
+    """Inside the block, `cuda:0` appears as this device to code that builds and steps a run. Enter it outside of a fake
+    tensor mode, after `give_autograd_a_device`.
+    """
+    properties = types.SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=memory)
+    state = torch.zeros(16, dtype=torch.uint8)
+    patches: list[Any] = [
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: 0,
+            device_count=lambda: 1,
+            get_device_properties=lambda index=None: properties,
+            get_device_capability=lambda index=None: capability,
+            is_bf16_supported=lambda including_emulation=True: capability >= (8, 0) or including_emulation,
+            get_rng_state=lambda index=None: state,
+            set_rng_state=lambda new_state, index=None: None,
+            synchronize=lambda index=None: None,
+            Stream=Idle,
+            Event=Idle,
+            current_stream=Idle,
+            stream=lambda stream: contextlib.nullcontext(),
+        ),
+        mock.patch.object(torch, "Generator", _HostGenerator),
+        mock.patch.object(torch.accelerator, "current_stream", Idle),
+        # Autocast and GradScaler switch themselves off without CUDA, with only a warning.
+        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
+        # DDP's logger requires timers, which only a CUDA build has (2.13, c10d/logger.cpp).
+        mock.patch.object(torch._C._distributed_c10d.Logger, "set_runtime_stats_and_log"),
+        # Shards that FSDP keeps on the host are pinned, which needs a driver.
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, device=None: tensor.device.type == "cpu"),
+        mock.patch.object(torch.Tensor, "record_stream"),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        # Optimizers and clipping use loops instead of foreach kernels for subclasses of Tensor. The lists must stay the
+        # same objects: DTensor adds itself to them on its first import (2.13).
+        for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
+        yield
 
 
 # --- activations that its kernels keep

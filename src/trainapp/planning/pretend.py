@@ -1,27 +1,19 @@
-"""Fake CUDA tensors without a GPU: the only file that writes into torch's tables and replaces its functions.
+"""A device for autograd on a machine without a GPU: the only file that writes into torch's tables of methods.
 
 Reason: without a driver, torch's autograd engine has no device guard for CUDA, and aborts in the first backward of a
-fake CUDA tensor; autocast, the loss scaler and the foreach kernels silently switch themselves off. Traces on the CPU
-instead were 55% too low to 165% too high. Use only in a separate process: the changes are permanent. Found on torch
-2.13.
+fake CUDA tensor. Traces on the CPU instead were 55% too low to 165% too high. Use only in a separate process: the
+changes are permanent. Found on torch 2.13.
 """
 
-import contextlib
 import ctypes
 import mmap
 import platform
 import re
 import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
     "x86_64": ("31c0c3", "b801000000c3", "b80100000031d2c3"),
@@ -30,73 +22,9 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
 _kept: list[Any] = []  # objects that torch points to until the process ends
 
 
-class Idle:
-    """Replaces `torch.cuda.Stream` and `torch.cuda.Event`: everything it waits for has already happened."""
-
-    def __init__(self, *args: Any, **options: Any):
-        """Accepts torch's arguments."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args: self
-
-
-class _HostGenerator(torch.Generator):
-    """A host generator that stands for any device's: no numbers are drawn from it."""
-
-    def __new__(cls, device: Any = None) -> Any:
-        return super().__new__(cls)
-
-
 def can_pretend() -> bool:
     """Whether `give_autograd_a_device` supports this platform."""
     return sys.platform == "linux" and platform.machine() in _CODE
-
-
-@contextlib.contextmanager
-def pretended(name: str, capability: tuple[int, int], memory: int) -> Iterator[None]:
-    """Inside the block, `cuda:0` appears as this device to code that builds and steps a run. Enter it outside of a fake
-    tensor mode, after `give_autograd_a_device`.
-    """
-    properties = types.SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=memory)
-    state = torch.zeros(16, dtype=torch.uint8)
-    patches: list[Any] = [
-        mock.patch.multiple(
-            torch.cuda,
-            current_device=lambda: 0,
-            device_count=lambda: 1,
-            get_device_properties=lambda index=None: properties,
-            get_device_capability=lambda index=None: capability,
-            is_bf16_supported=lambda including_emulation=True: capability >= (8, 0) or including_emulation,
-            get_rng_state=lambda index=None: state,
-            set_rng_state=lambda new_state, index=None: None,
-            synchronize=lambda index=None: None,
-            Stream=Idle,
-            Event=Idle,
-            current_stream=Idle,
-            stream=lambda stream: contextlib.nullcontext(),
-        ),
-        mock.patch.object(torch, "Generator", _HostGenerator),
-        mock.patch.object(torch.accelerator, "current_stream", Idle),
-        # Autocast and GradScaler switch themselves off without CUDA, with only a warning.
-        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
-        # DDP's logger requires timers, which only a CUDA build has (2.13, c10d/logger.cpp).
-        mock.patch.object(torch._C._distributed_c10d.Logger, "set_runtime_stats_and_log"),
-        # Shards that FSDP keeps on the host are pinned, which needs a driver.
-        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
-        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, device=None: tensor.device.type == "cpu"),
-        mock.patch.object(torch.Tensor, "record_stream"),
-    ]
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        # Optimizers and clipping use loops instead of foreach kernels for subclasses of Tensor. The lists must stay the
-        # same objects: DTensor adds itself to them on its first import (2.13).
-        for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-            kinds.append(FakeTensor)
-            stack.callback(kinds.remove, FakeTensor)
-        yield
 
 
 def give_autograd_a_device() -> None:
