@@ -22,7 +22,7 @@ from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, M
 from trainapp.torch_private import local, storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
-WATCH_INTERVAL = 1.0  # seconds between watched steps of a validated size, on the CPU
+WATCH_INTERVAL = 5.0  # seconds between watched steps of a validated size, on the CPU
 
 
 def static_bytes(

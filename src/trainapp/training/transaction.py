@@ -2,7 +2,7 @@
 gradient sync and memory tracking.
 
 Tracking costs time on the CPU, where it counts every tensor. A step is tracked while its size is unvalidated, to
-enforce the limit and to measure what the size needs. Logged steps are tracked at most once per second, and steps whose
+enforce the limit and to measure what the size needs. Logged steps are tracked at most every 5 s, and steps whose
 memory is plotted always. In other steps, and in evaluation, only single micro-batches are tracked: those of an
 unvalidated size, or longer than any before.
 """
