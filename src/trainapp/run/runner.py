@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class CarriedOver:
     memory: DeviceMemory  # limit and counters
     began: float  # see `Meter`
     written: list[str]  # parameters that the forward writes: see `Snapshot`
+    first: dict[str, Any] = field(default_factory=dict)  # states of the tasks when the run began
 
 
 def run(config: Config, ranks: Ranks | None = None) -> Result:
@@ -79,13 +80,17 @@ def _run_session(
     guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
     stop.at_work = current.at_work
     with contextlib.closing(current), guarded:
+        first = _states_of_tasks(current) if carried is None else carried.first
+        if carried is not None and current.config.checkpointing.resume == "none":
+            for name, state in first.items():
+                current.state.stateful.owners[name].restore(state)
         if carried is None:
             for line in opening_lines(current):
                 log.info("%s", line)
         try:
             while (failure := attempt(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:
-                    return carried_over
+                    return dataclasses.replace(carried_over, first=first)
         except Interrupted:  # at once, since nothing is lost
             print_command(current)
             raise
@@ -159,6 +164,12 @@ def work(session: Session) -> None:
         if session.stop.agreed and session.at_work().is_saved:
             session.stop.has_saved()
         events.end(session)
+
+
+def _states_of_tasks(session: Session) -> dict[str, Any]:
+    """Copies, without modules' tensors: a task may be an object of a user's module, which outlives the session."""
+    owners = session.state.stateful.owners
+    return {n: own.copy() for n, own in owners.items() if n.partition(".")[0].endswith("task") and not own.is_held}
 
 
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:
