@@ -28,7 +28,7 @@ def words_of_docs() -> int:
     [
         ("lines of the program", lambda: lines_of("src"), 26_382),
         ("files of the program", lambda: len(modules()), 141),
-        ("lines of tests", lambda: lines_of("tests"), 32_601),
+        ("lines of tests", lambda: lines_of("tests"), 32_617),
         ("lines of benchmarks", lambda: lines_of("benchmarks"), 2_500),
         ("lines of scripts", lambda: lines_of("scripts"), 1_350),
         ("words of documentation", words_of_docs, 21_826),

@@ -75,7 +75,7 @@ def test_live_bar_and_summary_on_a_terminal(tmp_path):
         "throughput",
         "peak memory",
         "micro-batch",
-        "OOM restarts",
+        "OOM retries",
         "outputs",
         "TensorBoard",
     ):

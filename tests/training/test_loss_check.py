@@ -297,7 +297,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=own_tasks.task_of_the_test", "train.draws=device")
-    assert Calls.made == [(size, training, False) for training in (False, True) for size in (4, 2, 2)]
+    assert Calls.made == [(size, training, False) for training in (False, True) for size in 2 * (4, 2, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
     arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
     half = {"around": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
     known = {
-        "double": functools.partial(trials.in_double, *arguments, noise=trials.NOISE),
+        "double": functools.partial(trials.in_double, *arguments, noise=0.0),
         "fp32": functools.partial(trials.Trials, *arguments),
         "bf16": functools.partial(trials.Trials, *arguments, **half),
     }
@@ -578,6 +578,22 @@ def test_metrics_are_compared_too(name):
     function, message = METRICS[name]
     problem = found(metric_of(function), own_tasks.Net(10))
     assert problem is None if message is None else message in problem
+
+
+class Priors(own_tasks.Net):
+    """Its logarithms are not finite with noise."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.priors = nn.Parameter(torch.full((64,), 1 / 64))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.priors.log().mean()
+
+
+def test_parameters_that_noise_makes_invalid_hide_nothing(tmp_path):
+    own = (*model_of("test_loss_check.Priors"), PER_SAMPLE, "data=digits", "task=own_tasks.mean")
+    assert "the loss is a mean" in runs.refusal(tmp_path, *own)
 
 
 def test_a_gate_that_is_uniform_at_the_start_hides_nothing(tmp_path):

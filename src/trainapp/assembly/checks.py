@@ -5,14 +5,13 @@ of its batch depends on the micro-batch. Neither shows in a curve. The results f
 compared with those for their two halves, without gradients, before the first step in evaluation and in training mode
 (with BatchNorm in evaluation mode).
 
-So that nothing is hidden by rounding, or by a layer that begins at zero, model and task are copied in fp64 if they are
-small, with noise on the parameters; what cannot run in fp64 runs in fp32 without autocast, or as it is trained.
-Rounding is then measured: the change when the halves swap places or one is repeated. (That changes small terms of pairs
-and unbiased variances, too: those below 0.1% of the loss go unnoticed; a load balance, an entropy of the mean or a
-centring do not.)
+So that little is hidden by rounding, model and task are copied in fp64 if they are small; what cannot run in fp64 runs
+in fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one
+is repeated. (That changes small terms of pairs and unbiased variances, too: those below 0.1% of the loss go unnoticed.)
+The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
-Costs three forwards in each mode, more if they do not add up, and fetching eight to ten samples. A stream's samples are
-read once and kept for training. docs/extending.md lists what cannot be compared and is skipped silently.
+Costs six forwards in each mode, three of a large model, more if they do not add up. A stream's samples are read once,
+and kept for training. docs/extending.md lists what cannot be compared and is skipped silently.
 """
 
 import contextlib
@@ -43,6 +42,7 @@ LEAST, ROUNDING, FINE, COARSE = 1.2e-7, 8, 1e-3, 2e-2
 IN_DOUBLE = 1e-12  # epsilons below it are fp64's
 SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
+NOISE = 0.1  # standard deviation of what is added to parameters
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 
 
@@ -77,8 +77,9 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
     for mode in modes:
         problem = None
         with contextlib.suppress(Exception):  # the first step raises it again
-            ways = ways_of(mode.task, config, parts, model)
-            problem = first_that_works(ways, functools.partial(problem_of, mode=mode, ledger=ledger))
+            ways = functools.partial(ways_of, mode.task, config, parts, model)
+            check = functools.partial(problem_of, mode=mode, ledger=ledger)
+            problem = first_that_works(ways(), check) or first_that_works(ways(noise=NOISE)[:-2], check)
         for found in filter(None, ranks.all_gather_object(problem)):  # a rank may have run out of memory here
             raise UserError(found)
     if parts.device.type == "cuda":

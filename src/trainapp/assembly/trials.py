@@ -33,7 +33,6 @@ from trainapp.units import listed
 
 SAMPLES = 4
 MOST_COPIED = 64 * 2**20  # bytes of a model that is copied whole
-NOISE = 0.02  # standard deviation: little, so that results stay finite
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -216,7 +215,7 @@ def ways_of(
     config: Config,
     parts: Any,
     model: nn.Module,
-    noise: float | None = NOISE,
+    noise: float | None = 0.0,
     **options: Any,
 ) -> list[Callable[[], Trials]]:
     """How a task may be called with the first samples of these `Parts`, the most precise way first; none without

@@ -100,7 +100,7 @@ class Planner:
 
 def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
     """The largest size from `smallest` to `top` whose peak is at most `room` bytes, by the search of a run, which ends
-    within 5% of it; 0 if none is.
+    within 5% of it if the peak has no jumps; 0 if none is.
     """
     if top < 1 or peak(top) <= room:
         return top

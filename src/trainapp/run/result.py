@@ -210,7 +210,7 @@ def print_summary(session: Session, result: Result) -> None:
             by_update = [f"{name} {own.size} x {accumulation(own.size)}".lstrip() for name, own in sizes.items()]
             rows += [("throughput", throughput), ("peak memory", peak)]
             rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
-        rows += [("OOM restarts", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
+        rows += [("OOM retries", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
     if config.mode == "train" and (result.run_dir / page.NAME).exists():
         rows.append(("page", shown(result.run_dir / page.NAME)))

@@ -100,12 +100,12 @@ class TensorBoard(Logger):
     def _write(self) -> None:
         for event in self._kept:
             self._writer.file_writer.add_summary(*event)
+        self._writer.flush()
         self._kept, self._written = [], time.monotonic()
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self._write()
         self._writer.add_text(tag, text, step)
-        self._writer.flush()
+        self._write()
 
     def image(self, tag: str, path: Path, step: int) -> None:
         from PIL import Image
