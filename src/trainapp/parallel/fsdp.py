@@ -18,7 +18,6 @@ from trainapp.torch_private import (
     clear_gathered_gradients,
     fsdp_collectives,
     is_shard,
-    outside_dispatch_modes,
     prepare_fsdp,
     tree_map,
 )
@@ -55,7 +54,7 @@ class FSDP(SingleDevice):
             )
         _require_ties_within_units(model, blocks)
         shape = settings.replicas, ranks.world // settings.replicas
-        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
+        with ranks.collective():  # outside of dispatch modes: it reads rank ids, which fake tensors do not have
             mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
             replicate_mesh, shard_mesh = mesh["replicate"], mesh["shard"]
         replicas = replicate_mesh.get_group() if settings.replicas > 1 else None
