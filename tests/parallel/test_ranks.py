@@ -18,7 +18,7 @@ from .conftest import GPT, TINY
 
 def test_many_ranks_inherit_no_identity():
     methods = {name for name, _ in inspect.getmembers(Ranks, inspect.isfunction) if not name.startswith("_")}
-    assert methods - vars(DistributedRanks).keys() == {"collective", "exchange_in_library"}
+    assert methods - vars(DistributedRanks).keys() == {"collective", "exchange_in_library", "meshes"}
 
 
 def test_a_signal_during_the_step_is_seen_at_its_end():

@@ -80,7 +80,7 @@ def test_another_experiment_is_refused(tmp_path):
     assert runs.run(tmp_path, *MLP, "optimizer.lr=0.5").objective == first.objective  # unless it is asked
 
 
-def test_the_same_experiment_continues(tmp_path, caplog):
+def test_the_same_experiment_continues(tmp_path, caplog, capsys):
     """Its end, cadences and limits may change, and are named; a finished run returns its own result."""
     caplog.set_level("INFO", "trainapp")
     first = runs.run(tmp_path, *MLP)
@@ -88,9 +88,9 @@ def test_the_same_experiment_continues(tmp_path, caplog):
     assert runs.run(tmp_path, *MLP).objective == first.objective
     assert (helpers.metrics(tmp_path), helpers.evaluations(tmp_path)) == before
     assert helpers.result(tmp_path)["samples_per_second"] > 0  # the measurements of then
+    assert "train.max_steps=2, before this start" in capsys.readouterr().out
     assert "other settings than in the checkpoint" not in caplog.text
     onward = (*MLP, "train.max_steps=3", "every.save=2")
-    assert refusal(tmp_path, *onward) is None
     assert runs.run(tmp_path, *onward).objective != first.objective
     assert "other settings than in the checkpoint: every.save not set -> 2, train.max_steps 2 -> 3" in caplog.text
     assert helpers.result(tmp_path)["steps"] == 3

@@ -110,7 +110,7 @@ def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
     attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
     is_smallest = not _sizes_of(session, failure).can_shrink and session.state.device.type == "cuda"
     has_no_size = failure.by_peer or not failure.phase.depends_on_size or (is_smallest and not failure.needs_checkpoint)
-    retries = ranks.all_reduce_min(int(has_no_size and attempt.retried != failure.step)) == 1
+    retries = all(ranks.all_gather_object(has_no_size and attempt.retried != failure.step))
     if retries:
         attempt.retried = failure.step
     return retries

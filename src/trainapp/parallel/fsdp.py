@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
@@ -53,10 +52,7 @@ class FSDP(SingleDevice):
                 "replica is sharded over the same number of ranks"
             )
         _require_ties_within_units(model, blocks)
-        shape = settings.replicas, ranks.world // settings.replicas
-        with ranks.collective():  # outside of dispatch modes: it reads rank ids, which fake tensors do not have
-            mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
-            replicate_mesh, shard_mesh = mesh["replicate"], mesh["shard"]
+        replicate_mesh, shard_mesh = ranks.meshes(settings.replicas)
         replicas = replicate_mesh.get_group() if settings.replicas > 1 else None
         self._shard_group = shard_mesh.get_group()
         options: dict[str, Any] = {"mesh": shard_mesh, "reshard_after_forward": settings.reshard_after_forward}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
@@ -77,6 +78,13 @@ class Ranks:
         with outside_dispatch_modes():
             yield
 
+    def meshes(self, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+        """Across replicas, and across the shards of this rank's replica. Collective, and never preceded by a vote."""
+        shape = replicas, self.world // replicas
+        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+            return mesh["replicate"], mesh["shard"]
+
     def vote(self, failed: bool) -> bool:
         """Whether any rank voted that it ran out of memory. Collective."""
         return failed
@@ -88,16 +96,12 @@ class Ranks:
         """The sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
         return value
 
-    def all_reduce_min(self, value: int) -> int:
-        """The minimum over ranks. Collective, and never preceded by a vote."""
-        return value
-
     def all_reduce_max(self, *values: int) -> list[int]:
         """The maximum of each over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
         return list(values)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, a small Python object, ordered by rank. Collective."""
+        """Every rank's `value`, a small Python object, ordered by rank. Collective, and never preceded by a vote."""
         return [value]
 
     def announced(self, own: int) -> int:
@@ -183,7 +187,7 @@ class DistributedRanks(Ranks):
         out of the step would wait for votes that no other rank casts.
         """
         if not self._aborted:
-            self._aborted = bool(_reduced([int(failed)], dist.ReduceOp.MAX, self._vote_group)[0])
+            self._aborted = bool(_maximum([int(failed)], self._vote_group)[0])
             self.votes += 1
         return self._aborted
 
@@ -197,12 +201,9 @@ class DistributedRanks(Ranks):
             dist.all_reduce(value)
         return value
 
-    def all_reduce_min(self, value: int) -> int:
-        return _reduced([value], dist.ReduceOp.MIN, self._side_group)[0]
-
     def all_reduce_max(self, *values: int) -> list[int]:
         self.check_peers()
-        return _reduced(values, dist.ReduceOp.MAX, self._side_group)
+        return _maximum(values, self._side_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         by_rank: list[Any] = [None] * self.world
@@ -257,10 +258,10 @@ class DistributedRanks(Ranks):
                 dist.broadcast(tensor, 0)
 
 
-def _reduced(values: Sequence[int], op: Any, group: dist.ProcessGroup | None) -> list[int]:
+def _maximum(values: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
     with outside_dispatch_modes():
         numbers = torch.tensor(values)
-        dist.all_reduce(numbers, op=op, group=group)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
         return numbers.tolist()
 
 

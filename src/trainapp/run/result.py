@@ -199,9 +199,11 @@ def print_summary(session: Session, result: Result) -> None:
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
         rows += [("steps", f"{result.steps} ({result.samples} samples)"), ("time", f"{result.seconds:.1f} s")]
-        if progress.stopped:
+        if session.is_finished and not session.meter.samples:  # a finished run may be restarted
+            rows.append(("ended by", f"{result.ended}, before this start"))
+        elif progress.stopped:
             rows.append(("ended by", progress.stopped))
-        if session.meter.samples:  # in this process: a finished run may be restarted
+        if session.meter.samples:  # in this process
             peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
             if result.peak_reserved_bytes > result.peak_memory_bytes:
                 peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"

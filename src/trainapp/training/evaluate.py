@@ -68,8 +68,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     tunes = session.sizes.autotuner.follow(sizes)
     if present.totals is None:  # skipped on a retry, which may run on one rank only
         # Each rank validates its size on its own batches, whose number differs: agree once.
-        all_validated = session.ranks.all_reduce_min(int(not (tunes or sizes.is_unvalidated))) == 1
-        session.ranks.enable_votes(not all_validated)
+        session.ranks.enable_votes(any(session.ranks.all_gather_object(tunes or sizes.is_unvalidated)))
         session.strategy.broadcast_buffers()
     if present.totals is None or (batches.is_stream and not present.complete):  # a stream is read from its start
         present.totals = Totals()
