@@ -96,10 +96,10 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
             for number in range(options.rounds + 1):
                 # Shuffled, since a loop that follows itself is faster; the same order on all ranks.
                 for name in random.Random(number).sample(list(loops), len(loops)):
-                    ranks.all_reduce_min(0)
+                    torch.distributed.barrier()
                     began = time.perf_counter()
                     loops[name](options.steps)
-                    ranks.all_reduce_min(0)
+                    torch.distributed.barrier()
                     if number:  # the first round is warm-up; in it, trainapp's size is still unvalidated
                         seconds[name].append((time.perf_counter() - began) / options.steps)
             expected = losses["hand-written"]()
@@ -108,7 +108,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
                     raise RuntimeError(f"{name} ends with loss {loss()}, the hand-written loop with {expected}")
             if rank == 0:
                 answers.put(seconds)
-            ranks.all_reduce_min(0)
+            torch.distributed.barrier()
             for other in own_ranks:
                 other.release_groups()
 
