@@ -88,7 +88,7 @@ def test_the_same_experiment_continues(tmp_path, caplog, capsys):
     assert runs.run(tmp_path, *MLP).objective == first.objective
     assert (helpers.metrics(tmp_path), helpers.evaluations(tmp_path)) == before
     assert helpers.result(tmp_path)["samples_per_second"] > 0  # the measurements of then
-    assert "train.max_steps=2, before this start" in capsys.readouterr().out
+    assert "  train.max_steps=2\n" in capsys.readouterr().out
     assert "other settings than in the checkpoint" not in caplog.text
     onward = (*MLP, "train.max_steps=3", "every.save=2")
     assert runs.run(tmp_path, *onward).objective != first.objective

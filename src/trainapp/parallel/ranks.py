@@ -2,8 +2,8 @@
 
 Votes have their own gloo group. A rank that runs out of memory leaves its forward or backward at an arbitrary point;
 the others would wait for it in their next collective forever. Therefore, while a size is unvalidated, all ranks vote
-before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That vote
-pairs with the others' next one, and all ranks leave the step together.
+before each collective of a step: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That
+vote pairs with the others' next one, and all ranks leave the step together.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class Ranks:
             yield
 
     def meshes(self, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """Across replicas, and across the shards of this rank's replica. Collective, and never preceded by a vote."""
+        """A mesh across replicas, and one across this rank's replica. Collective, and never preceded by a vote."""
         shape = replicas, self.world // replicas
         with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))

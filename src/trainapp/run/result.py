@@ -199,11 +199,9 @@ def print_summary(session: Session, result: Result) -> None:
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
         rows += [("steps", f"{result.steps} ({result.samples} samples)"), ("time", f"{result.seconds:.1f} s")]
-        if session.is_finished and not session.meter.samples:  # a finished run may be restarted
-            rows.append(("ended by", f"{result.ended}, before this start"))
-        elif progress.stopped:
-            rows.append(("ended by", progress.stopped))
-        if session.meter.samples:  # in this process
+        if progress.stopped or not session.meter.samples:
+            rows.append(("ended by", result.ended))
+        if session.meter.samples:  # in this process: a finished run may be restarted
             peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
             if result.peak_reserved_bytes > result.peak_memory_bytes:
                 peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
