@@ -2,8 +2,8 @@
 
 Votes have their own gloo group. A rank that runs out of memory leaves its forward or backward at an arbitrary point;
 the others would wait for it in their next collective forever. Therefore, while a size is unvalidated, all ranks vote
-before each collective of a step: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That
-vote pairs with the others' next one, and all ranks leave the step together.
+before each collective of a step: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler.
+That vote pairs with the others' next one, and all ranks leave the step together.
 """
 
 import contextlib
