@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,11 @@ def test_the_loop_reads_on_one_screen(name, most):
 def test_functions_stay_short():
     long = [(p.name, f.name) for p in SOURCES for f in functions(p) if f.end_lineno - f.lineno >= 60]
     assert not long
+
+
+def test_rooms_stay_small():
+    in_room = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert max(in_room.values()) <= 14, in_room.most_common(1)
 
 
 def test_the_architecture_page_names_every_room_and_only_real_files():

@@ -44,6 +44,23 @@ def test_overhead_compares_loops_that_do_the_same_work(tmp_path):
     assert len(ratios) == 2
 
 
+@pytest.mark.slow
+def test_precisions_are_compared_with_fp32():
+    printed = run("precision_speed.py", "--cases", "resnet", "--rounds", "1", "--steps", "1", "--threads", "1")
+    table = rows(printed)
+    assert table["fp32"][1] == "1.00"
+    assert float(table["bf16"][1]) > 0
+    assert float(table["fp16"][1]) > 0
+
+
+@pytest.mark.slow
+def test_emulated_operators_agree_with_torchs_own():
+    table = rows(run("precision_speed.py", "--operators", "--threads", "1"))
+    differences = [cell for name, cells in table.items() for cell in (cells[3], cells[6]) if "e-" in cell]
+    assert len(differences) >= 18
+    assert max(map(float, differences)) < 0.01
+
+
 def test_a_loop_that_does_other_work_is_found_out(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import overhead

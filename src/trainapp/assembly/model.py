@@ -25,7 +25,7 @@ from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import batchnorms, blocks_of, is_of_transformers, lazy_modules, without_cache
-from trainapp.optim import matmuls
+from trainapp.optim import emulated_kernels, matmuls
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import matching
 from trainapp.parallel.ddp import DDP
@@ -134,6 +134,8 @@ def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
     for name in matching(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
         model.get_parameter(name).requires_grad_(False)
     parts.numerics.cast_parameters(model)
+    for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself
+        emulated_kernels.install_for(device, dtype)
     return model
 
 

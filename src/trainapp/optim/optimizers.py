@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trainapp.config import targets
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
+from trainapp.optim.emulated_kernels import install_for
+from trainapp.optim.muon import Muon
 from trainapp.optim.on_host import HostCopies
 from trainapp.torch_private import step_optimizer
 from trainapp.units import listed
@@ -62,6 +64,8 @@ def build_optimizer(
         _require_known(settings, optimizer, setting)
         for group in optimizer.param_groups:
             group["lr"] *= (settings.layer_decay or 1) ** group.pop("layers_after", 0)
+        if isinstance(optimizer, (torch.optim.Muon, Muon)):  # they multiply in bf16, whatever the precision
+            install_for(torch.device(place), torch.bfloat16)
         _allocate_state(optimizer, settings, setting)
         if copies is not None:
             copies.attach(optimizer)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainapp.config import schema
 from trainapp.errors import NotFinite, TrainingStopped
-from trainapp.optim import matmuls
+from trainapp.optim import emulated_kernels, matmuls
 from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
 
 Number = Tensor | float
@@ -36,12 +36,16 @@ _AUTOCAST = {"fp32": None, "tf32": None, "fp16": torch.float16}  # bf16 in all o
 
 @dataclass
 class Precision:
-    """`autocast` wraps forward and loss; `scaler` is disabled (every method passes through) unless the mode is fp16."""
+    """`autocast` wraps forward and loss; `scaler` is disabled (every method passes through) unless the mode is fp16.
+
+    is_emulated: whether the device computes in `compute_dtype` only by way of fp32, see `emulated_kernels`.
+    """
 
     mode: str
     compute_dtype: torch.dtype
     autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler
+    is_emulated: bool = False
 
     def cast_parameters(self, model: nn.Module) -> None:
         """Cast the parameters in place; tied ones stay tied. Buffers keep their dtype."""
@@ -80,7 +84,9 @@ class Precision:
 
 
 def build(settings: schema.Precision, device: torch.device) -> Precision:
-    """The precision mode. Sets torch's TF32 and attention switches. Raises UserError if 8-bit matmuls fail."""
+    """Return the precision mode. Sets torch's TF32 and attention switches, and emulates 16-bit kernels that the device
+    lacks. Raises UserError if 8-bit matmuls fail.
+    """
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode, torch.bfloat16)
@@ -88,11 +94,13 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
     # would give another result.
     torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or dtype is None)
+    compute_dtype = dtype or torch.float32
+    is_emulated = emulated_kernels.install_for(device, compute_dtype)
     if settings.mode in ("int8", "fp8"):
         matmuls.require_kernels(settings.mode, device)
     return Precision(
         mode=settings.mode,
-        compute_dtype=dtype or torch.float32,
+        compute_dtype=compute_dtype,
         autocast=torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
         scaler=torch.amp.GradScaler(
             device.type,
@@ -100,6 +108,7 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
             init_scale=settings.initial_scale,
             growth_interval=settings.growth_interval,
         ),
+        is_emulated=is_emulated,
     )
 
 

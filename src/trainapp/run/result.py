@@ -12,6 +12,7 @@ import torch
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
 from trainapp.files import atomic_write, shown, strict_json
+from trainapp.optim.precision import Precision
 from trainapp.report import page
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
@@ -145,20 +146,31 @@ def opening_lines(session: Session) -> list[str]:
         name = type(state.model).__name__.removeprefix("FSDP")
     device = f" ({torch.cuda.get_device_name(state.device)})" if state.device.type == "cuda" else ""
     model = f"{name} with {_count_text(total)} parameters on {state.device}{device}, {state.precision.mode}"
+    lines = [model]
+    if state.precision.is_emulated:
+        lines.append(_emulation_text(state.precision))
     if config.mode not in ("train", "lr_find"):
-        return [model]
+        return lines
     micro_size = sizes.train.size
     epoch = batches.steps_left()
     data = "a stream" if epoch is None else f"{batches.samples} samples, {epoch} steps per epoch"
-    lines = [
-        f"{model}; global batch {config.batch.global_size} = micro-batch {micro_size} x "
+    lines[0] += (
+        f"; global batch {config.batch.global_size} = micro-batch {micro_size} x "
         f"{batches.accumulation(micro_size)} accumulated x {batches.world} rank{'s' * (batches.world > 1)}; {data}"
-    ]
+    )
     if config.batch.micro_schedule is not None:
         lines.append("the micro-batch sizes are those of batch.micro_schedule")
     if trained < total:
         lines.append(f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)")
     return lines
+
+
+def _emulation_text(precision: Precision) -> str:
+    dtype = str(precision.compute_dtype).removeprefix("torch.")
+    return (
+        f"precision={precision.mode}: this CPU has no instructions for {dtype}, so matmuls, convolutions and attention "
+        f"compute in fp32 on operands rounded to {dtype}; this saves memory as elsewhere, but no time"
+    )
 
 
 def report(session: Session, result: Result) -> None:
