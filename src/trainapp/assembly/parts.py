@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Parts:
 
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
+    filled: settings that were filled in from the data's `spec`, by their names, such as `model.num_classes`.
+    checks: what was checked before the first step, with the outcome in words; or why it was not.
     """
 
     components: Components
@@ -44,6 +46,8 @@ class Parts:
     initial_device: str | None = None
     resumes: bool = False
     samples: Samples | None = None  # see `first_samples`
+    filled: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> dict[str, Any]:
