@@ -7,12 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
 from trainapp.files import atomic_write, shown, strict_json
-from trainapp.optim.precision import Precision
 from trainapp.report import page
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
@@ -134,45 +131,6 @@ def write(result: Result) -> None:
         file.write(strict_json(facts, indent=1) + "\n")
 
 
-def opening_lines(session: Session) -> list[str]:
-    """Model, device, precision; in training also how the global batch is split, and whether only some parameters are
-    trained. For a shard, `numel` counts the whole tensor.
-    """
-    config, state, batches, sizes = session.config, session.state, session.batches, session.sizes
-    parameters = list(state.model.parameters())
-    total, trained = (sum(p.numel() for p in own) for own in (parameters, [p for p in parameters if p.requires_grad]))
-    name = config.model.target.rpartition(".")[2]
-    if not name[0].isupper():  # a function that builds the model
-        name = type(state.model).__name__.removeprefix("FSDP")
-    device = f" ({torch.cuda.get_device_name(state.device)})" if state.device.type == "cuda" else ""
-    model = f"{name} with {_count_text(total)} parameters on {state.device}{device}, {state.precision.mode}"
-    lines = [model]
-    if state.precision.is_emulated:
-        lines.append(_emulation_text(state.precision))
-    if config.mode not in ("train", "lr_find"):
-        return lines
-    micro_size = sizes.train.size
-    epoch = batches.steps_left()
-    data = "a stream" if epoch is None else f"{batches.samples} samples, {epoch} steps per epoch"
-    lines[0] += (
-        f"; global batch {config.batch.global_size} = micro-batch {micro_size} x "
-        f"{batches.accumulation(micro_size)} accumulated x {batches.world} rank{'s' * (batches.world > 1)}; {data}"
-    )
-    if config.batch.micro_schedule is not None:
-        lines.append("the micro-batch sizes are those of batch.micro_schedule")
-    if trained < total:
-        lines.append(f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)")
-    return lines
-
-
-def _emulation_text(precision: Precision) -> str:
-    dtype = str(precision.compute_dtype).removeprefix("torch.")
-    return (
-        f"precision={precision.mode}: this CPU has no instructions for {dtype}, so matmuls, convolutions and attention "
-        f"compute in fp32 on operands rounded to {dtype}; this saves memory as elsewhere, but no time"
-    )
-
-
 def report(session: Session, result: Result) -> None:
     """Write result.json and the run's page, and print the summary."""
     path = result.run_dir / RESULT
@@ -230,10 +188,3 @@ def print_summary(session: Session, result: Result) -> None:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
-
-
-def _count_text(count: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)

@@ -22,9 +22,9 @@ from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
-from trainapp.run import resume, run_dir
+from trainapp.run import recipe, resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
-from trainapp.run.result import Result, forget_stop, opening_lines, print_command, report, result_of
+from trainapp.run.result import Result, forget_stop, print_command, report, result_of
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
@@ -85,8 +85,7 @@ def _run_session(
             for name, state in first.items():
                 current.state.stateful.owners[name].restore(state)
         if carried is None:
-            for line in opening_lines(current):
-                log.info("%s", line)
+            _tell_recipe(current)
         try:
             while (failure := attempt(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:
@@ -101,6 +100,18 @@ def _run_session(
     if ranks.is_rank_zero:
         report(current, result)
     return result
+
+
+def _tell_recipe(session: Session) -> None:
+    """Print how the run trains, and write it to recipe.json."""
+    facts = recipe.recipe_of(session)
+    for line in recipe.lines_of(facts):
+        log.info("%s", line)
+    if session.config.mode == "train" and session.ranks.is_rank_zero:
+        try:
+            recipe.write(session.tracker.run_dir, facts)
+        except OSError as error:  # the run is more important than its record
+            session.tracker.unwritable(session.tracker.run_dir / recipe.RECIPE, error)
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,6 +88,8 @@ class Session:
     objective: Objective
     metrics: StatefulMetrics
     callbacks: Callbacks
+    filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Parts`
+    checks: Mapping[str, str]
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: Attempt = field(default_factory=Attempt)
     rehearsals: int = 0  # updates that `train.check_exactness` has yet to compare
