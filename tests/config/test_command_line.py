@@ -115,6 +115,8 @@ def refusal(*overrides):
         ("experment=x", "experment: no such setting; did you mean 'experiment'?"),
         ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
         ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
+        ("model=null", "model=null: an option is chosen by its name; choose one, or a class with model._target_=CLASS"),
+        ("debug=null", "debug=null: an option is chosen by its name; for none, leave it out"),
         ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
         ("predict", "Error parsing override 'predict'"),
         ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),

@@ -174,8 +174,13 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     message, plus a suggestion if one is close.
     """
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # names no group
-        given = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false)", text)), str(error))
-        return f"{given}: an option is chosen by its name; `trainapp --help` lists them"
+        override = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false|null)", text)), "")
+        group, _, value = override.lstrip("+").partition("=")
+        if value == "null":
+            needed = group in ("data", "model", "optimizer", "schedule")
+            instead = f"choose one, or a class with {group}._target_=CLASS" if needed else "for none, leave it out"
+            return f"{override}: an option is chosen by its name; {instead}"
+        return f"{override or error}: an option is chosen by its name; `trainapp --help` lists them"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = str(error).strip().partition("\nConfig search path:")[0].strip()

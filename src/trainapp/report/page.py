@@ -73,8 +73,12 @@ def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first
 
 def _head(run: Mapping[str, Any]) -> dict[str, Any]:
     """What stands above the charts of one run."""
-    ended = run["result"].get("ended")
-    lines = [run["headline"], f"{run['state']}{f' by {ended}' if ended else ''}; {run['folder']}"]
+    state = run["state"]
+    if ended := run["result"].get("ended"):
+        state += f" by {ended}"
+    elif failed := run["result"].get("failed"):
+        state += f": {failed.splitlines()[0]}"
+    lines = [run["headline"], f"{state}; {run['folder']}"]
     return {"title": run["name"], "lines": lines, "tiles": _facts(run)}
 
 

@@ -86,8 +86,12 @@ def shared_out(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
 
 
 def state_of(result: Mapping[str, Any]) -> str:
-    """finished, stopped (by a signal), or empty for a run that has not ended: from its result.json."""
-    return "stopped" if result.get("stopped") else "finished" if result.get("ended") else ""
+    """Return finished, stopped (by a signal), failed, or nothing for a run that has not ended, from its result.json."""
+    if result.get("failed"):
+        return "failed"
+    if result.get("stopped"):
+        return "stopped"
+    return "finished" if result.get("ended") else ""
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""A run's summary: a line or two at its start, a table and result.json at its end."""
+"""A run's summary: a table and result.json at its end."""
 
+import contextlib
 import json
 import logging
 import math
@@ -9,8 +10,10 @@ from typing import Any
 
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
-from trainapp.files import atomic_write, shown, strict_json
+from trainapp.errors import UserError
+from trainapp.files import atomic_write, json_object, shown, strict_json
 from trainapp.report import page
+from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
 from trainapp.training.session import Session
@@ -117,10 +120,23 @@ def read(run_dir: Path) -> Result | None:
 
 
 def forget_stop(run_dir: Path) -> None:
-    """Remove the result of a run that was stopped and now continues: if it dies, nothing may ask to continue it."""
-    former = read(run_dir)
-    if former is not None and former.stopped is not None:
+    """Remove the result of a run that was stopped or failed and now continues: if it dies, the file would be wrong."""
+    if state_of(json_object(run_dir / RESULT)) in ("stopped", "failed"):
         (run_dir / RESULT).unlink()
+
+
+def write_failure(session: Session, error: Exception) -> None:
+    """Write result.json for a run that cannot continue: why, and how far it came."""
+    run_dir = Path(session.config.run_dir)
+    facts = {
+        "failed": f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error),
+        "steps": session.state.progress.step,
+        "samples": session.state.progress.samples,
+        "oom_restarts": session.sizes.oom_restarts,
+        "checkpoint": session.checkpointer.newest_name(),
+    }
+    with contextlib.suppress(OSError), atomic_write(run_dir / RESULT) as file:  # the error itself must be reported
+        file.write(strict_json(facts, indent=1) + "\n")
 
 
 def write(result: Result) -> None:

@@ -62,6 +62,7 @@ def as_saved(config: Config, path: Path) -> Config:
     saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
     if config.mode != "train":
         config = _with_parts_of(config, path)
+        _require_same_adapter(config, path)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
     for name in ("seed", "draws"):
         own = getattr(config.train, name)
@@ -94,6 +95,18 @@ def _with_parts_of(config: Config, path: Path) -> Config:
             names = setting.split(".")
             _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
     return saved_config(path, dataclasses.asdict(config) | taken)
+
+
+def _require_same_adapter(config: Config, path: Path) -> None:
+    """Raises UserError for adapters of other shapes than the run's: its weights would not fit, tensor by tensor."""
+    saved = read_manifest(path)["config"].get("adapter") or {}
+    for name in ("kind", "rank", "targets", "train"):
+        own = getattr(config.adapter, name)
+        if name in saved and saved[name] != own:
+            raise UserError(
+                f"adapter.{name}={own}: the run in {path} has adapter.{name}={saved[name]}, and mode={config.mode} "
+                "uses its weights; leave out `adapter`, whose settings are then those of the run"
+            )
 
 
 def _settings_of_data(config: Config) -> list[str]:

@@ -24,7 +24,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.run import recipe, resume, run_dir
 from trainapp.run.first_sizes import initial_sizes
-from trainapp.run.result import Result, forget_stop, print_command, report, result_of
+from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
@@ -95,6 +95,8 @@ def _run_session(
             raise
         except Exception as error:
             add_note(error, f"at step {current.state.progress.step + 1}")
+            if current.config.mode == "train" and ranks.is_rank_zero:
+                write_failure(current, error)
             raise
     result = result_of(current)
     if ranks.is_rank_zero:
