@@ -222,10 +222,14 @@ def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
     now and then. Empty if there is nothing to say.
     """
     now = {setting: str(value) for setting, value in filled.items()}
-    if "filled" not in saved:
-        sizes = listed(f"{setting}={value}" for setting, value in now.items())
+    if (
+        "filled" not in saved
+    ):  # by a version that filled in only the model's own parameters, such as `model.num_classes`
+        nested = [f"{setting}={value}" for setting, value in now.items() if setting.count(".") > 1]
+        if not nested:
+            return ""
         rule = "it was saved by a version that left nested `_target_`s at their defaults: set the sizes they had then"
-        return f"; the data determine {sizes}, but {rule}" if sizes else ""
+        return f"; the data determine {listed(nested)}, but {rule}"
     before = saved["filled"]
     changes = []
     for setting in sorted(now.keys() | before.keys()):
