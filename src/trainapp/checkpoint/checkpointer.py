@@ -4,7 +4,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from trainapp.checkpoint import shards, state_dicts
 from trainapp.checkpoint.directory import CheckpointDirectory, describe
 from trainapp.checkpoint.state_dicts import ModelState
-from trainapp.checkpoint.train_state import TrainState
+from trainapp.checkpoint.train_state import TrainState, changed_sizes
 from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
@@ -121,7 +121,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
-    shards.read(tensors, path, ranks.saving_group)
+    shards.read(tensors, path, ranks.saving_group, hint=changed_sizes(state.filled, values))
     if not tensors.get("average"):
         state.average.start_at_weights()
     with misfits_named(path):
@@ -130,16 +130,18 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     return values
 
 
-def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
+def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a newly built model, whole in this process, from the checkpoint at `path`: parameters by their average if
     the run kept one. Returns the checkpoint's plain values. Raises UserError as `restore`.
+
+    filled: the model's sizes that the data determine, for that error.
     """
     values, sizes = _load_values(path), shards.sizes(path)
     own, saved = ModelState(model), values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
         tensors = {"model": own.tensors(saved), "buffers": own.buffers(sizes)}
-    shards.read(tensors, path, None)
+    shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
         own.load_values(saved)
     averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}

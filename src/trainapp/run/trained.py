@@ -61,7 +61,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
     )
     with contextlib.closing(load_parts(config, SingleRank())) as parts:
         data, built = parts.components.train_data, assembly.built(config, parts)
-    values = checkpointer.restore_model(built, path)
+    values = checkpointer.restore_model(built, path, parts.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
     return built.eval(), data, values
