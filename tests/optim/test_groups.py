@@ -50,6 +50,27 @@ def test_options_of_what_a_pattern_matches():
     assert len(of) == len(list(Net().parameters()))
 
 
+@pytest.mark.parametrize(
+    ("target", "decay"),
+    [
+        ("torch.optim.AdamW", 0.01),
+        ("trainapp.optim.low_precision.AdamW", 0.01),
+        ("trainapp.optim.muon.Muon", 0.1),
+        ("torch.optim.NAdam", 0.0),
+    ],
+)
+def test_an_unset_weight_decay_is_the_default_of_the_class(target, decay):
+    """Not for norms and biases, also of groups."""
+    _, of = built(group("head", lr=0.5), target=target, weight_decay=None)
+    assert of["head.weight"]["weight_decay"] == of["layers.0.weight"]["weight_decay"] == decay
+    assert of["head.bias"]["weight_decay"] == of["norm.weight"]["weight_decay"] == 0.0
+
+
+def test_a_group_may_decay_where_the_class_does_not():
+    _, of = built(group("head", weight_decay=0.3), target="torch.optim.NAdam", weight_decay=None)
+    assert [of[name]["weight_decay"] for name in ("head.weight", "head.bias", "layers.0.weight")] == [0.3, 0.0, 0.0]
+
+
 def test_weight_decay_of_a_group_is_not_for_its_norms_and_biases():
     _, of = built(group("head", weight_decay=0.3), group("norm", weight_decay=0.2))
     assert (of["head.weight"]["weight_decay"], of["head.bias"]["weight_decay"]) == (0.3, 0.0)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, excludes
+from trainapp.config import command_line, excludes, replaced_options
 from trainapp.config.schema import Config, Update
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
@@ -26,6 +26,7 @@ from trainapp.files import CONF
 FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments", "sweeper_direction")
 # Hydra 1.3 asks which version's defaults are meant; 1.4 has one set of them, and warns if it is told.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+replaced_options.install()
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:

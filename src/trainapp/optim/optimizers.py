@@ -145,9 +145,16 @@ def _groups(
     kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str
 ) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    if "weight_decay" in inspect.signature(kind).parameters:
+    parameter = inspect.signature(kind).parameters.get("weight_decay")
+    if parameter is not None:
+        weight_decay = parameter.default if settings.weight_decay is None else settings.weight_decay
         # An optimizer may define its own groups.
-        groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
+        groups = getattr(kind, "parameter_groups", parameter_groups)(model, weight_decay)
+    elif settings.weight_decay:
+        raise UserError(
+            f"{setting}.weight_decay={settings.weight_decay}: {settings.target} has no weight decay; use "
+            f"{setting}.weight_decay=null"
+        )
     parameters = all_names(model)
     names = divided(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
     for own, matches in zip(settings.groups, names.values(), strict=True):
