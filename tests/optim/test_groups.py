@@ -170,3 +170,10 @@ def test_the_state_of_a_parameter_follows_it_into_another_group(tmp_path):
     for name, parameter in run.state.model.named_parameters():
         assert torch.equal(run.state.optimizer.state[parameter]["exp_avg"], saved[name]["exp_avg"])
     assert run.state.optimizer.param_groups[-1]["initial_lr"] == 0.5
+
+
+def test_decay_of_all_parameters_is_torchs_own(tmp_path):
+    session = runs.closed(tmp_path, *MLP, "optimizer.weight_decay=0.1", "optimizer.decay=all")
+    assert {group["weight_decay"] for group in session.state.optimizer.param_groups} == {0.1}
+    session = runs.closed(tmp_path, *MLP, "optimizer.weight_decay=0.1")
+    assert {group["weight_decay"] for group in session.state.optimizer.param_groups} == {0.0, 0.1}

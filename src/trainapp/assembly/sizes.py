@@ -9,7 +9,7 @@ from trainapp.config.targets import Spec, Written
 from trainapp.errors import UserError
 from trainapp.losses.losses import classification, next_token, unchecked
 
-_UNCOMPARED = ("context_length",)  # a model may take longer sequences than those of the data
+CONTEXT = "context_length"
 log = logging.getLogger(__name__)
 
 
@@ -19,6 +19,8 @@ def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
     """
     different = [written for written in spec.written if _differs(written, spec)]
     if config.mode not in WITHOUT_NUMBERS:
+        if config.model.target.startswith("trainapp.models."):
+            _require_context(spec)
         for task in (components.task, *components.training_tasks):
             _require_outputs(task, different, spec)
     if config.mode != "export":  # it reads no batch
@@ -29,8 +31,10 @@ def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
 def _differs(written: Written, spec: Spec) -> bool:
     """Whether the user's value is not the data's. 0 says nothing: a model of 0 classes is one without a last layer."""
     value, known = written.value, spec.values[written.name]
-    if written.name in _UNCOMPARED or not (_is_plain(value) and _is_plain(known)):
+    if not (_is_plain(value) and _is_plain(known)):
         return False
+    if written.name == CONTEXT:
+        return _is_less(value, known)  # a model may take longer sequences than those of the data
     return value != 0 and _as_list(value) != _as_list(known)
 
 
@@ -59,6 +63,16 @@ def _require_outputs(task: Any, different: list[Written], spec: Spec) -> None:
             f"{settings}: the data has {name}={needed}, so a target of {needed - 1} would be out of range; leave it "
             f"out, which takes the data's, or set at least {needed}"
         )
+
+
+def _require_context(spec: Spec) -> None:
+    """Raise UserError if the data's sequences are longer than the model's longest."""
+    for written in spec.written:
+        if written.name == CONTEXT and _differs(written, spec):
+            raise UserError(
+                f"{written.setting}={written.value}: the data has sequences of {spec.values[CONTEXT]} tokens; leave it "
+                f"out, which takes the data's, or lower data.{CONTEXT}"
+            )
 
 
 def _size_that_bounds_targets(task: Any) -> str | None:

@@ -215,6 +215,7 @@ class Optimizer(Target):
 
     lr: PositiveFloat | None = None  # None: the class's default
     weight_decay: NonNegativeFloat | None = None  # None: the class's default
+    decay: Literal["weights", "all"] = "weights"  # what it applies to
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False

@@ -150,6 +150,9 @@ def _groups(
         weight_decay = parameter.default if settings.weight_decay is None else settings.weight_decay
         # An optimizer may define its own groups.
         groups = getattr(kind, "parameter_groups", parameter_groups)(model, weight_decay)
+        if settings.decay == "all":
+            for group in groups:
+                group["weight_decay"] = weight_decay
     elif settings.weight_decay:
         raise UserError(
             f"{setting}.weight_decay={settings.weight_decay}: {settings.target} has no weight decay; use "
