@@ -424,6 +424,25 @@ def test_what_is_lost_is_repeated_until_it_arrives(kind):
     assert passed_on == [signal.SIGUSR2] * (kind is Interrupted)
 
 
+def test_a_signal_that_another_thread_gets_ends_a_wait():
+    """Here the main thread blocks it. Otherwise the system decides."""
+
+    def waiting():
+        with StopRequest():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+            os.kill(os.getpid(), signal.SIGUSR2)  # the listener's
+            time.sleep(8)
+            pytest.fail("the handler has not run")
+
+    try:
+        started = time.monotonic()
+        with pytest.raises(Interrupted):
+            waiting()
+        assert time.monotonic() - started < 7
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+
+
 def test_what_has_arrived_is_not_repeated():
     """While the main thread cleans up, whatever that takes, nor after the block."""
     cleaned = []

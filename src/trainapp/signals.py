@@ -7,7 +7,8 @@ the second.
 
 An exception that a handler raises can be lost: Python discards one that leaves a `__del__` or the callback of a weak
 reference, and a bare `except:` may drop it. While it propagates, and while a `finally` cleans up, the exception object
-exists; a lost one is freed. The listener therefore repeats an interrupt whose exception was freed inside the block.
+exists; a lost one is freed. The listener therefore repeats an interrupt whose exception was freed inside the block. It
+also wakes a main thread whose wait the signal has not ended, because another thread got it.
 """
 
 import contextlib
@@ -190,7 +191,7 @@ class StopRequest:
         with open(reader, "rb", buffering=0) as pipe:
             while True:
                 if not select.select([pipe], [], [], REPEAT_AFTER if first else None)[0]:
-                    self._repeat_if_lost()
+                    self._repeat_if_needed()
                     if is_patient and time.monotonic() - first_at >= self.PATIENCE:
                         is_patient = False
                         if self.at_work().may_end:
@@ -206,9 +207,10 @@ class StopRequest:
                 elif number in SIGNALS and time.monotonic() - first_at >= ECHO:
                     self._exit(number, "a second signal")
 
-    def _repeat_if_lost(self) -> None:
-        """In the listener. A signal, since it also ends a wait of the main thread, such as `time.sleep`."""
-        if self._is_lost and (self.interrupts or self.at_work().may_end):
+    def _repeat_if_needed(self) -> None:
+        """In the listener. A signal also ends a wait of the main thread, such as `time.sleep`: then handlers run."""
+        is_unhandled = self.signal is None
+        if (self._is_lost or is_unhandled) and (self.interrupts or self.at_work().may_end):
             signal.pthread_kill(threading.main_thread().ident or 0, REPEAT)
 
     def _exit(self, number: int, why: str) -> NoReturn:
