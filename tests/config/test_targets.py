@@ -40,6 +40,13 @@ def test_outside_the_allow_list(name):
         targets.locate(name, "model._target_", [])
 
 
+@pytest.mark.parametrize("name", ["trainapp.run.runner.run", "trainapp.data.sets.text.UserError", "trainapp.model.MLP"])
+def test_what_is_trainapps_is_nobodys_to_allow(name):
+    with pytest.raises(UserError, match=r"\(trainapp\.models, trainapp\.data, .*\); its other modules") as refused:
+        targets.locate(name, "model._target_", [])
+    assert "user_packages" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from trainapp.assembly.hooks import Hooks, load_hooks
-from trainapp.checkpoint.directory import names_checkpoint, read_manifest, resolve
+from trainapp.checkpoint.directory import names_checkpoint, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.data.stream_reader import is_empty

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.config.targets import as_yaml
+from trainapp.errors import UserError
 
 # Settings that users set by choosing a group's option.
 OF_GROUP = {
@@ -45,6 +46,20 @@ def conflicts(config: Config) -> list[str]:
     """The message of each row that applies."""
     views = [config, *config.by_optimizer()]
     return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in views if row.applies(own)))
+
+
+def require_several_ranks(config: Config, world_size: int, setting: str) -> None:
+    """Raises UserError for FSDP on a single rank, which would be a single device. Call where the number is known.
+
+    setting: what has determined the number, for the message.
+    """
+    if config.parallel.strategy == "fsdp" and world_size == 1:
+        raise UserError(
+            f"parallel=fsdp with {setting}: a single rank has nobody to share the model with, so nothing would be "
+            "sharded, and settings of parallel.fsdp would have no effect; start more ranks, or use parallel=single "
+            "(without torchrun or srun), where optimizer.offload=true or activation_checkpointing=auto saves memory "
+            "on a GPU"
+        )
 
 
 def _with_value(name: str, value: Any) -> str:

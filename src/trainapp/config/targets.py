@@ -96,10 +96,13 @@ def require_package(package: str, setting: str) -> None:
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
     """Raises UserError unless the package is allowed. name: the target, or its name in the module that defines it."""
     if not any(name == package or name.startswith(package + ".") for package in allowed):
+        package = name.partition(".")[0]
         whose = "" if name == target else f"is defined in {name.rpartition('.')[0]}, "
+        advice = f"if it is yours, allow it with 'user_packages=[{package}]'"
+        if package == "trainapp":
+            advice = "its other modules are not meant to be named: put a function or class of your own around it"
         raise UserError(
-            f"{setting}={target}: {whose}not among the packages that may be named here ({', '.join(allowed)}); "
-            f"if it is yours, allow it with 'user_packages=[{name.partition('.')[0]}]'"
+            f"{setting}={target}: {whose}not among the packages that may be named here ({', '.join(allowed)}); {advice}"
         )
 
 

@@ -9,7 +9,8 @@ import pydantic
 from pydantic import TypeAdapter
 
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
+from trainapp.checkpoint.directory import CheckpointDirectory, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainapp.checkpoint.manifest import MANIFEST, read_any_manifest
 from trainapp.config import resume_rules
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.files import json_object
 
 LOCK = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -131,11 +131,12 @@ def require_same_experiment(config: Config) -> None:
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any] | None:
-    """The settings in the newest checkpoint with a readable manifest; None without one.
+    """The settings in the newest checkpoint with a sound manifest; None without one.
 
-    A damaged checkpoint counts: the damage is reported when it is loaded.
+    One with other damage counts: that is reported when it is loaded.
     """
-    for manifest in sorted(run_dir.glob(f"checkpoints/step_{8 * '[0-9]'}/manifest.json"), reverse=True):
-        if config := json_object(manifest).get("config"):
-            return dict(config)
+    for path in sorted(run_dir.glob(f"checkpoints/step_{8 * '[0-9]'}/{MANIFEST}"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            if config := read_any_manifest(path.parent).get("config"):
+                return dict(config)
     return None

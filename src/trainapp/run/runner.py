@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.assembly import build, hooks
-from trainapp.checkpoint.directory import read_manifest
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, rows

@@ -19,7 +19,8 @@ from torch import nn
 from trainapp.assembly import model as assembly
 from trainapp.assembly.parts import load_parts
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import read_manifest, resolve
+from trainapp.checkpoint.directory import resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.checkpoint.train_state import require_same_data
 from trainapp.config.schema import Config
 from trainapp.errors import UserError

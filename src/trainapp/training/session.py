@@ -215,7 +215,10 @@ class Session:
             return AtWork(name, lost, config.continues, config.mode == "lr_find")
         saved_at = saver.committed_at or 0
         # Of several ranks, one may have finished a step before another.
-        is_idle = self.ranks.world == 1 and not self.is_ending and saver.pending is None and saved_at == step
+        is_alone = self.ranks.world == 1 and not self.is_ending
+        # A save that repeats that of this step replaces its checkpoint.
+        is_saving = saver.pending is not None or self.engine.phase is Phase.SAVE
+        is_idle = is_alone and not is_saving and saved_at == step
         is_saved = config.continues and saver.committed_at == step
         return AtWork(name, f"{step - saved_at} steps since step {saved_at}", is_saved, is_idle)
 
