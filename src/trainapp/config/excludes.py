@@ -9,6 +9,7 @@ from typing import Any
 
 from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.config.targets import as_yaml
+from trainapp.errors import UserError
 
 # Settings that users set by choosing a group's option.
 OF_GROUP = {
@@ -17,6 +18,9 @@ OF_GROUP = {
     "parallel": "parallel.strategy",
     "precision": "precision.mode",
 }
+
+NO_BEST = "with several updates no single metric says which evaluation is best"
+SET_OBJECTIVE = "set objective to choose one, such as objective='min loss'"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,12 @@ def conflicts(config: Config) -> list[str]:
     """The message of each row that applies."""
     views = [config, *config.by_optimizer()]
     return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in views if row.applies(own)))
+
+
+def require_best(config: Config, setting: str) -> None:
+    """Raise UserError if this setting, which compares evaluations, is set where none is the best."""
+    if not config.has_best:
+        raise UserError(f"{setting} with objective=auto: {NO_BEST}; {SET_OBJECTIVE}")
 
 
 def _with_value(name: str, value: Any) -> str:
@@ -114,6 +124,12 @@ EXCLUSIONS = (
         {"optimizer.in_backward": True, "updates": bool},
         "the backward of one update passes through parameters of others, which it must not change",
         "use in_backward=false",
+    ),
+    Exclusion(
+        {"stopping.patience": other_than(None), "stopping.metric": "auto", "objective": "auto"},
+        NO_BEST,
+        "set stopping.metric or objective, such as stopping.metric='min loss'",
+        when=lambda config: config.mode == "train" and not config.has_best,
     ),
     # Techniques that save memory
     Exclusion(
