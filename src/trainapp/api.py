@@ -81,7 +81,8 @@ def load(
 ) -> "nn.Module":
     """The model of a run, on the CPU and in evaluation mode, with the weights of one of its checkpoints.
 
-    which: "best", by the objective; "last"; or the path of a checkpoint. A run with a weight average (`train.ema`)
+    which: "best", by the objective; "last"; or the path of a checkpoint. With several updates and `objective=auto`
+    there is no best: it is the last, too. A run with a weight average (`train.ema`)
     gives the averaged weights. The model is built from the settings in the checkpoint, and the run's data set is opened
     for the sizes that the model takes from it.
 

@@ -22,6 +22,10 @@ REFUSED = [
     (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it needs sizes for each"),
     ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it needs sizes for each"),
     (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
+    (
+        f"{TWO}|stopping.patience=3",
+        "stopping.patience=3 with stopping.metric=auto with objective=auto: with several updates no single metric says",
+    ),
     *(
         (f"optimizer.in_backward=true train.grad_clip=null {other}", f"optimizer.in_backward=true with {other}: each")
         for other in ("train.grad_clip=1.0", "precision=fp16", "train.nonfinite=skip", "train.compile=true")

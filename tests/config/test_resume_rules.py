@@ -32,6 +32,7 @@ def test_what_makes_the_result_must_match():
 
 def test_where_and_how_it_is_computed_may_change():
     changed = {"train.max_steps": 5, "every.save": 5, "memory.limit": "1GiB", "batch.micro_size": 5}
+    changed |= {"activation_checkpointing.modes": ["full"], "activation_checkpointing.compiled_budget": 0.5}
     changed |= {"data.num_workers": 5, "optimizer.fused": False, "parallel.strategy": "ddp"}
     assert experiment(changed) == ([], sorted(changed))
 

@@ -38,6 +38,18 @@ class Normed(nn.Module):
         return self.head(self.body(inputs.flatten(1)))
 
 
+class FrozenNorm(Normed):
+    """Its BatchNorm stays in evaluation mode, and it counts its forwards."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes, counts=True)
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
 class HeadInBlock(GPT):
     """Its head is one of the blocks."""
 

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import runs
 
+from trainapp.config import resume_rules
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run.first_sizes import initial_sizes
+from trainapp.run.first_sizes import determines_memory, initial_sizes
 from trainapp.sizes.micro_batches import Ran, Seen
 from trainapp.sizes.record import Sizes
+from trainapp.techniques import catalogue
 
 
 def known(size: int) -> dict:
@@ -31,7 +33,7 @@ def begin(tmp_path_factory):
     """The first sizes of a run with these settings, on one of `world` ranks, that continues after `attempts`."""
     prepared = runs.closed(tmp_path_factory.mktemp("run"), *runs.MODELS["mlp"])
 
-    def sizes(*overrides: str, world=1, attempts=0, budget=BUDGET, **records: dict) -> Sizes:
+    def sizes(*overrides: str, world=1, attempts=0, budget=BUDGET, **records) -> Sizes:
         session = dataclasses.replace(
             prepared,
             config=from_command_line(["batch.global_size=64", *overrides]),
@@ -84,6 +86,95 @@ def test_sizes_found_with_other_memory_are_not_used(begin):
     sizes = begin(saved=SOURCES["saved"] | {"used": {"": {1: {64: 11}}}, "oom_restarts": 2}, budget=2 * BUDGET)
     assert (sizes.train.size, sizes.evaluation.size) == (64, 128)
     assert (sizes.micro_schedule(), sizes.oom_restarts) == ({1: 11}, 2)  # but their record is continued
+
+
+def test_sizes_found_with_other_settings_are_not_used(begin, caplog):
+    caplog.set_level("INFO", "trainapp")
+    changed = ["activation_checkpointing.mode: none before, full now"]
+    sizes = begin(saved=SOURCES["saved"], changed=changed)
+    assert (sizes.train.size, sizes.evaluation.size) == (64, 128)
+    sizes = begin(saved=SOURCES["saved"], budget=2 * BUDGET)
+    assert (sizes.train.size, sizes.evaluation.size) == (64, 128)
+    why = "micro-batch sizes are searched anew; the checkpoint's were found with other settings:"
+    assert caplog.messages == [f"{why} {changed[0]}", f"{why} memory limit: 1.0 GiB before, 2.0 GiB now"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "overrides", "size"),
+    [
+        (("saved",), ("batch.micro_size=31", "batch.eval_micro_size=10"), 31),
+        (("saved",), (SCHEDULE, "batch.eval_micro_size=10"), 23),
+        (("saved", "restart"), (), 7),  # of workers that have these settings
+    ],
+)
+def test_nothing_is_said_where_the_size_is_known_otherwise(begin, caplog, sources, overrides, size):
+    caplog.set_level("INFO", "trainapp")
+    assert begin(*overrides, changed=["x"], **{name: SOURCES[name] for name in sources}).train.size == size
+    assert caplog.messages == []
+
+
+def test_nothing_is_said_where_all_samples_fitted_anyway(begin, caplog):
+    caplog.set_level("INFO", "trainapp")
+    largest = {"micro": known(64), "eval_micro": known(128), "budget": BUDGET}
+    assert begin(saved=largest, changed=["x"]).train.size == 64
+    assert caplog.messages == []
+
+
+# Without any of the techniques.
+PLAIN = from_command_line(["train.ema=0.9", "optimizer=adamw"])
+
+
+@pytest.mark.parametrize("technique", catalogue.TECHNIQUES, ids=lambda technique: technique.setting)
+def test_every_technique_determines_memory(technique):
+    changes = resume_rules.changes(PLAIN.to_dict(), catalogue.with_techniques(PLAIN, [technique]).to_dict())
+    assert any(determines_memory(change.name) for change in changes), changes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "does"),
+    [
+        (("activation_checkpointing=full", "activation_checkpointing.every=2"), True),
+        (("activation_checkpointing=auto", "activation_checkpointing.modes=[full,none]"), True),
+        (("activation_checkpointing.compiled_budget=0.5",), True),
+        (("memory.loss_chunk=64",), True),
+        (("train.compile=true",), True),
+        (("model.freeze=[layers]",), True),
+        (("+adapter.rank=4",), True),
+        (("optimizer.lr=0.5", "optimizer.weight_decay=0.5", "data.num_workers=3", "schedule=constant"), False),
+        (
+            ("train.max_steps=9", "every.save=3", "checkpointing.keep_last=5", "train.seed=3", "oom.clean_steps=1"),
+            False,
+        ),
+        (("memory.limit=1GiB", "memory.timeline=true", "memory.guard=false"), False),  # the limit is compared in bytes
+        (("parallel.max_restarts=9", "parallel.timeout=9"), False),
+    ],
+)
+def test_what_else_determines_memory(overrides, does):
+    now = from_command_line(["train.ema=0.9", "optimizer=adamw", *overrides])
+    changes = resume_rules.changes(PLAIN.to_dict(), now.to_dict())
+    assert changes
+    assert any(determines_memory(change.name) for change in changes) == does
+
+
+def test_a_resume_with_another_technique_searches_as_a_fresh_run(tmp_path, caplog):
+    """A size that fitted without it says nothing. With the same limit and techniques nothing is searched again."""
+    caplog.set_level("INFO", "trainapp")
+    own = (*runs.MODELS["gpt"], "model.depth=4", "model.dropout=0", "batch.micro_size=auto", "memory.limit=500KiB")
+    own = (*own, "oom.clean_steps=1", "train.max_steps=10")
+    longer = (*own, "train.max_steps=20")
+    first = runs.run(tmp_path / "run", *own)
+    fresh = runs.run(tmp_path / "fresh", *own, "activation_checkpointing=full")
+    assert first.micro_size < fresh.micro_size < 16
+    assert "searched anew" not in caplog.text
+
+    resumed = runs.run(tmp_path / "run", *longer, "activation_checkpointing=full")
+    assert resumed.micro_size == fresh.micro_size
+    (line,) = [message for message in caplog.messages if "searched anew" in message]
+    assert line.endswith("other settings: activation_checkpointing.mode: none before, full now")
+
+    again = runs.run(tmp_path / "fresh", *longer, "activation_checkpointing=full")
+    assert (again.micro_schedule, again.oom_restarts) == (fresh.micro_schedule, fresh.oom_restarts)
+    assert caplog.text.count("searched anew") == 1
 
 
 def test_the_share_of_a_rank(begin):

@@ -163,7 +163,6 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
         (runs.own_model("writing_models.Teacher"), "model.teacher.bias, model.teacher.weight, once"),
         (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, once"),
         (runs.own_model("writing_models.SpectralNorm"), "model.linear.parametrizations.weight.0._u,"),
-        (("model=resnet", "model.width=4"), "BatchNorm's statistics, once per micro-batch (7), not per step: "),
     ],
 )
 def test_what_a_forward_writes_is_named(tmp_path, caplog, model, names):
@@ -172,8 +171,36 @@ def test_what_a_forward_writes_is_named(tmp_path, caplog, model, names):
         (text,) = runs.run(tmp_path / "cut", *settings, "batch.micro_size=7").depends_on_micro_batch
     assert f"the forward writes {names}" in text
     assert caplog.text.count(text) == 1
-    assert text.endswith("; GroupNorm (model.norm=group) does not") == ("BatchNorm" in names)
+    assert "GroupNorm" not in text
     assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
+
+
+def test_what_batchnorm_depends_on_is_said(tmp_path, caplog):
+    """Not only statistics that it writes: gradients, too, are those of a micro-batch."""
+    settings = (*runs.STEPS_ONLY, *runs.MODELS["resnet"], "data.augment=false")
+    with caplog.at_level("WARNING"):
+        (text,) = runs.run(tmp_path / "cut", *settings, "batch.micro_size=7").depends_on_micro_batch
+    assert text == (
+        "in training, BatchNorm normalises each micro-batch (7) by its own mean and variance, so outputs, gradients "
+        "and running statistics depend on the size of the micro-batch; GroupNorm (model.norm=group) does not"
+    )
+    assert caplog.text.count(text) == 1
+
+    def gradients(norm: str, size: int) -> torch.Tensor:
+        session = runs.closed(tmp_path / f"{norm} {size}", *settings, f"model.norm={norm}", f"batch.micro_size={size}")
+        runs.accumulate(session)
+        return runs.gradients(session.state.model)
+
+    for norm, depends in (("batch", True), ("group", False)):
+        assert (runs.relative_error(gradients(norm, 4), gradients(norm, 16)) > 1e-4) == depends
+
+
+def test_a_frozen_batchnorm_is_not_named_for_what_another_module_writes(tmp_path):
+    model = runs.own_model("own_models.FrozenNorm")
+    settings = (*runs.STEPS_ONLY, *model, "data=digits", "user_packages=[own_models]", "batch.micro_size=7")
+    (text,) = runs.run(tmp_path, *settings).depends_on_micro_batch
+    assert text.startswith("the forward writes model.seen, once per micro-batch (7)")
+    assert "BatchNorm" not in text
 
 
 def test_shared_draws_are_named_once(tmp_path, caplog):

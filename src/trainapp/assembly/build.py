@@ -83,7 +83,7 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         tracker=SilentTracker(Path(config.run_dir), components.hooks["tracker"]),
         checkpointer=checkpointer,
         stop=stop,
-        objective=Objective.of(config.objective, components.task, sets),
+        objective=Objective.of(config, components.task, sets),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
         filled=parts.filled,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainapp.config import targets
+from trainapp.config import excludes, targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
@@ -56,19 +56,25 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
 
 def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
     """The callbacks, including early stopping if `stopping.patience` is set and the run trains, and the questions to a
-    sweep. task, sets: see `Objective.of`. Raises UserError if another sweeper looks for the opposite.
+    sweep. task, sets: see `Objective.of`. Raises UserError if a sweep looks for the opposite, or for the best where
+    there is none.
     """
-    found, stopping, goal = dict(hooks["callbacks"]), config.stopping, Objective.of(config.objective, task, sets)
+    found, stopping, goal = dict(hooks["callbacks"]), config.stopping, Objective.of(config, task, sets)
+    if config.sweeper_direction:
+        excludes.require_best(config, f"hydra.sweeper.direction={config.sweeper_direction}imize")
     if config.sweeper_direction not in ("", goal.direction):
         raise UserError(
             f"hydra.sweeper.direction={config.sweeper_direction}imize: the objective of these runs is "
-            f"{' '.join(goal)}; set hydra.sweeper.direction={goal.direction}imize"
+            f"{goal.direction} {goal.metric}; set hydra.sweeper.direction={goal.direction}imize"
         )
     if config.mode == "train" and stopping.patience is not None:
-        direction, metric = goal if stopping.metric == "auto" else Objective.of(stopping.metric, task, sets)
-        found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
+        watched = goal if stopping.metric == "auto" else Objective.parsed(stopping.metric)
+        assert watched.direction is not None, "refused by config.excludes"
+        found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, watched.direction, watched.metric)
     if config.mode == "train" and asks_sweep(Path(config.run_dir)):
-        found[RUNGS] = AskSweep(Path(config.run_dir), *goal)
+        excludes.require_best(config, "sweep.pruner")
+        assert goal.direction is not None
+        found[RUNGS] = AskSweep(Path(config.run_dir), goal.direction, goal.metric)
     return found
 
 

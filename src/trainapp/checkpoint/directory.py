@@ -165,8 +165,9 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
     name, path = f"{setting}={value}", Path(value).expanduser()
     if not path.exists():
         has_last = path.name == "best" and path.parent.is_dir()
-        advice = "; the run saved none at an evaluation, name its directory (of load, which='last')" if has_last else ""
-        raise UserError(f"{name}: no such file or directory{advice}")
+        advice = "; the run saved none at an evaluation, or its objective=auto has no best (several updates): name its "
+        advice += "directory (of load, which='last')"
+        raise UserError(f"{name}: no such file or directory{advice if has_last else ''}")
     if path.is_file() and path.name == "best":
         best = CheckpointDirectory(path.parent.parent).best()
         if best is None:

@@ -19,6 +19,9 @@ OF_GROUP = {
     "precision": "precision.mode",
 }
 
+NO_BEST = "with several updates no single metric says which evaluation is best"
+SET_OBJECTIVE = "set objective to choose one, such as objective='min loss'"
+
 
 @dataclass(frozen=True)
 class Exclusion:
@@ -60,6 +63,12 @@ def require_several_ranks(config: Config, world_size: int, setting: str) -> None
             "(without torchrun or srun), where optimizer.offload=true or activation_checkpointing=auto saves memory "
             "on a GPU"
         )
+
+
+def require_best(config: Config, setting: str) -> None:
+    """Raise UserError if this setting, which compares evaluations, is set where none is the best."""
+    if not config.has_best:
+        raise UserError(f"{setting} with objective=auto: {NO_BEST}; {SET_OBJECTIVE}")
 
 
 def _with_value(name: str, value: Any) -> str:
@@ -129,6 +138,12 @@ EXCLUSIONS = (
         {"optimizer.in_backward": True, "updates": bool},
         "the backward of one update passes through parameters of others, which it must not change",
         "use in_backward=false",
+    ),
+    Exclusion(
+        {"stopping.patience": other_than(None), "stopping.metric": "auto", "objective": "auto"},
+        NO_BEST,
+        "set stopping.metric or objective, such as stopping.metric='min loss'",
+        when=lambda config: config.mode == "train" and not config.has_best,
     ),
     # Techniques that save memory
     Exclusion(

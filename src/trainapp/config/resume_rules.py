@@ -6,7 +6,7 @@ one's. Where, how and how long the run computes, and what it logs, may change at
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from trainapp.files import strict_json
@@ -49,8 +49,6 @@ _NOT_COMPARED = (
     "sweep",
     "user_packages",
     "checkpointing.resume",
-    "activation_checkpointing.modes",
-    "activation_checkpointing.compiled_budget",
 )
 _AS_WRITTEN = {"target": "_target_", "task_arguments": "task"}
 _UNSET = "not set"  # an argument that one of two configurations does not name
@@ -74,8 +72,12 @@ class Change(NamedTuple):
 
 def is_of_experiment(name: str) -> bool:
     """Whether a setting is one of those that a run may not change."""
-    is_listed = any(name == own or name.startswith(f"{own}.") for own in _MUST_MATCH)
-    return is_listed and not name.endswith(_MAY_CHANGE)  # `updates.generator.optimizer.fused` ends so, too
+    return is_within(name, _MUST_MATCH) and not name.endswith(_MAY_CHANGE)  # also `updates.generator.optimizer.fused`
+
+
+def is_within(name: str, sections: Iterable[str]) -> bool:
+    """Whether a setting, named as users write it, is one of these or in one of these sections."""
+    return any(name == section or name.startswith(f"{section}.") for section in sections)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:

@@ -449,6 +449,13 @@ class Config:
         return any(f"{given}.".startswith(f"{name}.") for given in self.given)
 
     @property
+    def has_best(self) -> bool:
+        """Whether one evaluation is better than another, so that there is a best checkpoint. With several updates no
+        metric says so unless `objective` names one: what is good for a generator is bad for its discriminator.
+        """
+        return self.objective != "auto" or len(self.updates) < 2
+
+    @property
     def continues(self) -> bool:
         """Whether the same command continues a run that was stopped: from its checkpoint, or after its rows."""
         return self.mode in INFERENCE or (self.mode == "train" and self.checkpointing.save)

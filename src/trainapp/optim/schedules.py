@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainapp.config import schema, targets
+from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.errors import UserError
 from trainapp.units import RunLength, parse_duration, to_steps
 
@@ -59,12 +60,13 @@ def for_optimizer(
     run: RunLength,
     optimizer: torch.optim.Optimizer,
     user_packages: Sequence[str] = (),
-    direction: str = "min",
+    direction: str | None = "min",
 ) -> Schedule:
     """The schedule of an optimizer whose groups have an `initial_lr`.
 
-    direction: "min" or "max", the objective's. Raises UserError as `build` does, and if `_target_` is not allowed, gets
-    wrong arguments, or is neither a function of the step nor one of torch's schedulers.
+    direction: "min" or "max", the objective's; None if no value of it is better than another. Raises UserError as
+    `build` does, and if `_target_` is not allowed, gets wrong arguments, is neither a function of the step nor one of
+    torch's schedulers, or follows an objective without a direction.
     """
     if settings.target is None:
         return build(settings, run)
@@ -74,6 +76,8 @@ def for_optimizer(
     if "optimizer" not in inspect.signature(target).parameters:
         return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
+        if direction is None:
+            raise UserError(f"schedule._target_={name} with objective=auto: {NO_BEST}; {SET_OBJECTIVE}")
         provided["mode"] = direction
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr")  # a scheduler sets its own `initial_lr`

@@ -1,27 +1,63 @@
 """The micro-batch sizes that a run starts with."""
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from trainapp.checkpoint.manifest import read_manifest
+from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import smallest_micro_batch
+from trainapp.run.resume import BUILT_FROM
 from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
 from trainapp.sizes.record import EVALUATION, Sizes, given_size, key_of
+from trainapp.techniques import catalogue
 from trainapp.training.session import Session
+from trainapp.units import bytes_text, listed
 
 Record = dict[str, Any]  # see `Sizes.state_dict`
+# The memory of a micro-batch depends on what is computed, and on the techniques that save memory ...
+_DETERMINE_MEMORY = (*BUILT_FROM, *catalogue.SETTINGS, "train.compile", "train.deterministic")
+# ... but not on these of their settings.
+_WITHOUT_MEMORY = (
+    *("data.num_workers", "data.drop_last", "data.on_change", "data.on_error", "data.sampling.weights"),
+    *("model.init_from", "model.init_strict", "optimizer.lr", "optimizer.weight_decay"),
+    *("precision.initial_scale", "precision.growth_interval"),
+    *("parallel.devices", "parallel.max_restarts", "parallel.timeout", "parallel.vote_on_oom"),
+)
+log = logging.getLogger(__name__)
 
 
-def initial_sizes(session: Session, restart: Record | None = None, saved: Record | None = None) -> Sizes:
+def determines_memory(setting: str) -> bool:
+    """Whether the memory of a micro-batch depends on a setting, named as users write it."""
+    return resume_rules.is_within(setting, _DETERMINE_MEMORY) and not setting.endswith(_WITHOUT_MEMORY)
+
+
+def changes_of_memory(session: Session, path: Path) -> list[str]:
+    """Return what determines the memory of a micro-batch, except for the limit, and has changed since the checkpoint at
+    `path` was saved, in words: the sizes that fitted then say nothing of those that fit now.
+    """
+    manifest, world = read_manifest(path), session.ranks.world
+    changes = resume_rules.changes(manifest["config"], session.config.to_dict())
+    texts = [str(change) for change in changes if determines_memory(change.name)]
+    if session.config.parallel.strategy == "fsdp" and manifest["ranks"] != world:  # with other shards
+        texts.append(f"ranks: {manifest['ranks']} before, {world} now")
+    return texts
+
+
+def initial_sizes(
+    session: Session, restart: Record | None = None, saved: Record | None = None, changed: Sequence[str] = ()
+) -> Sizes:
     """The sizes to start with. For training, the first of these that is known:
 
     1. `restart`: from workers that ran out of memory. The size that it replaces has just failed.
     2. `batch.micro_schedule`: the entry for the coming attempt; its later entries override all the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, if found with the same memory budget.
+    4. `saved`: the checkpoint's, if found with the same memory budget and without `changed`, see `changes_of_memory`.
     5. This rank's share of the global batch.
 
     For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
@@ -31,7 +67,7 @@ def initial_sizes(session: Session, restart: Record | None = None, saved: Record
     """
     config, world, progress = session.config, session.ranks.world, session.state.progress
     batch, restart, saved = config.batch, restart or {}, saved or {}
-    found = saved if saved.get("budget") == session.memory.budget else {}
+    changed = [*_change_of_budget(saved, session.memory.budget), *changed]
     whole = needs_whole_batch(session.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
         require_uncut(config, world, session.batches.samples)
@@ -44,16 +80,21 @@ def initial_sizes(session: Session, restart: Record | None = None, saved: Record
     def new(start: int, smallest: int) -> MicroBatchSizes:
         return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
 
-    by_update = {}
+    by_update, is_anew = {}, False
     for name in [update.name for update in config.updates] or [""]:
         by_update[name] = own = new(given or share, smallest_micro_batch(session.state.model))
         own.used = dict(saved.get("used", {}).get(name, {}))
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt, share)
-        _begin(own, key_of(name), attempt, restart, found if given is None else {})
+        is_anew |= _begin(own, key_of(name), attempt, restart, saved if given is None else {}, changed)
     # At most this rank's samples: a size that is never reached is never validated.
     most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
-    _begin(evaluation, EVALUATION, attempt, restart, found if batch.eval_micro_size == "auto" else {})
+    saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
+    is_anew |= _begin(evaluation, EVALUATION, attempt, restart, saved_for_evaluation, changed)
+    if is_anew:
+        log.info(
+            "micro-batch sizes are searched anew; the checkpoint's were found with other settings: %s", listed(changed)
+        )
     # The checkpoint predates the latest errors, which `restart` counts.
     restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
     autotunes = session.state.device.type == "cuda" and not config.train.deterministic
@@ -67,15 +108,29 @@ def _samples_per_evaluation(session: Session) -> int:
     return max((own.samples or sys.maxsize for own in session.eval_sets.values()), default=1)
 
 
-def _begin(own: MicroBatchSizes, key: str, attempt: int, restart: Record, found: Record) -> None:
-    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes."""
+def _change_of_budget(saved: Record, budget: int) -> list[str]:
+    before = saved.get("budget", budget)
+    return [] if before == budget else [f"memory limit: {bytes_text(before)} before, {bytes_text(budget)} now"]
+
+
+def _begin(
+    own: MicroBatchSizes, key: str, attempt: int, restart: Record, saved: Record, changed: Sequence[str]
+) -> bool:
+    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything `changed`.
+
+    Returns whether the checkpoint's, smaller ones, are left out: larger sizes are tried than those that have fitted.
+    """
+    buckets = saved[key]["buckets"] if key in saved else {}
     if key in restart:
         own.load_state_dict(restart[key], is_lower=True)
         own.schedule.pop(attempt, None)
     elif own.schedule:
         own.follow_schedule(attempt)
-    elif key in found and found[key]["buckets"]:
-        own.load_state_dict(found[key])
+    elif buckets and not changed:
+        own.load_state_dict(saved[key])
+    else:
+        return any(size < own.size for size, *_ in buckets.values())
+    return False
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:

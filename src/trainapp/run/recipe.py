@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.train_state import Update
+from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.files import atomic_write, strict_json
 from trainapp.losses.losses import unchecked
 from trainapp.optim.precision import Precision
@@ -33,7 +34,7 @@ def recipe_of(session: Session) -> dict[str, Any]:
         "batch": _batch(session),
         "filled_from_data": dict(session.filled),
         "task": _task_name(session),
-        "objective": f"{objective.direction} {objective.metric}",
+        "objective": f"{objective.direction} {objective.metric}" if session.config.has_best else None,
         "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
         "grad_clip": session.config.train.grad_clip,
         "schedule": _schedule(session),
@@ -131,7 +132,10 @@ def _batch_text(batch: dict[str, Any]) -> str:
 def _filled_text(recipe: dict[str, Any]) -> str:
     filled = [f"{setting}={value}" for setting, value in recipe["filled_from_data"].items()]
     sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "sets no size of the model"
-    return f"{sizes}; task {recipe['task']}, best is {recipe['objective']}"
+    text = f"{sizes}; task {recipe['task']}"
+    if recipe["objective"] is None:
+        return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
+    return f"{text}, best is {recipe['objective']}"
 
 
 def _task_name(session: Session) -> str:

@@ -31,8 +31,8 @@ class Result:
     objective: float | None
     objective_note: str | None  # why it is not a number
     metric: str
-    direction: str  # "min" or "max": which values of it are better
-    best_objective: float | None  # best value of all evaluations; None if none was finite
+    direction: str | None  # "min" or "max": which values of it are better; None: none is (`Config.has_best`)
+    best_objective: float | None  # best value of all evaluations; None if none was finite, or without a direction
     best_step: int | None
     evaluation: dict[str, float]  # the last evaluation's metrics; sets in `eval` as `NAME/METRIC`
     steps: int
@@ -63,7 +63,7 @@ def result_of(session: Session) -> Result:
     return Result(
         run_dir=Path(session.config.run_dir),
         objective=progress.objective,
-        objective_note=_note(progress),
+        objective_note=_note(progress, session.config.has_best),
         metric=session.objective.metric,
         direction=session.objective.direction,
         best_objective=progress.best,
@@ -102,11 +102,15 @@ def _why_ended(session: Session) -> str | None:
     return named(session.stop.agreed) if session.stop.agreed else None
 
 
-def _note(progress: Progress) -> str | None:
-    """Why the objective is not a number, and whether it ever was; None if it is one, or without an evaluation."""
+def _note(progress: Progress, has_best: bool) -> str | None:
+    """Return why the objective is not a number, and whether it ever was; None if it is one, or without an evaluation.
+
+    has_best: otherwise only the last evaluation is known.
+    """
     if progress.objective is None or math.isfinite(progress.objective):
         return None
-    return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
+    was_never_finite = has_best and progress.best is None
+    return f"{progress.objective} at {'every' if was_never_finite else 'the last'} evaluation"
 
 
 def read(run_dir: Path) -> Result | None:

@@ -167,6 +167,8 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
     saved = checkpointer.restore(session.state, path, session.ranks)
     progress = session.state.progress
     session.checkpointer.saved_at = session.checkpointer.committed_at = progress.step
+    if session.objective.direction is None:  # an earlier version chose a best one nevertheless
+        progress.best = progress.best_step = None
     verb = "loaded"
     if session.config.mode == "train":
         verb = "resumed from"

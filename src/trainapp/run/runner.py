@@ -23,7 +23,7 @@ from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.run import recipe, resume, run_dir
-from trainapp.run.first_sizes import initial_sizes
+from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
@@ -138,7 +138,8 @@ def prepare(
     restart = carried.restart if carried else None
     if restart is None and config.mode == "train":
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    session.sizes = initial_sizes(session, restart, saved)
+    changed = changes_of_memory(session, path) if path is not None and config.mode == "train" else []
+    session.sizes = initial_sizes(session, restart, saved, changed)
     session.meter.began = began or session.meter.began
     if carried is None and saved is not None and config.mode == "train":  # seconds of earlier processes
         session.meter.began -= saved.get("seconds", 0.0)

@@ -19,9 +19,10 @@ from torch import nn
 from trainapp.assembly import model as assembly
 from trainapp.assembly.parts import load_parts
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import resolve
+from trainapp.checkpoint.directory import checkpoints_in, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.checkpoint.train_state import require_same_data
+from trainapp.config.excludes import NO_BEST
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import strict_json
@@ -39,12 +40,24 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     """See `trainapp.load`. run_dir: absolute. user_packages: the caller's. The checkpoint's are not trusted: they could
     import planted code.
     """
+    if str(which) == "best" and not _has_best(run_dir):
+        log.info("trainapp.load: %s, so this is the last checkpoint of %s", NO_BEST, run_dir)
+        which = "last"
     named = {"best": run_dir / "checkpoints" / "best", "last": run_dir}
     path = resolve(str(named.get(str(which), which)), "trainapp.load: which")
     saved = read_manifest(path)["config"]
     config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
     loaded, _, _ = _trained(dataclasses.replace(config, user_packages=list(user_packages)), path)
     return loaded.float() if config.adapter.base_dtype == "bf16" else loaded  # all fp32, as the head is
+
+
+def _has_best(run_dir: Path) -> bool:
+    """Return `Config.has_best` of the run in this directory; True if it has no checkpoint that tells."""
+    for path in checkpoints_in(run_dir / "checkpoints"):
+        with contextlib.suppress(OSError, ValueError):
+            saved = read_manifest(path)["config"]
+            return saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "objective")}).has_best
+    return True
 
 
 def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:

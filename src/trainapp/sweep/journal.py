@@ -39,14 +39,16 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_goal(runs: Iterable[Mapping[str, Any]]) -> Goal:
-    """The metric of the objective and its direction, max or min; None if these facts do not tell, or differ."""
+    """The metric of the objective and its direction, max or min; None if these facts do not tell, or differ, or if no
+    value is better than another (`Config.has_best`).
+    """
     goals = goals_of(runs)
     return goals.pop() if len(goals) == 1 else None
 
 
 def goals_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     """All of them."""
-    return {(facts["metric"], facts["direction"]) for facts in runs if "metric" in facts}
+    return {(facts["metric"], facts["direction"]) for facts in runs if facts.get("direction")}
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.files import atomic_write, json_object, shown
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
@@ -57,6 +58,8 @@ def show(folder: Path) -> None:
         print(f"{listed([row.name for row in rows if row.error == text], 9)}: {text}")
     if goal_of(rows) is None and any(row.best is not None for row in rows):
         print("not ranked: their objectives differ")
+    if without := [row.name for row in rows if row.has_no_best]:
+        print(f"not ranked: {listed(without)}: {NO_BEST}; {SET_OBJECTIVE}")
     with contextlib.suppress(OSError):  # another user's folder
         _write_csv(rows, folder / TABLE)
         with atomic_write(folder / MARKDOWN) as file:

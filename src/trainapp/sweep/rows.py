@@ -48,9 +48,18 @@ class Row:
         return self.facts.get("best_objective")
 
     @property
+    def has_no_best(self) -> bool:
+        """Whether no evaluation of it is better than another (`Config.has_best`): the last one counts."""
+        return _has_no_best(self.facts)
+
+    @property
     def swept(self) -> str:
         """The settings, as overrides."""
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
+
+
+def _has_no_best(facts: dict[str, Any]) -> bool:
+    return "direction" in facts and facts["direction"] is None
 
 
 def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
@@ -109,6 +118,8 @@ def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if lines := json_lines(folder / "metrics.jsonl"):
         found["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
+    if _has_no_best(facts):
+        goal = None  # that of the other runs is not its own
     metric, direction = common_goal([facts]) or goal or ("", "")
     evaluations = json_lines(folder / "evaluations.jsonl")
     if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
@@ -156,7 +167,7 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
 
 
 def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
-    done = [row for row in rows if row.state == "finished" and row.best is not None]
+    done = [row for row in rows if row.state == "finished" and (row.best is not None or row.has_no_best)]
     facts = dict(done[0].facts) if done else {}
     for name in ("objective", "best_objective", "seconds", "steps", "oom_restarts", "peak_memory_bytes"):
         if values := [value for row in done if (value := row.facts.get(name)) is not None]:

@@ -20,7 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from trainapp.config import command_line, resume_rules
+from trainapp.config import command_line, excludes, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
 from trainapp.files import json_object, shown, strict_json
@@ -72,6 +72,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
             _require_none(_changes(journal, config), composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
+        _require_comparable(settings, config)
         if not is_known or journal.asked["command"] != command:
             facts = {"asked": asked, "command": command, "cwd": os.getcwd(), "values": values, "started": started}
             plain = json.loads(strict_json(config.to_dict(), default=str))
@@ -140,6 +141,17 @@ def _require_pausable(settings: Sweep, config: Config) -> None:
             f"sweep.pruner={settings.pruner}: pauses runs at an evaluation and continues them from a checkpoint; it "
             "needs mode=train, every.eval and checkpointing.save=true"
         )
+
+
+def _require_comparable(settings: Sweep, config: Config) -> None:
+    """Raise UserError for settings that compare trials where no evaluation is better than another."""
+    if settings.sampler not in ("grid", "random"):
+        name = settings.sampler if isinstance(settings.sampler, str) else settings.sampler.target
+        excludes.require_best(config, f"sweep.sampler={name}")
+    if settings.pruner != "none":
+        excludes.require_best(config, f"sweep.pruner={settings.pruner}")
+    if settings.storage is not None:
+        excludes.require_best(config, f"sweep.storage={settings.storage}")
 
 
 @dataclass

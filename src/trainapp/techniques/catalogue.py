@@ -365,3 +365,5 @@ TECHNIQUES = (
         needs=_init_weights,
     ),
 )
+# The settings and groups that techniques set, as on the command line: the first of each is the technique itself.
+SETTINGS = frozenset(technique.setting.partition("=")[0] for technique in TECHNIQUES)

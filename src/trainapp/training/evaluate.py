@@ -182,19 +182,21 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
-    """Record this evaluation's objective, and the best so far; nan and inf are never the best."""
+    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are."""
     progress, (direction, metric) = session.state.progress, session.objective
     if metric not in means:  # only some batches may have it
         if progress.objective is None:
-            raise no_such_metric("objective", direction, metric, means)
+            raise no_such_metric("objective", direction or "auto", metric, means)
         session.tracker.warn_once(
-            f"objective={direction} {metric}: the evaluation at step {progress.step} has no such metric, which counts "
-            f"as nan; it has {', '.join(means)}",
+            f"objective={direction or 'auto'} {metric}: the evaluation at step {progress.step} has no such metric, "
+            f"which counts as nan; it has {', '.join(means)}",
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)
     for update in session.state.updates:
         update.schedule.evaluated(value)
+    if direction is None:
+        return
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:

@@ -149,17 +149,22 @@ def note_dependence(session: Session, step: Step) -> None:
     """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
     size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
-    norms = batchnorms(session.state.model) if session.snapshot.changes else []
-    own = {name for name in session.snapshot.changes if name.rpartition(".")[0].removeprefix("model.") not in norms}
+    written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
+    statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}
+    other_state = written - statistics
     if has_embeddings(session.engine.task):  # which is called once per step
-        own = {name for name in own if not name.partition(".")[0].endswith("task")}
-    if is_cut and (names := ["BatchNorm's statistics"] * bool(norms) + sorted(own)):
-        ledger.depends["writes"] = (
-            f"the forward writes {listed(names)}, once per micro-batch ({size}), not per step: what is computed from "
-            "them depends on the micro-batch"
+        other_state = {name for name in other_state if not name.partition(".")[0].endswith("task")}
+    if is_cut and statistics:  # without any, its layers are in evaluation mode
+        ledger.depends["batchnorm"] = (
+            f"in training, BatchNorm normalises each micro-batch ({size}) by its own mean and variance, so outputs, "
+            "gradients and running statistics depend on the size of the micro-batch; "
+            f"{instead_of_batchnorm(session.config.model)} does not"
         )
-        if norms:
-            ledger.depends["writes"] += f"; {instead_of_batchnorm(session.config.model)} does not"
+    if is_cut and other_state:
+        ledger.depends["writes"] = (
+            f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what is "
+            "computed from them depends on the micro-batch"
+        )
     if is_cut and ledger.draws and not session.engine.draws_by_sample:
         ledger.depends["draws"] = (
             f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "

@@ -32,21 +32,29 @@ EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is
 class Objective(NamedTuple):
     """The metric that selects the best checkpoint, and its direction."""
 
-    direction: str  # "max" or "min"
+    direction: str | None  # "max" or "min"; None: its values are recorded, but none is the best (`Config.has_best`)
     metric: str
 
     @classmethod
-    def of(cls, setting: str, task: Task, sets: Sequence[str]) -> "Objective":
-        """From `objective`; auto is the accuracy for classification, the loss for any other task.
+    def of(cls, config: Config, task: Task, sets: Sequence[str]) -> "Objective":
+        """Return that of `objective`; auto is the accuracy for classification, the loss for any other task.
 
-        task: the evaluation task. sets: names of the evaluation sets; auto uses the first, the data's own validation
-        split ("") if it has one.
+        Args:
+            config: with `objective`, and `updates`, of which several have no best with auto.
+            task: the evaluation task.
+            sets: names of the evaluation sets; auto uses the first, the data's own validation split ("") if it has one.
         """
-        if setting != "auto":
-            direction, metric = setting.split()
-            return cls(direction, metric)
+        if config.objective != "auto":
+            return cls.parsed(config.objective)
         prefix = f"{sets[0]}/" if sets and sets[0] else ""
-        return cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
+        by_task = cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
+        return by_task if config.has_best else by_task._replace(direction=None)
+
+    @classmethod
+    def parsed(cls, setting: str) -> "Objective":
+        """Return that of a setting such as "max accuracy"."""
+        direction, metric = setting.split()
+        return cls(direction, metric)
 
 
 @dataclass
