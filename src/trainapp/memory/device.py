@@ -23,7 +23,7 @@ from trainapp.torch_private import local, storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
 # On the CPU, a step of a validated size is watched after this many seconds, and after this many times as long as the
-# last watched block took, of which watching was a part: where kernels are tiny, watching makes a step four times slower.
+# last watched block took, watching included: where kernels are tiny, it makes a step four times slower.
 WATCH_INTERVAL = 5.0
 WATCH_FACTOR = 10
 
