@@ -151,16 +151,19 @@ def prepare(
 
 
 def attempt(session: Session) -> OomReport | None:
-    """Run the inner loop. Returns None, or the report of an out-of-memory error once nothing holds its tensors."""
+    """Run the inner loop. Returns None, or the report of an error to recover from once nothing holds its tensors."""
     try:
         work(session)
         return None
     except Exception as error:
-        may_retry = session.config.oom.enabled and session.engine.phase is not Phase.SAVE
-        if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
+        if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
             raise
-        recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
-        return describe(session, error)  # plain values, which do not keep those tensors alive
+        if is_out_of_memory(error, refused_in_attempt(session)):
+            recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
+            return describe(session, error)  # plain values, which do not keep those tensors alive
+        if recovery.has_too_few_samples(session, error):
+            return describe(session, error, has_too_few=True)
+        raise
 
 
 def work(session: Session) -> None:
@@ -191,9 +194,9 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 
     Returns the state for a new run if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
-    session.memory.out_of_memory_count += 1
     session.sizes.oom_restarts += 1
     recovery.abort_on_all_ranks(session, failure)
+    session.memory.out_of_memory_count += not failure.too_few
     if failure.host:
         host.give_memory_back()
     recovery.roll_back(session, failure)
