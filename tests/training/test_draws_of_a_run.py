@@ -6,6 +6,7 @@ import helpers
 import pytest
 import runs
 import torch
+import writing_models
 
 from trainapp.assembly import model
 from trainapp.errors import UserError
@@ -174,6 +175,18 @@ def test_what_a_forward_writes_is_named(tmp_path, caplog, model, names):
     assert caplog.text.count(text) == 1
     assert text.endswith("; GroupNorm (model.norm=group) does not") == ("BatchNorm" in names)
     assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_buffer_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch, is_declared):
+    """And no other buffer is left out for it."""
+    if not is_declared:  # the negative control
+        monkeypatch.delattr(writing_models.Recurrent, "per_sample_buffers")
+    own = (*runs.own_model("writing_models.Declares"), "data=digits", "user_packages=[writing_models]")
+    found = runs.run(tmp_path, *runs.STEPS_ONLY, *own, BY_SAMPLE, "batch.micro_size=4")
+    (text,) = found.depends_on_micro_batch
+    hidden = "" if is_declared else "model.state.hidden, "
+    assert f"the forward writes {hidden}model.state.largest, once per micro-batch (4)" in text
 
 
 def test_shared_draws_are_named_once(tmp_path, caplog):

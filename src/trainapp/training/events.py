@@ -16,7 +16,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.losses.losses import has_embeddings
 from trainapp.memory.live_tensors import Picture
-from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm
+from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm, per_sample_buffers
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
@@ -151,6 +151,8 @@ def note_dependence(session: Session, step: Step) -> None:
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
     norms = batchnorms(session.state.model) if session.snapshot.changes else []
     own = {name for name in session.snapshot.changes if name.rpartition(".")[0].removeprefix("model.") not in norms}
+    modules = {"model": session.state.model, **session.state.stateful.modules}
+    own -= per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # which is called once per step
         own = {name for name in own if not name.partition(".")[0].endswith("task")}
     if is_cut and (names := ["BatchNorm's statistics"] * bool(norms) + sorted(own)):
