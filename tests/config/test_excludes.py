@@ -39,6 +39,10 @@ REFUSED = [
     ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with parallel.fsdp.meta_init=true: the"),
     ("model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true", "model._target_=trainapp.models.hugging"),
     ("callbacks=predictions memory.loss_chunk=16", "memory.loss_chunk=16 with metrics: metrics get logits"),
+    (
+        "task.output=0 memory.loss_chunk=auto",
+        "memory.loss_chunk=auto: the loss in chunks replaces the model's last layer",
+    ),
     ("mode=eval", "mode=eval with checkpointing.resume=auto: it needs a trained model; name the checkpoint"),
     ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: this"),
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each process"),

@@ -18,6 +18,8 @@ from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.files import CONF
 from trainapp.units import suggest
 
+_TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
+_HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
 _OWN_CLASS = re.compile(r"\+?(data|model|optimizer|schedule)(\._target_=|=\{.*_target_)", re.DOTALL)
 
 
@@ -44,8 +46,10 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` drops the settings of the default option, which
     belong to another class. If an option is chosen too, as in `optimizer=sgd optimizer._target_=mine.SGD`, its settings
     stay. `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default
-    option may lack: see `run.resume`.
+    option may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a
+    mere name, which cannot hold an argument: see `compose.from_hydra`.
     """
+    arguments = [for_composition(text) for text in arguments]
     groups = {match[1] for text in arguments if (match := _OWN_CLASS.match(text))}
     groups = {group for group in groups if not any(_chooses(text, group) for text in arguments)}
     values = dict(text.partition("=")[::2] for text in arguments)
@@ -59,6 +63,22 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         elif not text.startswith("~"):  # a setting of the dropped option
             texts += [f"~{group}"] * bool(_OWN_CLASS.match(text)) + [f"++{text.lstrip('+')}"]
     return texts
+
+
+def for_composition(text: str) -> str:
+    """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
+    setting = _TASK_ARGUMENT.match(text)
+    if setting is None:
+        return text
+    rest = text[setting.end() :]
+    return f"task={rest.partition('=')[2]}" if rest.startswith("_target_=") else f"{_HYDRAS_TASK_ARGUMENT}{rest}"
+
+
+def as_entered(text: str) -> str:
+    """Return an override as the user writes it: undo `for_composition`."""
+    if text.startswith(_HYDRAS_TASK_ARGUMENT):
+        return f"task.{text.removeprefix(_HYDRAS_TASK_ARGUMENT)}"
+    return text
 
 
 def _chooses(text: str, group: str) -> bool:
@@ -87,7 +107,7 @@ def overrides(hydra_config: HydraConf) -> list[str]:
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
-    return [text for text in given if not (trains and text.startswith("checkpointing.resume="))]
+    return [as_entered(text) for text in given if not (trains and text.startswith("checkpointing.resume="))]
 
 
 def override(name: str, value: str) -> str:
