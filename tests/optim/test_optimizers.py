@@ -37,6 +37,16 @@ BY_ITSELF = {
 }
 
 
+# LBFGS needs a closure, SparseAdam sparse gradients, Muon only matrices: they are refused. The first is their base.
+UNSUITED = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
+
+def test_the_lists_have_every_optimizer_of_torch():
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    optimizers = {name for name in kinds if issubclass(getattr(torch.optim, name), torch.optim.Optimizer)}
+    assert optimizers - UNSUITED == {name.split()[0] for name in (*MATERIALISED, *BY_ITSELF)}
+
+
 def model_and_data():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3))
