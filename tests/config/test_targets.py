@@ -79,6 +79,50 @@ def test_user_packages_allow_their_own_and_no_more(tmp_path, monkeypatch):
         targets.locate("mine_for_targets_too.Net", "model._target_", ["mine_for_targets"])
 
 
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A user's package that re-exports a model of a library which is no user package."""
+    (tmp_path / "mine_with_imports").mkdir()
+    (tmp_path / "mine_with_imports/__init__.py").write_text(
+        "import functools, os\nfrom library_of_nets.nets import Net, build\nwide = functools.partial(Net, width=4)\n"
+        "from torch import load\nfrom torch.hub import load as load_hub\n"
+        "from subprocess import Popen\nfrom os import system\n"
+        "from trainapp.run.runner import run\nno_module = type('NoModule', (), {})\nno_module.__module__ = None\n"
+    )
+    (tmp_path / "library_of_nets").mkdir()
+    (tmp_path / "library_of_nets/__init__.py").write_text("")
+    (tmp_path / "library_of_nets/nets.py").write_text(
+        "class Net:\n    def __init__(self, width=2):\n        self.width = width\n\ndef build():\n    return Net()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Net", "build", "wide"])
+def test_what_a_users_package_re_exports_is_the_users(packages, name):
+    located = targets.locate(f"mine_with_imports.{name}", "model._target_", ["other", "mine_with_imports"])
+    assert located().width == (4 if name == "wide" else 2)
+
+
+@pytest.mark.parametrize("name", ["load", "load_hub", "Popen", "system", "run", "no_module"])
+def test_what_torch_trainapp_and_python_define_is_not(packages, name):
+    with pytest.raises(UserError, match=r"is defined in [\w. ]+, not among the packages") as refused:
+        targets.locate(f"mine_with_imports.{name}", "model._target_", ["mine_with_imports"])
+    has_other_remedy = name in ("Popen", "system", "no_module")
+    assert has_other_remedy == str(refused.value).endswith("; define a function or class of your own that uses it")
+
+
+@pytest.mark.parametrize("allowed", ["trainapp", "torch"])
+def test_listing_torch_or_trainapp_opens_no_module_that_they_import(allowed):
+    name = {"trainapp": "trainapp.files.Path", "torch": "torch.serialization.Any"}[allowed]
+    with pytest.raises(UserError, match=r"is defined in \w+, not among|has no class or function"):
+        targets.locate(name, "model._target_", [allowed])
+
+
+def test_a_re_export_of_a_package_that_is_not_listed_is_refused_with_the_whole_list(packages):
+    with pytest.raises(UserError, match=r"allow it with 'user_packages=\[own_losses,own_data,library_of_nets\]'$"):
+        targets.locate("library_of_nets.nets.Net", "model._target_", ["own_losses", "own_data"])
+
+
 def construct(arguments, provided=None, user_packages=()):
     provided = {"image_shape": (1, 8, 8), "num_classes": 10} if provided is None else provided
     return targets.construct(MLP, arguments, "model", user_packages, provided)

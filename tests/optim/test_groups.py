@@ -134,10 +134,7 @@ def test_each_group_learns_at_its_rate(tmp_path):
     assert (line["lr"], line["lr/head"]) == (0.1, 0.5)
 
 
-OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", runs.options("optimizer"))
 def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
     own = (*MLP, f"optimizer={optimizer}", "optimizer.groups=[{match: head, lr: 0.01}]", "optimizer.layer_decay=0.5")
     own += ("train.max_steps=4", "model.width=128")  # large enough to be quantized

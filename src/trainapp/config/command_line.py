@@ -18,6 +18,9 @@ from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.files import CONF
 from trainapp.units import suggest
 
+_TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
+_HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
+
 
 def add_import_paths(arguments: Sequence[str]) -> None:
     """Make users' modules importable from the working directory and from their --config-dir.
@@ -40,13 +43,32 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Hydra's overrides, with the `+` marks that trainapp lets users omit. Other arguments are kept.
 
     `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default option
-    may lack: see `run.resume`. (For settings of a class that is named, see `replaced_options`.)
+    may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a mere
+    name, which cannot hold an argument: see `compose.from_hydra`. (For settings of a class that is named, see
+    `replaced_options`.)
     """
-    values = dict(text.partition("=")[::2] for text in arguments)
+    texts = [for_composition(text) for text in arguments]
+    values = dict(text.partition("=")[::2] for text in texts)
     keeps_data = not values.keys() & {"data", "data._target_", "experiment"}
     if values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values and keeps_data:
-        return [f"++{text}" if text.startswith("data.") else text for text in arguments]
-    return [*arguments]
+        return [f"++{text}" if text.startswith("data.") else text for text in texts]
+    return texts
+
+
+def for_composition(text: str) -> str:
+    """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
+    setting = _TASK_ARGUMENT.match(text)
+    if setting is None:
+        return text
+    rest = text[setting.end() :]
+    return f"task={rest.partition('=')[2]}" if rest.startswith("_target_=") else f"{_HYDRAS_TASK_ARGUMENT}{rest}"
+
+
+def as_entered(text: str) -> str:
+    """Return an override as the user writes it: undo `for_composition`."""
+    if text.startswith(_HYDRAS_TASK_ARGUMENT):
+        return f"task.{text.removeprefix(_HYDRAS_TASK_ARGUMENT)}"
+    return text
 
 
 # Commands and overrides shown to users
@@ -71,7 +93,7 @@ def overrides(hydra_config: HydraConf) -> list[str]:
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
-    return [text for text in given if not (trains and text.startswith("checkpointing.resume="))]
+    return [as_entered(text) for text in given if not (trains and text.startswith("checkpointing.resume="))]
 
 
 def override(name: str, value: str) -> str:

@@ -167,6 +167,14 @@ EXCLUSIONS = (
         "use memory.loss_chunk=null, or no metrics",
     ),
     Exclusion(
+        {"memory.loss_chunk": other_than(None)},
+        "the loss in chunks replaces the model's last layer, and cannot read the part that task.output chooses",
+        "use memory.loss_chunk=null, or a model that returns the logits alone, without task.output",
+        when=lambda config: (
+            "output" in config.task_arguments or any("output" in update.task_arguments for update in config.updates)
+        ),
+    ),
+    Exclusion(
         {"precision": "bf16_pure", "train.ema": other_than(None)},
         "an average in bf16 would not move, as its changes are smaller than its last bit",
         "use train.ema=null, or precision=bf16",

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,8 +47,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     """
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
-    allowed = (*ALLOWED_PACKAGES, *user_packages)
-    _require_allowed(target, target, setting, allowed)
+    _require_allowed(target, target, setting, user_packages)
     module_name, _, name = target.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -65,7 +65,9 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     origin = located
     while isinstance(origin, functools.partial):
         origin = origin.func
-    _require_allowed(f"{getattr(origin, '__module__', '')}.{name}", target, setting, allowed)
+    origin_module = getattr(origin, "__module__", None) or ""
+    if not _may_pass_on(target, origin_module, user_packages):
+        _require_allowed(f"{origin_module}.{name}", target, setting, user_packages)
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
@@ -93,17 +95,38 @@ def require_package(package: str, setting: str) -> None:
         )
 
 
-def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
+def _may_pass_on(target: str, origin_module: str, user_packages: Sequence[str]) -> bool:
+    """Whether a user's package may offer, as its own, what another package defines. What torch, trainapp and Python's
+    standard library define is not theirs to allow: `from torch import load` is no invitation to load files.
+    """
+    origin_package = origin_module.partition(".")[0]
+    strict = {"", "torch", "trainapp", "transformers", *sys.stdlib_module_names}
+    return _is_in(target, user_packages) and strict.isdisjoint({target.partition(".")[0], origin_package})
+
+
+def _is_in(name: str, packages: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these packages, or below one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _require_allowed(name: str, target: str, setting: str, user_packages: Sequence[str]) -> None:
     """Raises UserError unless the package is allowed. name: the target, or its name in the module that defines it."""
-    if not any(name == package or name.startswith(package + ".") for package in allowed):
-        package = name.partition(".")[0]
-        whose = "" if name == target else f"is defined in {name.rpartition('.')[0]}, "
-        advice = f"if it is yours, allow it with 'user_packages=[{package}]'"
-        if package == "trainapp":
-            advice = "its other modules are not meant to be named: put a function or class of your own around it"
-        raise UserError(
-            f"{setting}={target}: {whose}not among the packages that may be named here ({', '.join(allowed)}); {advice}"
-        )
+    allowed = (*ALLOWED_PACKAGES, *user_packages)
+    if _is_in(name, allowed):
+        return
+    package = name.partition(".")[0]
+    origin = "" if name == target else f"is defined in {name.rpartition('.')[0] or 'no module'}, "
+    if package == "trainapp":
+        remedy = "its other modules are not meant to be named: put a function or class of your own around it"
+    elif origin and package in ("", *sys.stdlib_module_names):
+        remedy = "define a function or class of your own that uses it"
+    else:
+        # All of the user's, since a list on the command line takes the place of the one in a YAML file.
+        packages = [own for own in user_packages if not own.startswith("trainapp.")]
+        remedy = f"if it is yours, allow it with 'user_packages=[{','.join([*packages, package])}]'"
+    raise UserError(
+        f"{setting}={target}: {origin}not among the packages that may be named here ({', '.join(allowed)}); {remedy}"
+    )
 
 
 class Written(NamedTuple):

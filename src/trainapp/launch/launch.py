@@ -18,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 import trainapp
-from trainapp.config import replaced_options
+from trainapp.config import command_line, replaced_options
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
@@ -81,7 +81,7 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
     of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
-    given = [text for text in overrides if text not in of_sweep]
+    given = [command_line.as_entered(text) for text in overrides if text not in of_sweep]
     OmegaConf.save(given, folder / "overrides.yaml")
     if config.mode == "train":
         command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}

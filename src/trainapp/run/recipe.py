@@ -34,6 +34,7 @@ def recipe_of(session: Session) -> dict[str, Any]:
         "batch": _batch(session),
         "filled_from_data": dict(session.filled),
         "task": _task_name(session),
+        "task_arguments": dict(session.config.task_arguments),
         "objective": f"{objective.direction} {objective.metric}" if session.config.has_best else None,
         "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
         "grad_clip": session.config.train.grad_clip,
@@ -133,6 +134,8 @@ def _filled_text(recipe: dict[str, Any]) -> str:
     filled = [f"{setting}={value}" for setting, value in recipe["filled_from_data"].items()]
     sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "sets no size of the model"
     text = f"{sizes}; task {recipe['task']}"
+    if recipe["task_arguments"]:
+        text += f" with {listed(f'{name}={value}' for name, value in recipe['task_arguments'].items())}"
     if recipe["objective"] is None:
         return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
     return f"{text}, best is {recipe['objective']}"

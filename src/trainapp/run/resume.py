@@ -95,6 +95,10 @@ def _with_parts_of(config: Config, path: Path) -> Config:
         for setting in _settings_of_data(config):
             names = setting.split(".")
             _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
+    if "task_arguments" in taken:
+        for setting in config.given:
+            if setting.startswith("task."):
+                _change(taken["task_arguments"], config.task_arguments, setting.split(".")[1:])
     return saved_config(path, dataclasses.asdict(config) | taken)
 
 
@@ -136,7 +140,8 @@ def _missing(config: Config) -> list[str]:
     if config.chooses("experiment"):
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
-    chosen = {"data": is_other_data, "task_arguments": config.chooses("task")}
+    is_other_task = "task" in config.given
+    chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
     if config.mode in INFERENCE:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
