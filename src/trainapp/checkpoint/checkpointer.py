@@ -117,7 +117,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     A weight average that was not saved is reset to the weights. Raises UserError if the checkpoint does not fit the
     model or the optimizer, or holds anything but tensors and plain values.
     """
-    values, sizes = _load_values(path), shards.sizes(path)
+    values, sizes = load_values(path), shards.sizes(path)
     with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
@@ -136,7 +136,7 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
 
     filled: the model's sizes that the data determine, for that error.
     """
-    values, sizes = _load_values(path), shards.sizes(path)
+    values, sizes = load_values(path), shards.sizes(path)
     own, saved = ModelState(model), values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
@@ -157,7 +157,7 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     Raises UserError unless the checkpoint has adapters for the base of `model`, or neither has any.
     """
     with misfits_named(path):
-        adapters.require_same_base(model, _load_values(path)["base"])
+        adapters.require_same_base(model, load_values(path)["base"])
     saved = shards.sizes(path)
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
@@ -178,7 +178,7 @@ def misfits_named(path: Path) -> Iterator[None]:
         raise UserError(f"checkpoint {path} does not fit this configuration: {place}{error}") from error
 
 
-def _load_values(path: Path) -> dict[str, Any]:
+def load_values(path: Path) -> dict[str, Any]:
     """Load the values onto the CPU. Executes nothing from the file."""
     try:
         return torch.load(path / VALUES, map_location="cpu", weights_only=True)

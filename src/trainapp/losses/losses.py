@@ -27,6 +27,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
+from trainapp.tracking.scalars import OF_THE_MACHINE, OF_THE_STEP
 from trainapp.units import listed
 
 Metrics = Mapping[str, Any]  # sums: scalar tensors, numbers, or functions of no arguments; or arguments of an `update`
@@ -223,11 +224,7 @@ def needs_whole_batch(task: Any) -> bool:
     return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 
-# Names that the log records in addition to metrics: see `training.events` and `Meter.scalars`.
-RESERVED = frozenset(
-    {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
-    | {"samples_per_second", "tokens_per_second", "mfu"}
-)
+RESERVED = OF_THE_STEP | OF_THE_MACHINE  # names that a metric cannot have
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
     Raises UserError for a directory that is not of a run, and OSError if the page cannot be written.
     """
     for folder in folders:
-        if not any((folder / name).exists() for name in (*run_files.CURVES.values(), ".hydra/config.yaml")):
+        if not run_files.is_run(folder):
             raise UserError(f"{folder}: no run is here; name the directory of one, or of a sweep alone")
     runs = [run_files.read(folder) for folder in folders]
     groups = [group for run in runs for group in run["curves"].values()]
