@@ -20,7 +20,8 @@ def trained_parts(caplog, run_dir, *overrides):
     caplog.set_level("INFO", "trainapp")
     caplog.clear()
     runs.run(run_dir, *overrides)
-    return [message for message in caplog.messages if "parameters are trained" in message]
+    parts = "; ".join(caplog.messages).split("; ")
+    return [part for part in parts if "parameters are trained" in part]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,12 @@ def test_a_logged_value(tmp_path):
     run.close()
     (line,) = lines(tmp_path, "metrics.jsonl")
     assert (line["loss"], line["loss_note"], line["memory/x"], line["memory/x_note"]) == (None, "nan", None, "inf")
+
+
+def test_the_table_has_the_size_of_most_steps(tmp_path, capsys):
+    """Not that of the last step."""
+    schedule = "batch.micro_schedule={1: 8, 9: 4}"
+    ended = runs.run(tmp_path, *MLP, schedule, "train.max_steps=10")
+    assert ended.micro_size == 4
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batch")]
+    assert row.split(maxsplit=1)[1] == "8 x 2 accumulated"

@@ -17,10 +17,10 @@ from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.files import atomic_write, strict_json
 from trainapp.losses.losses import unchecked
 from trainapp.optim.precision import Precision
+from trainapp.report.differences import RECIPE
 from trainapp.training.session import Session
 from trainapp.units import listed, plural
 
-RECIPE = "recipe.json"
 MOST_FILLED = 6  # settings named on the line
 
 

@@ -196,8 +196,9 @@ def print_summary(session: Session, result: Result) -> None:
             if result.peak_reserved_bytes > result.peak_memory_bytes:
                 peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
             throughput = f"{result.samples_per_second:.0f} samples/s"
-            sizes, accumulation = session.sizes.by_update, session.batches.accumulation
-            by_update = [f"{name} {own.size} x {accumulation(own.size)}".lstrip() for name, own in sizes.items()]
+            sizes = session.sizes.usual_sizes(progress.step + progress.skipped)
+            accumulation = session.batches.accumulation
+            by_update = [f"{name} {size} x {accumulation(size)}".lstrip() for name, size in sizes.items()]
             rows += [("throughput", throughput), ("peak memory", peak)]
             rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
         rows += [("OOM retries", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]

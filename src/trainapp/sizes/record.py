@@ -1,6 +1,7 @@
 """All micro-batch sizes of a run, and their record: in checkpoints, in result.json and for restarted workers."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -39,6 +40,10 @@ class Sizes:
         """
         schedules = {name: as_schedule(own.used) for name, own in self.by_update.items()}
         return schedules.get("", schedules)
+
+    def usual_sizes(self, attempts: int) -> dict[str, int]:
+        """Return the size with which most steps of the run were made, by update. attempts: all steps, also skipped."""
+        return {name: _usual_size(own, attempts) for name, own in self.by_update.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only, for a checkpoint."""
@@ -87,6 +92,17 @@ def given_size(config: Config, share: int) -> int | None:
 def key_of(update: str) -> str:
     """The key of an update's sizes in a file. A step's only update has no name."""
     return f"micro.{update}" if update else "micro"
+
+
+def _usual_size(sizes: MicroBatchSizes, attempts: int) -> int:
+    """Return the size of most steps; of a step with several shapes, the largest of its sizes."""
+    steps_of: Counter[int] = Counter()
+    starts = sorted(sizes.used)
+    for start, end in zip(starts, [*starts[1:], attempts + 1], strict=True):
+        steps_of[max(sizes.used[start].values(), default=sizes.size)] += end - start
+    if not steps_of:
+        return sizes.size
+    return steps_of.most_common(1)[0][0]
 
 
 def as_schedule(used: Mapping[int, Mapping[int, int]]) -> dict[int, Plan]:
