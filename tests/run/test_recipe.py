@@ -51,7 +51,7 @@ def test_parameters_that_are_not_trained_are_counted(tmp_path):
 
 def test_a_run_writes_it(tmp_path):
     runs.run(tmp_path, *MLP, "train.max_steps=1")
-    written = json.loads((tmp_path / recipe.RECIPE).read_text())
+    written = json.loads((tmp_path / "recipe.json").read_text())
     assert written["schedule"]["total_steps"] == 1
     assert written["model"]["class"] == "MLP"
     assert written["grad_clip"] == 1.0

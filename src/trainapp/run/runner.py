@@ -22,6 +22,7 @@ from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
+from trainapp.report.differences import RECIPE
 from trainapp.run import recipe, resume, run_dir
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
