@@ -114,7 +114,7 @@ def _tell_recipe(session: Session) -> None:
         try:
             recipe.write(session.tracker.run_dir, facts)
         except OSError as error:  # the run is more important than its record
-            session.tracker.unwritable(session.tracker.run_dir / recipe.RECIPE, error)
+            session.tracker.unwritable(session.tracker.run_dir / RECIPE, error)
 
 
 def prepare(
