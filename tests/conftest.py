@@ -1,6 +1,15 @@
-"""Every test has a separate cache directory, for tokens of texts."""
+"""Every test has a separate cache directory, for tokens of texts, and runs on one thread."""
+
+import os
+import sys
 
 import pytest
+
+# As scripts/test sets it, so that plain `pytest` computes the same: several threads round sums in another order, and
+# slow down tests that wait for each other. Torch reads it when it is imported, here and in subprocesses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "torch" in sys.modules:  # by a plugin of pytest's
+    sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
 
 
 @pytest.fixture(autouse=True)

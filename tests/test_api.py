@@ -15,7 +15,7 @@ from markdown import blocks
 
 import trainapp
 from trainapp import api
-from trainapp.checkpoint.directory import MANIFEST, read_manifest
+from trainapp.checkpoint.manifest import read_manifest, write_manifest
 from trainapp.data.sets.digits import Digits
 from trainapp.run import result
 
@@ -269,7 +269,7 @@ def test_packages_that_the_checkpoint_names_are_not_imported(tmp_path, monkeypat
     manifest, marker = read_manifest(path), tmp_path / "payload-ran"
     manifest["config"]["user_packages"] = ["planted"]
     manifest["config"]["model"] |= {"target": "planted.Model", "arguments": {}}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(path, manifest)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "planted.py").write_text(f"open({str(marker)!r}, 'w')\nclass Model: pass\n")
     with pytest.raises(trainapp.UserError, match=r"planted.Model: not among the packages"):

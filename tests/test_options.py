@@ -34,18 +34,20 @@ def test_any_torch_optimizer_by_its_name(tmp_path, name):
     assert 0 < change < 1
 
 
-@pytest.mark.parametrize(
-    ("shape", "factors"),
-    [
-        # 10 steps, a warm-up of 2, down to a tenth at the end: the multipliers of the rate, worked out by hand.
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1] + [1 - 0.9 * k / 8 for k in range(8)]),
-        ("cosine", [0.5, 1] + [0.1 + 0.45 * (1 + math.cos(math.pi * k / 8)) for k in range(8)]),
-        ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1 - 0.9 * 0.5**0.5]),
-    ],
-)
-def test_rates_of_every_schedule(tmp_path, shape, factors):
+# 10 steps, a warm-up of 2, down to a tenth at the end: the multipliers of the rate, worked out by hand.
+FACTORS = {
+    "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "linear": [0.5, 1] + [1 - 0.9 * k / 8 for k in range(8)],
+    "cosine": [0.5, 1] + [0.1 + 0.45 * (1 + math.cos(math.pi * k / 8)) for k in range(8)],
+    "wsd": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1 - 0.9 * 0.5**0.5],
+}
+FOLLOWS_EVALUATIONS = {"plateau"}  # optim/test_schedules.py
+
+
+@pytest.mark.parametrize("shape", sorted(set(runs.options("schedule")) - FOLLOWS_EVALUATIONS))
+def test_rates_of_every_schedule(tmp_path, shape):
     """One step of the schedule per optimizer step, regardless of the number of micro-batches."""
+    factors = FACTORS[shape]
     final = "+schedule.final=0.1" if shape == "constant" else "schedule.final=0.1"
     settings = ("schedule.warmup=2", final, "train.max_steps=10", "optimizer.lr=0.01", "batch.micro_size=4")
     runs.run(tmp_path, *MODELS["mlp"], f"schedule={shape}", *settings)

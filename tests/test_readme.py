@@ -56,7 +56,8 @@ def test_every_command_does_what_it_says(session):
     folder, done = session
     assert len(done) >= 8
     for words, process, _ in done:
-        assert process.returncode == 0, f"{words}\n{process.stdout}{process.stderr}"
+        expected = 1 if words[:2] == ["trainapp", "diff"] else 0  # those two runs differ
+        assert process.returncode == expected, f"{words}\n{process.stdout}{process.stderr}"
 
     process, (run,) = find(session, "scripts/train model=resnet memory.limit=")
     assert result(run)["oom_restarts"] >= 1
@@ -74,6 +75,9 @@ def test_every_command_does_what_it_says(session):
 
     _, runs = find(session, "-m model=mlp,resnet")
     assert len(runs) == 4
+    compared, _ = find(session, "trainapp diff")
+    assert re.search(r"^  model._target_ +trainapp.models.mlp.MLP -> \S+ResNet$", compared.stdout, re.MULTILINE)
+    assert compared.stdout.splitlines()[-1].startswith("different from step 2 on (loss")  # the last
 
     (first, _), steps = find(session, "outputs/first"), metrics(folder / "outputs/first")
     assert "resumed" not in first.stderr

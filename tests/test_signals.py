@@ -16,7 +16,7 @@ import runs
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.hooks.metrics import TorchMetric
-from trainapp.signals import TO_BE_CONTINUED, Interrupted, StopRequest
+from trainapp.signals import TO_BE_CONTINUED, AtWork, Interrupted, Stopped, StopRequest
 from trainapp.training import loop
 from trainapp.training.engine import Engine
 from trainapp.training.session import Session
@@ -283,6 +283,191 @@ def test_handlers_are_put_back():
     assert (stop.heard(), left.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+# --- interrupts that are lost
+
+# Python drops an exception raised here. "lossy" is touched when the signal may come.
+LOSSY_MODEL = """
+import os
+import time
+import weakref
+from pathlib import Path
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.models.mlp import MLP
+
+PLACE = os.environ.get("PLACE")
+
+
+def wait_in_python(*_):
+    Path("lossy").touch()
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        pass
+
+
+class Finalized:
+    def __del__(self):
+        wait_in_python()
+
+
+class Referenced:
+    pass
+
+
+def free_storage(self, key):
+    if not Path("lossy").exists():
+        wait_in_python()
+    forget(self, key)
+
+
+if PLACE == "storage":
+    forget, LiveTensors._forget = LiveTensors._forget, free_storage
+
+
+class LossyMLP(MLP):
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int):
+        super().__init__(image_shape, num_classes, width=16, dropout=0.1)
+        self.forwards = 0
+
+    def forward(self, images):
+        self.forwards += self.training
+        if PLACE and self.forwards == 3:
+            if PLACE == "__del__":
+                Finalized()
+            elif PLACE == "weak reference":
+                observed = Referenced()
+                reference = weakref.ref(observed, wait_in_python)
+                del observed
+            elif PLACE == "bare except":
+                try:
+                    wait_in_python()
+                except:
+                    pass
+            time.sleep(30)
+        result = super().forward(images)
+        if PLACE == "storage" and Path("lossy").exists():
+            time.sleep(30)
+        return result
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["__del__", "weak reference", "bare except", "storage"])
+def test_an_interrupt_that_is_lost_is_repeated(tmp_path, place):
+    """The run leaves the step in which it was lost, half a minute before its end, and says so once. Resumed, it ends as
+    one that was never interrupted.
+    """
+    (tmp_path / "lossy_model.py").write_text(LOSSY_MODEL)
+    settings = (*runs.own_model("lossy_model.LossyMLP"), "user_packages=[lossy_model]", "train.device=cpu")
+    settings = (*settings, "train.max_epochs=null", "train.max_steps=4", "train.check_loss=false", "every.eval=null")
+    settings = (*settings, "every.save=2", "every.log=1", "batch.global_size=64")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "trainapp", *settings, "hydra.run.dir=run"]
+    with subprocess.Popen(command, cwd=tmp_path, env=helpers.environment({"PLACE": place}), **pipes) as process:
+        try:
+            helpers.wait_until((tmp_path / "lossy").exists, process)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    is_saved = place != "storage"  # there, in the first step
+    assert process.returncode == (TO_BE_CONTINUED if is_saved else 128 + signal.SIGINT), errors
+    # A second line would say that the listener has ended the process, or that the step has ended and was saved.
+    assert re.findall("SIGINT: .*", errors) == ["SIGINT: leaving; nothing is lost"]
+    assert not re.search("Exception ignored|Traceback", errors)
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/step_*")) == ["step_00000002"] * is_saved
+    assert ("Resume with" in output) == is_saved
+    if place != "__del__":
+        return
+    for run_dir in ("run", "whole"):
+        done = helpers.run_cli(*settings, f"hydra.run.dir={run_dir}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("resumed from" in done.stderr) == (run_dir == "run")
+    for part in ("model", "optimizer", "progress"):
+        assert runs.differences(runs.saved(tmp_path / "run", 4)[part], runs.saved(tmp_path / "whole", 4)[part]) == []
+
+
+class Raises:
+    """A signal arrives in its finalizer."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGUSR2)
+
+
+def lose_twice(kind):
+    """In a finalizer, then in a bare except. Each wait is longer than a busy machine needs to repeat it."""
+    with StopRequest() as stop:
+        stop.at_work = lambda: AtWork(may_end=kind is Interrupted)
+        stop.interrupts = kind is Stopped
+        Raises()
+        swallowed = []
+        try:
+            time.sleep(5)
+        except BaseException as error:
+            swallowed.append(type(error))
+        assert swallowed == [kind]
+        time.sleep(5)
+
+
+@pytest.mark.parametrize("kind", [Interrupted, Stopped])
+def test_what_is_lost_is_repeated_until_it_arrives(kind):
+    """The former handler gets the signal once."""
+    passed_on = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: passed_on.append(number))
+    try:
+        with pytest.raises(kind):
+            lose_twice(kind)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+    assert passed_on == [signal.SIGUSR2] * (kind is Interrupted)
+
+
+def test_a_signal_that_another_thread_gets_ends_a_wait():
+    """Here the main thread blocks it. Otherwise the system decides."""
+
+    def waiting():
+        with StopRequest():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+            os.kill(os.getpid(), signal.SIGUSR2)  # the listener's
+            time.sleep(8)
+            pytest.fail("the handler has not run")
+
+    try:
+        started = time.monotonic()
+        with pytest.raises(Interrupted):
+            waiting()
+        assert time.monotonic() - started < 7
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+
+
+def test_what_has_arrived_is_not_repeated():
+    """While the main thread cleans up, whatever that takes, nor after the block."""
+    cleaned = []
+
+    def interrupted():
+        with StopRequest():
+            try:
+                signal.raise_signal(signal.SIGUSR2)
+            finally:
+                time.sleep(0.5)
+                cleaned.append(True)
+
+    with pytest.raises(Interrupted):
+        interrupted()
+    time.sleep(0.5)
+    assert cleaned
+
+
+def test_what_is_lost_where_work_may_not_be_ended_is_only_heard():
+    """As when a step ends that began after a save: the run finishes it."""
+    with StopRequest() as stop:
+        Raises()
+        stop.at_work = lambda: AtWork(may_end=False)
+        time.sleep(0.5)
+        assert stop.heard() == signal.SIGUSR2
 
 
 # --- an evaluation in this process

@@ -2,7 +2,13 @@
 it at once.
 
 Python calls a handler in the main thread only, and not while C code holds it (a backward, a collective), so that two
-signals may become one call. A thread on the wakeup pipe therefore says what a signal will do, and obeys the second.
+signals may become one call. A thread on the wakeup pipe, the listener, therefore says what a signal will do, and obeys
+the second.
+
+An exception that a handler raises can be lost: Python discards one that leaves a `__del__` or the callback of a weak
+reference, and a bare `except:` may drop it. While it propagates, and while a `finally` cleans up, the exception object
+exists; a lost one is freed. The listener therefore repeats an interrupt whose exception was freed inside the block. It
+also wakes a main thread whose wait the signal has not ended, because another thread got it.
 """
 
 import contextlib
@@ -12,8 +18,10 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,6 +31,8 @@ from trainapp.units import parse_time
 # Numbers, of SIGALRM and SIGVTALRM, that stand for `train.max_time` and a pause of a sweep; these are not sent.
 TIME_IS_UP, PAUSED = 14, 26
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REPEAT = signal.SIGURG  # from the listener to the main thread; ignored by default, so that a late one does no harm
+REPEAT_AFTER = 0.1  # seconds between two looks at whether an interrupt was lost
 ECHO = 1.0  # seconds in which a second one is the first again: sent to a process, then to its group, say
 BEFORE_SLURM_ENDS = 120.0  # seconds, for the end of a step, a save and the trackers
 TO_BE_CONTINUED = 75  # exit status, EX_TEMPFAIL of sysexits.h: stopped, nothing is lost, the same command continues
@@ -74,10 +84,15 @@ class StopRequest:
         self._at = 0.0
         self._process = os.getpid()  # loader workers inherit the handler
         self._handlers = contextlib.ExitStack()
+        self._is_passed_on = False  # to the previous handler
+        self._interrupt: weakref.ref[BaseException] | None = None  # the last one raised in the main thread
+        self._is_lost = False  # whether it was freed before the block has ended
 
     def __enter__(self) -> "StopRequest":
         self._previous = self._handlers.enter_context(handled_by(self._handle))
         if self._previous:
+            self._handlers.enter_context(handled_by(self._repeat, (REPEAT,)))
+            self._handlers.enter_context(_unraisable_stops_hidden())
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -86,6 +101,7 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._interrupt, self._is_lost = None, False  # nothing is repeated from here on
         self._handlers.close()
         if self._previous:
             signal.set_wakeup_fd(self._outer)
@@ -117,9 +133,15 @@ class StopRequest:
 
     def leave(self, number: int) -> NoReturn:
         """Pass the signal to its previous handler, then end the run. Raises Interrupted."""
+        raise self._ending(number)
+
+    def _ending(self, number: int) -> Interrupted:
+        """Pass the signal to its previous handler, once. Returns the exception that ends the run."""
         status = self._status(number)
-        pass_on(number, self._previous.get(number))
-        raise Interrupted(status, number)
+        if not self._is_passed_on:
+            self._is_passed_on = True  # submitit's would requeue the job again
+            pass_on(number, self._previous.get(number))
+        return Interrupted(status, number)
 
     def _status(self, number: int) -> int:
         return TO_BE_CONTINUED if self.at_work().is_saved else 128 + number
@@ -136,30 +158,60 @@ class StopRequest:
             return
         self._note(number)
         self.signal = number
+        self._raise_interrupt()
+
+    def _repeat(self, number: int, frame: object) -> None:
+        """In the main thread, as `_handle`: raise the interrupt again if it is still lost."""
+        if os.getpid() == self._process and self._is_lost:
+            self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        """Raise what ends the work of the main thread: Interrupted, Stopped, or nothing if the work polls `heard`."""
+        assert self.signal is not None, "without a signal"
         if self.at_work().may_end:
-            self.leave(number)
-        if self.interrupts:
-            raise Stopped
+            error: BaseException = self._ending(self.signal)
+        elif self.interrupts:
+            error = Stopped()
+        else:
+            return
+        self._is_lost = False
+        self._interrupt = weakref.ref(error, self._note_lost)
+        try:
+            raise error
+        finally:
+            del error  # this frame, which the traceback holds, must not keep it alive
+
+    def _note_lost(self, reference: object) -> None:
+        """Called when the interrupt is freed: caught and dropped before it reached `__exit__`."""
+        self._is_lost = reference is self._interrupt
 
     def _listen(self, reader: int) -> None:
         """The thread: reads the number of each signal that this process gets."""
-        first, patience = 0, None
+        first, first_at, is_patient = 0, 0.0, True
         with open(reader, "rb", buffering=0) as pipe:
             while True:
-                if not select.select([pipe], [], [], patience)[0]:
-                    patience = None
-                    if self.at_work().may_end:
-                        self._exit(first, "the main thread does not return")
+                if not select.select([pipe], [], [], REPEAT_AFTER if first else None)[0]:
+                    self._repeat_if_needed()
+                    if is_patient and time.monotonic() - first_at >= self.PATIENCE:
+                        is_patient = False
+                        if self.at_work().may_end:
+                            self._exit(first, "the main thread does not return")
                 elif (number := pipe.read(1)[0]) == 0:
                     return
                 elif number in SIGNALS and not first:
-                    first, patience = number, self.PATIENCE
+                    first, first_at = number, time.monotonic()
                     self._note(number)
                     now = self.at_work()
                     says = f"finishing the {now.name}; again to leave at once"
                     log.warning("%s: %s", named(number), "leaving; nothing is lost" if now.may_end else says)
-                elif number in SIGNALS and time.monotonic() - self._at >= ECHO:
+                elif number in SIGNALS and time.monotonic() - first_at >= ECHO:
                     self._exit(number, "a second signal")
+
+    def _repeat_if_needed(self) -> None:
+        """In the listener. A signal also ends a wait of the main thread, such as `time.sleep`: then handlers run."""
+        is_unhandled = self.signal is None
+        if (self._is_lost or is_unhandled) and (self.interrupts or self.at_work().may_end):
+            signal.pthread_kill(threading.main_thread().ident or 0, REPEAT)
 
     def _exit(self, number: int, why: str) -> NoReturn:
         """End the process from the thread."""
@@ -168,17 +220,36 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
+def handled_by(
+    handler: Callable[[int, Any], None], numbers: tuple[signal.Signals, ...] = SIGNALS
+) -> Iterator[dict[int, Any]]:
     """Inside the block, the handler gets the signals. Yields the former ones; none outside of the main thread, which
     alone may set handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    former = {int(number): signal.signal(number, handler) for number in SIGNALS if is_main}
+    former = {int(number): signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield former
     finally:
         for number, own in former.items():
             signal.signal(number, own)
+
+
+@contextlib.contextmanager
+def _unraisable_stops_hidden() -> Iterator[None]:
+    """Inside the block, Python prints no "Exception ignored in" for a lost interrupt, which is repeated."""
+    former = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, (Interrupted, Stopped)):
+            former(unraisable)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is report:  # else the user's code has set its own
+            sys.unraisablehook = former
 
 
 def named(number: int) -> str:

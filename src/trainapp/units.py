@@ -104,6 +104,11 @@ def bytes_text(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def plural(count: int, noun: str) -> str:
+    """Return the count with its noun: `1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def listed(names: Iterable[str], most: int = 3) -> str:
     """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
     names = list(names)

@@ -11,10 +11,15 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.manifest import read_manifest, write_manifest
 from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
+
+
+# In a manifest: how it is damaged, and the setting that then has another value.
+CHANGES = {"another seed": ("train", "seed", 12345), "another setting": ("train", "grad_clip", 0.125)}
 
 
 class OneTensor:
@@ -59,6 +64,12 @@ def damage_file(path: Path, how: str) -> None:
         path.unlink()
     elif how == "truncated":
         os.truncate(path, path.stat().st_size // 2)
+    elif how in CHANGES:
+        manifest = json.loads(path.read_text())
+        section, setting, value = CHANGES[how]
+        assert manifest["config"][section][setting] != value
+        manifest["config"][section][setting] = value
+        path.write_text(json.dumps(manifest, indent=1))
     elif how == "empty":
         os.truncate(path, 0)
     else:
@@ -70,6 +81,6 @@ def damage_file(path: Path, how: str) -> None:
 def vouch_for(path: Path, name: str) -> None:
     """Update the manifest to match a changed file."""
     content = (path / name).read_bytes()
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = read_manifest(path)
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(path, manifest)

@@ -12,7 +12,8 @@ import pytest
 import runs
 from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, names, save, value
 
-from trainapp.checkpoint.directory import FORMAT, checkpoints_in, damage, resolve
+from trainapp.checkpoint.directory import checkpoints_in, damage, resolve
+from trainapp.checkpoint.manifest import FORMAT, read_manifest, write_manifest
 from trainapp.errors import UserError
 
 MLP = runs.MODELS["mlp"]
@@ -68,6 +69,8 @@ DAMAGE = [
     (METADATA, "flipped"),
     (VALUES, "empty"),
     (MANIFEST, "truncated"),
+    (MANIFEST, "another seed"),
+    (MANIFEST, "another setting"),
 ]
 
 
@@ -84,6 +87,19 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, fil
     damage_file(runs.checkpoint(tmp_path, 2) / SHARD, "truncated")
     run = runs.closed(tmp_path, *MLP)
     assert run.state.progress.step == 0  # none is left
+
+
+def test_a_manifest_without_a_digest_is_read(tmp_path):
+    """As checkpoints of format 3 were written before; nor does its layout matter."""
+    runs.run_until(tmp_path, 2, *MLP)
+    path = runs.checkpoint(tmp_path, 2) / MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(manifest.items()))))
+    assert runs.closed(tmp_path, *MLP).state.progress.step == 2
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest, indent=1))
+    assert runs.closed(tmp_path, *MLP).state.progress.step == 2
+    assert damage(path.parent) is None
 
 
 COPIES = ("step_00000001_backup", "step_best", "step_1", "step_000000001")
@@ -197,8 +213,7 @@ def test_an_older_format_is_refused_by_one_message(tmp_path):
     """Neither passed over, which would begin the run anew, nor taken for damage."""
     runs.run_until(tmp_path, 2, *MLP)
     path = runs.checkpoint(tmp_path, 2)
-    manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**manifest, "format": FORMAT - 1}))
+    write_manifest(path, {**read_manifest(path), "format": FORMAT - 1})
     message = rf"step_00000002 has format {FORMAT - 1}, but this version reads format {FORMAT}: .*mode=export"
     for folder, *named in ((tmp_path,), (tmp_path / "new", f"checkpointing.resume={path}")):
         with pytest.raises(UserError, match=message):

@@ -1,7 +1,6 @@
 """Nothing in a checkpoint is executed, even if its manifest matches."""
 
 import io
-import json
 import os
 import pickle
 
@@ -11,7 +10,8 @@ import torch
 from states import METADATA, VALUES, vouch_for
 
 from trainapp.checkpoint import shards
-from trainapp.checkpoint.directory import MANIFEST, damage
+from trainapp.checkpoint.directory import damage
+from trainapp.checkpoint.manifest import read_manifest, write_manifest
 from trainapp.errors import UserError
 
 MLP = runs.MODELS["mlp"]
@@ -92,7 +92,7 @@ def test_an_export_builds_nothing_that_only_the_checkpoint_allows(tmp_path, part
     run_dir = tmp_path / "run"
     runs.run_until(run_dir, 1, *MLP)
     path = runs.checkpoint(run_dir, 1)
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = read_manifest(path)
     resume = ("mode=export", f"checkpointing.resume={run_dir}")
     runs.run(tmp_path / "sound", *resume)  # as it stands
     config = manifest["config"] | {"user_packages": ["os"]}
@@ -100,7 +100,7 @@ def test_an_export_builds_nothing_that_only_the_checkpoint_allows(tmp_path, part
         "model": {"target": "os.system", "arguments": {"command": f"touch {tmp_path / 'payload-ran'}"}},
         "task": "os.abort",
     }
-    (path / MANIFEST).write_text(json.dumps(manifest | {"config": config | {part: changed[part]}}))
+    write_manifest(path, manifest | {"config": config | {part: changed[part]}})
     with pytest.raises(UserError, match=r"os\.(system|abort): not among the packages that may be named here"):
         runs.run(tmp_path / "other", *resume)
     assert not (tmp_path / "payload-ran").exists()

@@ -34,7 +34,7 @@ def test_a_plain_path_stays_as_it_is():
     assert command_line.override("hydra.run.dir", "/runs/a-1_b.c") == "hydra.run.dir=/runs/a-1_b.c"
 
 
-# A class in place of an option
+# What users need not write
 
 OF_A_RUN = ["mode=predict", "checkpointing.resume=x"]
 RMSPROP = "optimizer._target_=torch.optim.RMSprop"
@@ -43,20 +43,7 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        (["optimizer.lr=1"], ["optimizer.lr=1"]),
-        ([f"+{RMSPROP}", "optimizer.alpha=0.9"], ["~optimizer", f"++{RMSPROP}", "++optimizer.alpha=0.9"]),
-        # What is removed from the default's settings is not there; what an earlier call has expanded stays as it is.
-        (["~optimizer.betas", RMSPROP], ["~optimizer", f"++{RMSPROP}"]),
-        (["~optimizer", f"++{RMSPROP}"], ["~optimizer", f"++{RMSPROP}"]),
-        # The settings of an option that is chosen stay.
-        (["optimizer=sgd", "optimizer._target_=mine.SGD"], ["optimizer=sgd", "optimizer._target_=mine.SGD"]),
-        # Flags and their values stay where they are.
-        (
-            ["--config-dir", "model", "-m", "train.seed=4", "model._target_=mine.Net", "model.width=1,2"],
-            ["--config-dir", "model", "-m", "train.seed=4", "~model", "++model._target_=mine.Net", "++model.width=1,2"],
-        ),
-        (["model={_target_: a.B, width: 5}"], ["~model", "++model={_target_: a.B, width: 5}"]),
-        (["model={width: 5}", "task={_target_: a.b}"], ["model={width: 5}", "task={_target_: a.b}"]),
+        (["--config-dir", "data.x", "-m", "optimizer.lr=1"], ["--config-dir", "data.x", "-m", "optimizer.lr=1"]),
         # Settings of a run's data, unless other data is chosen.
         ([*OF_A_RUN, "data.path=x", "model.width=1"], [*OF_A_RUN, "++data.path=x", "model.width=1"]),
         ([*OF_A_RUN, "data=digits", "data.seed=1"], [*OF_A_RUN, "data=digits", "data.seed=1"]),
@@ -68,16 +55,29 @@ def test_what_stands_for_hydras_overrides(given, meant):
     assert command_line.for_hydra(given) == meant
 
 
-def test_it_has_the_defaults_of_its_class_and_common_settings_stay():
+# A class in place of an option. test_replaced_options.py tests classes that YAML files name.
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+def test_it_has_the_defaults_of_its_class_and_common_settings_stay(mark):
     """Neither betas nor a rate nor a decay of AdamW's."""
-    optimizer = compose.from_command_line([RMSPROP, "optimizer.alpha=0.9"]).optimizer
-    assert (optimizer.lr, optimizer.weight_decay, optimizer.arguments) == (None, 0.0, {"alpha": 0.9})
+    optimizer = compose.from_command_line([f"{mark}{RMSPROP}", "optimizer.alpha=0.9", "~optimizer.betas"]).optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.arguments) == (None, None, {"alpha": 0.9})
     model = compose.from_command_line(["model._target_=mine.Net", "model.freeze=[head]", "model.depth=2"]).model
     assert (model.target, model.arguments, model.freeze) == ("mine.Net", {"depth": 2}, ["head"])
     given = ("model={_target_: torch.nn.Linear, in_features: 64, out_features: 5}", "model.out_features=10")
     assert compose.from_command_line(given).model.arguments == {"in_features": 64, "out_features": 10}
     schedule = compose.from_command_line(["schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=2"])
     assert schedule.schedule.arguments == {"step_size": 2}
+
+
+def test_the_settings_of_an_option_that_is_chosen_stay():
+    own = compose.from_command_line(["optimizer=sgd", "optimizer._target_=mine.SGD"]).optimizer
+    assert (own.target, own.lr, own.arguments) == ("mine.SGD", 0.1, {"momentum": 0.9, "nesterov": True})
+
+
+def test_settings_without_a_class_change_the_option():
+    assert compose.from_command_line(["model={width: 5}", "task={_target_: a.b}"]).model.arguments["width"] == 5
 
 
 def test_with_an_experiment_that_chooses_an_option(tmp_path):
@@ -115,6 +115,8 @@ def refusal(*overrides):
         ("experment=x", "experment: no such setting; did you mean 'experiment'?"),
         ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
         ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
+        ("model=null", "model=null: an option is chosen by its name; choose one, or a class with model._target_=CLASS"),
+        ("debug=null", "debug=null: an option is chosen by its name; for none, leave it out"),
         ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
         ("predict", "Error parsing override 'predict'"),
         ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
@@ -146,8 +148,18 @@ def test_changes_take_the_place_and_the_mark_of_what_they_change():
     given = ["-m", "++model.width=8", "+model.note=a,b", "~data.drop_last", "model=mlp"]
     changed = command_line.with_changes(given, ["model.width=16", "model.note=a,b,c", "seed=1"])
     assert changed == ["-m", "++model.width=16", "+model.note=a,b,c", "~data.drop_last", "model=mlp", "seed=1"]
-    assert command_line.with_changes(given, ["model=resnet"])[1:] == [
-        "+model.note=a,b",
-        "~data.drop_last",
-        "model=resnet",
-    ]
+    assert command_line.with_changes(given, ["model=resnet"]) == [*given[:-1], "model=resnet"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["model._target_=mine.Net", "model.width=8"],
+        ["+model={_target_: mine.Net}", "model.width=8"],
+        ["~model", "++model._target_=mine.Net", "++model.width=8"],  # as earlier versions recorded it
+    ],
+)
+def test_where_an_option_is_chosen_a_class_goes_with_its_settings(given):
+    assert command_line.with_changes([*given, "seed=1"], ["seed=2", "model=mlp"]) == ["seed=2", "model=mlp"]
+    changes = ["model._target_=mine.Other", "model=mlp"]
+    assert command_line.with_changes(given, changes) == changes

@@ -28,7 +28,10 @@ REFUSED = [
     ),
     *(
         (f"optimizer.in_backward=true train.grad_clip=null {other}", f"optimizer.in_backward=true with {other}: each")
-        for other in ("train.grad_clip=1.0", "precision=fp16", "train.nonfinite=skip", "train.compile=true")
+        for other in (
+            *("train.grad_clip=1.0", "precision=fp16", "train.nonfinite=skip", "train.compile=true"),
+            "optimizer.offload=true",
+        )
     ),
     ("optimizer.in_backward=true train.grad_clip=null parallel=ddp", "optimizer.in_backward=true with parallel=ddp"),
     ("optimizer=adamw_4bit parallel=fsdp", "optimizer.state_dtype=4bit with parallel=fsdp: the state belongs to"),
@@ -39,10 +42,15 @@ REFUSED = [
     ("memory.offload_activations=all parallel=fsdp", "memory.offload_activations=all with parallel=fsdp: parameters"),
     ("precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16", "precision=bf16_pure with train.ema=0.9: an average"),
     ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel=single: it applies only"),
+    ("+parallel.fsdp.meta_init=true", "parallel.fsdp.meta_init=true with parallel=single: it applies only"),
     ("adapter=lora adapter.base_dtype=bf16", "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in"),
     ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with parallel.fsdp.meta_init=true: the"),
     ("model=hf +model.path=x parallel=fsdp parallel.fsdp.meta_init=true", "model._target_=trainapp.models.hugging"),
     ("callbacks=predictions memory.loss_chunk=16", "memory.loss_chunk=16 with metrics: metrics get logits"),
+    (
+        "task.output=0 memory.loss_chunk=auto",
+        "memory.loss_chunk=auto: the loss in chunks replaces the model's last layer",
+    ),
     ("mode=eval", "mode=eval with checkpointing.resume=auto: it needs a trained model; name the checkpoint"),
     ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: this"),
     ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each process"),
@@ -56,12 +64,27 @@ REFUSED = [
 ]
 
 
+def split(overrides):
+    return overrides.split("|") if "|" in overrides or "{" in overrides else overrides.split()
+
+
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)
 def test_it_is_refused(overrides, message):
-    given = overrides.split("|") if "|" in overrides or "{" in overrides else overrides.split()
     with pytest.raises(UserError) as refused:
-        compose.from_command_line(given)
+        compose.from_command_line(split(overrides))
     assert str(refused.value).startswith(message)
+
+
+def test_every_row_refuses_one_of_them(monkeypatch):
+    rows, conflicts = excludes.EXCLUSIONS, excludes.conflicts
+    monkeypatch.setattr(excludes, "conflicts", lambda config: [])
+    configs = [compose.from_command_line(split(overrides)) for overrides, _ in REFUSED]
+    unused = []
+    for row in rows:
+        monkeypatch.setattr(excludes, "EXCLUSIONS", (row,))
+        if not any(map(conflicts, configs)):
+            unused.append(row)
+    assert unused == []
 
 
 def test_the_default_is_not_refused_and_every_row_says_what_to_do():

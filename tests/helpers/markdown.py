@@ -29,7 +29,7 @@ def commands(document: Path) -> list[list[str]]:
 def with_this_python(words: list[str]) -> list[str]:
     """The same command in the test environment: no set-up, no activation."""
     beside = Path(sys.executable).parent
-    if words[:3] == ["python", "-m", "trainapp"]:
+    if words[0] == "python":
         return [sys.executable, *words[1:]]
     if words[0] in ("scripts/train", "trainapp"):
         return [sys.executable, "-m", "trainapp", *words[1:]]

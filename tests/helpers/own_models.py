@@ -50,6 +50,54 @@ class FrozenNorm(Normed):
         return self
 
 
+class NormedPoint(nn.Module):
+    """BatchNorm of maps of one pixel, which cannot train on a single sample. Nothing says so before its forward.
+
+    bad: the digit that it refuses, in any micro-batch.
+    """
+
+    def __init__(self, num_classes: int, width: int = 8, bad: int = -1):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, width, 8), nn.BatchNorm2d(width), nn.Linear(width, num_classes)
+        self.bad = Digits("train")[bad]["inputs"].flatten() if bad >= 0 else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and self.bad is not None and (inputs.flatten(1) == self.bad).all(1).any():
+            raise ValueError("this digit is refused")
+        return self.head(self.norm(self.conv(inputs)).relu().flatten(1))
+
+
+class NormedPair(NormedPoint):
+    """The same, which declares it."""
+
+    smallest_micro_batch = 2
+
+
+class Quads(nn.Module):
+    """A linear model of the samples in groups of four."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            inputs = inputs.reshape(len(inputs) // 4, 4, 64)
+        return self.linear(inputs).reshape(-1, self.linear.out_features)
+
+
+class Wide(nn.Module):
+    """Weights beside which everything else is small."""
+
+    def __init__(self, num_classes: int, width: int = 256):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs.flatten(1)))
+
+
 class HeadInBlock(GPT):
     """Its head is one of the blocks."""
 

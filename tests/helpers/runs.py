@@ -16,6 +16,7 @@ from torch import nn
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import CONF
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
 from trainapp.run import runner, trained
@@ -53,6 +54,11 @@ MODELS = {
         "data.val_size=40",
     ),
 }
+
+
+def options(group: str) -> tuple[str, ...]:
+    """The names of a group's options, from `conf/`: lists of all of them in tests are made of it."""
+    return tuple(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
 
 
 def own_model(name: str) -> tuple[str, ...]:

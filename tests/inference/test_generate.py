@@ -97,8 +97,8 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
     whole = generate(tmp_path, trained)
     build, sizes = module.decoder_of, []
 
-    def failing(model, length):
-        decode = build(model, length)
+    def failing(model, length, output):
+        decode = build(model, length, output)
 
         def fails(tokens):
             sizes.append(len(tokens))

@@ -10,8 +10,10 @@ import time
 import pytest
 import torch
 
+from trainapp.config import compose
+from trainapp.errors import UserError
 from trainapp.launch import elastic
-from trainapp.launch.elastic import Failures, leave_error, signals_forwarded
+from trainapp.launch.elastic import Failures, leave_error, signals_forwarded, workers_to_start
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import Interrupted
 from trainapp.sizes.record import RESTART, take_restart
@@ -104,6 +106,16 @@ def test_errors_of_an_earlier_run_are_none_of_this_one(tmp_path):
     assert Failures(tmp_path).decide() is Restart.COUNTED
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_fsdp_on_one_device_is_refused(strategy):
+    """DDP there is a single device with the same result, which a sweep over devices may begin with."""
+    own = ("model=mlp", "train.device=cpu", "parallel.devices=1")
+    message = r"parallel=fsdp with parallel\.devices=1: .*; start more ranks, or use parallel=single"
+    with pytest.raises(UserError, match=message):
+        workers_to_start(compose.from_command_line([*own, f"parallel={strategy}"]))
+    assert workers_to_start(compose.from_command_line([*own, "parallel=ddp"])) == 1
+
+
 def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures, monkeypatch):
     """The launcher waits for workers, which it does not restart; a second signal ends it."""
     passed_on = []
@@ -129,6 +141,8 @@ def test_a_signal_goes_to_the_workers_then_to_its_former_handler(failures, monke
 STARTED = """
 import os, signal, sys, time
 from torch.multiprocessing.spawn import start_processes
+from trainapp.config import compose
+from trainapp.errors import UserError
 from trainapp.launch import elastic
 
 def interrupted(config):

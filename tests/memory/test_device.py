@@ -121,6 +121,21 @@ def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
     assert min(peaks[1:]) == max(peaks[1:])
 
 
+def test_counting_takes_at_most_a_tenth_of_the_time(monkeypatch):
+    """After a counted step of 2 s, the next is counted in 20 s, not in 5."""
+    now = [1000.0]
+    monkeypatch.setattr(device.time, "monotonic", lambda: now[0])
+    memory = device.build(schema.Memory(), CPU)
+    assert memory.watch_is_due
+    for seconds, waits in ((2.0, 20.0), (0.1, 5.0)):
+        with memory.watch({}):
+            now[0] += seconds
+        now[0] += waits - 0.5
+        assert not memory.watch_is_due
+        now[0] += 1.0
+        assert memory.watch_is_due
+
+
 def test_the_limit_is_a_size_or_a_fraction():
     total = total_bytes()
     for setting, expected in (

@@ -332,3 +332,14 @@ def test_the_digest_of_a_base_stays_as_checkpoints_have_it():
     """Of format 3: with another digest, no run with adapters could resume."""
     base = {"a": torch.arange(129.0), "b": torch.arange(37).to(torch.bfloat16)}
     assert digest_of(base) == "70ad58251810b7841b723546e7e924db7f8fa0121f2e82e0ce1301ecc5af567c"
+
+
+@pytest.mark.slow
+def test_adapters_of_another_rank_are_named_by_their_setting(tmp_path):
+    """`adapter=lora` on the command line resets the rank to the option's."""
+    runs.run(tmp_path / "run", *LORA, "adapter.rank=4", "train.max_steps=1")
+    of_run = (*TOKENS, f"checkpointing.resume={tmp_path / 'run'}", "mode=eval")
+    message = runs.refusal(tmp_path / "eval", *of_run, "adapter=lora")
+    assert message.startswith("adapter.rank=8: the run in ")
+    assert "has adapter.rank=4" in message
+    assert runs.run(tmp_path / "again", *of_run, "adapter=lora", "adapter.rank=4").evaluation["loss"] > 0

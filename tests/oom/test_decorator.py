@@ -3,6 +3,7 @@
 Accelerate's behaviour is that of version 1.15, utils/memory.py.
 """
 
+import functools
 import gc
 import itertools
 import logging
@@ -84,6 +85,57 @@ def test_the_plain_form_halves_and_logs_every_retry(caplog):
     assert tried == [128, 64, 32, 16]
     assert [record.args[::2] for record in caplog.records] == [(128, 64), (64, 32), (32, 16)]
     assert all("Tried to allocate 2.00 GiB" in record.getMessage() for record in caplog.records)
+
+
+def test_zero_is_not_announced_as_the_next_try(caplog):
+    with caplog.at_level(logging.WARNING, logger="trainapp.oom.decorator"), pytest.raises(RuntimeError):
+        find_executable_batch_size(fits(0, []), starting_batch_size=3)()
+    assert [record.args[::2] for record in caplog.records] == [(3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "reason"),
+    [
+        ((128, 1, 2), {}, "too many positional arguments"),
+        ((1,), {"batch_size": 128}, "multiple values for argument 'batch_size'"),
+        ((), {}, "missing a required argument: 'a'"),
+    ],
+)
+def test_a_call_with_the_batch_size_is_told_to_leave_it_out(arguments, keywords, reason):
+    """As by Accelerate, with the type that it raises."""
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int, a: float, b: float = 1) -> None:
+        raise AssertionError("not called")
+
+    with pytest.raises(TypeError) as refused:
+        train(*arguments, **keywords)
+    advice = "batch_size is passed by the decorator; call train(a, b=1)"
+    assert str(refused.value) == f"train(batch_size, a, b=1): {reason}; {advice}"
+
+
+def test_arguments_that_a_decorator_supplies_are_not_counted():
+    def with_model(function):
+        @functools.wraps(function)
+        def inner(batch_size):
+            return function(batch_size, "model")
+
+        return inner
+
+    @find_executable_batch_size(starting_batch_size=8)
+    @with_model
+    def train(batch_size, model):
+        return batch_size, model
+
+    assert train() == (8, "model")
+
+
+def test_a_function_that_takes_no_batch_size_is_refused():
+    def train():
+        raise AssertionError("not called")
+
+    with pytest.raises(TypeError, match=r"^train\(\) must take the batch size as its first argument$"):
+        find_executable_batch_size(train)()
 
 
 def test_memory_is_free_before_the_next_try():

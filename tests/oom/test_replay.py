@@ -14,9 +14,8 @@ import torch
 from faults import Fault
 from harness import Recorded
 
-from trainapp.run import runner
+from trainapp.run import recipe, runner
 from trainapp.run.first_sizes import initial_sizes
-from trainapp.run.result import opening_lines
 from trainapp.sizes.record import RESTART
 
 from .conftest import cell, prepared, tiny
@@ -159,9 +158,9 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
 
 def test_the_opening_line_says_what_is_in_force(tmp_path):
     run = runs.closed(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
-    first, second = opening_lines(run)
+    first, *_ = recipe.lines_of(recipe.recipe_of(run))
     assert "= micro-batch 4 x 4" in first
-    assert "batch.micro_schedule" in second
+    assert "batch.micro_schedule" in first
 
 
 # What a restart leaves behind.

@@ -7,17 +7,32 @@ import runs
 from faults import Fault
 from harness import Recorded
 
+from trainapp.techniques import catalogue
+
 from .conftest import peak_of, tiny, undisturbed
 
 # Dropout: a step cut in another way has other bits.
 GPT = (*runs.MODELS["gpt"], "data.min_length=12")
+LARGE = ("model.width=64", "data.vocab_size=128")  # enough to be quantized
+# What a technique of the catalogue needs beside its setting.
+BESIDE = {
+    "precision=bf16_pure optimizer=adamw_bf16": ("train.ema=null",),
+    "optimizer=adamw_8bit": LARGE,
+    "optimizer=adamw_4bit": LARGE,
+    "optimizer.in_backward=true": ("train.grad_clip=null",),
+}
+ELSEWHERE = {
+    "activation_checkpointing=auto": "a decision before the run: planning/test_decisions.py",
+    "adapter=lora": "needs an extra: models/test_adapters.py",
+    "parallel=fsdp": "several ranks: parallel/",
+    "parallel.fsdp.cpu_offload=true": "several ranks: parallel/",
+    "parallel.fsdp.meta_init=true": "several ranks: parallel/",
+}
 TECHNIQUES = {
     "loss in chunks": ("memory.loss_chunk=5",),
     "loss in chunks, bf16": ("memory.loss_chunk=5", "precision=bf16"),
     "loss in chunks, checkpointing": ("memory.loss_chunk=5", "activation_checkpointing=full"),
     "frozen": ("model.freeze=[layers.0.mlp,norm]",),
-    "bf16 states": ("optimizer=adamw_bf16",),
-    "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
     "everything": (
         "optimizer=adamw_bf16",
         "precision=bf16_pure",
@@ -26,12 +41,10 @@ TECHNIQUES = {
         "activation_checkpointing=full",
         "model.freeze=[norm]",
     ),
-    "8 bits": ("optimizer=adamw_8bit", "model.width=64", "data.vocab_size=128"),  # large enough to be quantized
-    "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
-    "adafactor": ("optimizer=adafactor",),
-    "muon": ("optimizer=muon",),
-    "on the host": ("optimizer.offload=true",),
 }
+for one in catalogue.TECHNIQUES:
+    if one.setting not in ELSEWHERE:
+        TECHNIQUES[one.setting] = (*one.setting.split(), *BESIDE.get(one.setting, ()))
 if find_spec("torchao") is not None:
     TECHNIQUES |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}
 PLACES = [("forward", 2), ("loss", 3), ("backward", 2)]
@@ -42,6 +55,10 @@ CELLS = [
     for number, technique in enumerate(TECHNIQUES)
     for turn, place in enumerate(PLACES)
 ]
+
+
+def test_the_exceptions_are_in_the_catalogue():
+    assert ELSEWHERE.keys() | BESIDE.keys() <= {one.setting for one in catalogue.TECHNIQUES}
 
 
 @pytest.mark.slow

@@ -50,6 +50,27 @@ def test_options_of_what_a_pattern_matches():
     assert len(of) == len(list(Net().parameters()))
 
 
+@pytest.mark.parametrize(
+    ("target", "decay"),
+    [
+        ("torch.optim.AdamW", 0.01),
+        ("trainapp.optim.low_precision.AdamW", 0.01),
+        ("trainapp.optim.muon.Muon", 0.1),
+        ("torch.optim.NAdam", 0.0),
+    ],
+)
+def test_an_unset_weight_decay_is_the_default_of_the_class(target, decay):
+    """Not for norms and biases, also of groups."""
+    _, of = built(group("head", lr=0.5), target=target, weight_decay=None)
+    assert of["head.weight"]["weight_decay"] == of["layers.0.weight"]["weight_decay"] == decay
+    assert of["head.bias"]["weight_decay"] == of["norm.weight"]["weight_decay"] == 0.0
+
+
+def test_a_group_may_decay_where_the_class_does_not():
+    _, of = built(group("head", weight_decay=0.3), target="torch.optim.NAdam", weight_decay=None)
+    assert [of[name]["weight_decay"] for name in ("head.weight", "head.bias", "layers.0.weight")] == [0.3, 0.0, 0.0]
+
+
 def test_weight_decay_of_a_group_is_not_for_its_norms_and_biases():
     _, of = built(group("head", weight_decay=0.3), group("norm", weight_decay=0.2))
     assert (of["head.weight"]["weight_decay"], of["head.bias"]["weight_decay"]) == (0.3, 0.0)
@@ -113,10 +134,7 @@ def test_each_group_learns_at_its_rate(tmp_path):
     assert (line["lr"], line["lr/head"]) == (0.1, 0.5)
 
 
-OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", runs.options("optimizer"))
 def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
     own = (*MLP, f"optimizer={optimizer}", "optimizer.groups=[{match: head, lr: 0.01}]", "optimizer.layer_decay=0.5")
     own += ("train.max_steps=4", "model.width=128")  # large enough to be quantized
@@ -149,3 +167,10 @@ def test_the_state_of_a_parameter_follows_it_into_another_group(tmp_path):
     for name, parameter in run.state.model.named_parameters():
         assert torch.equal(run.state.optimizer.state[parameter]["exp_avg"], saved[name]["exp_avg"])
     assert run.state.optimizer.param_groups[-1]["initial_lr"] == 0.5
+
+
+def test_decay_of_all_parameters_is_torchs_own(tmp_path):
+    session = runs.closed(tmp_path, *MLP, "optimizer.weight_decay=0.1", "optimizer.decay=all")
+    assert {group["weight_decay"] for group in session.state.optimizer.param_groups} == {0.1}
+    session = runs.closed(tmp_path, *MLP, "optimizer.weight_decay=0.1")
+    assert {group["weight_decay"] for group in session.state.optimizer.param_groups} == {0.0, 0.1}

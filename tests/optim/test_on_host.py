@@ -7,6 +7,7 @@ import runs
 import torch
 from torch import nn
 
+from trainapp.config import compose
 from trainapp.config.schema import Optimizer
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.optimizers import build_optimizer
@@ -18,15 +19,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HOST = "optimizer.offload=true"
 MLP = (*runs.MODELS["mlp"], "train.max_steps=4")
 OPTIMIZERS = {
-    "adamw": ("torch.optim.AdamW", {}),
     "not fused": ("torch.optim.AdamW", {"foreach": False}),
-    "sgd": ("torch.optim.SGD", {"momentum": 0.9, "nesterov": True}),
     "without state": ("torch.optim.SGD", {}),
     "state from the start": ("torch.optim.Adagrad", {}),
-    "8 bits": ("trainapp.optim.low_precision.AdamW", {"state_dtype": "8bit"}),
-    "two parts": ("trainapp.optim.muon.Muon", {}),
-    "adafactor": ("torch.optim.Adafactor", {}),
 }
+for option in runs.options("optimizer"):
+    settings = compose.from_command_line([f"optimizer={option}"]).optimizer
+    OPTIMIZERS[option] = (settings.target, settings.arguments)
 
 
 def built(name, offload):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import runs
 import torch
@@ -33,6 +35,16 @@ BY_ITSELF = {
     "SGD dampened": {"momentum": 0.9, "dampening": 0.5},
     "SGD": {},
 }
+
+
+# LBFGS needs a closure, SparseAdam sparse gradients, Muon only matrices: they are refused. The first is their base.
+UNSUITED = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
+
+def test_the_lists_have_every_optimizer_of_torch():
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    optimizers = {name for name in kinds if issubclass(getattr(torch.optim, name), torch.optim.Optimizer)}
+    assert optimizers - UNSUITED == {name.split()[0] for name in (*MATERIALISED, *BY_ITSELF)}
 
 
 def model_and_data():
@@ -135,6 +147,29 @@ def test_mistakes(target, arguments, message):
     model, _, _ = model_and_data()
     with pytest.raises(UserError, match=message):
         build_optimizer(schema.Optimizer(target=target, lr=0.1, arguments=arguments), model, CPU, [])
+
+
+class SharpnessAware(torch.optim.SGD):
+    """As optimizers of users' that need the loss twice per step."""
+
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.optim.LBFGS", r"its step requires a closure, .* such as torch\.optim\.AdamW, or .*'L-BFGS-B'"),
+        ("test_optimizers.SharpnessAware", "its step requires a closure"),
+        ("torch.optim.SparseAdam", r"takes sparse gradients only, but here .* dense, .*; use torch\.optim\.AdamW"),
+        ("torch.optim.Muon", r"matrices only, but MLP has other parameters, of shapes \[.*; use optimizer=muon"),
+    ],
+)
+def test_an_optimizer_that_cannot_take_a_step_here_is_refused_with_a_remedy(tmp_path, target, message):
+    own = (*runs.MODELS["mlp"], f"optimizer._target_={target}", "user_packages=[test_optimizers]")
+    refusal = runs.refusal(tmp_path, *own)
+    assert refusal.startswith(f"optimizer._target_={target}: ")
+    assert re.search(message, refusal)
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD nesterov", "Adagrad from 0.1", "NAdam", "Rprop", "SGD dampened"])

@@ -33,6 +33,17 @@ SCHEDULERS = {
 }
 
 
+# They take functions or other schedulers, follow evaluations, or are bases.
+OTHER_SCHEDULERS = {"LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR", "ReduceLROnPlateau"}
+OTHER_SCHEDULERS |= {"LRScheduler", "_LRScheduler"}
+
+
+def test_the_list_has_every_scheduler_of_torch():
+    kinds = {name for name, kind in vars(lr_scheduler).items() if isinstance(kind, type)}
+    schedulers = {name for name in kinds if issubclass(getattr(lr_scheduler, name), lr_scheduler.LRScheduler)}
+    assert schedulers - OTHER_SCHEDULERS == SCHEDULERS.keys()
+
+
 def at(steps, run=LONG, **settings):
     factor = build(schema.Schedule(**settings), run)
     return [factor(step) for step in steps]

@@ -108,6 +108,23 @@ def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "single"])
+def test_torchrun_with_one_rank_says_what_to_do(tmp_path, strategy):
+    """Not silently a single device; and no advice that is refused in turn."""
+    overrides = [own for own in LAUNCHED if not own.startswith("parallel.")]
+    words = [*torchrun(), "-m", "trainapp", *overrides, f"parallel={strategy}"]
+    words[words.index("--nproc-per-node") + 1] = "1"
+    with Launched([sys.executable, *words], tmp_path) as launched:
+        ended = launched.end()
+    message = {
+        "fsdp": "parallel=fsdp with WORLD_SIZE=1, as the launcher has set it: ",
+        "single": "parallel=single: torchrun started this process as its only rank; start it without torchrun",
+    }[strategy]
+    assert ended.code != 0
+    assert ended.text.count(f"trainapp: {message}") == 1, ended.text
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
 def test_slurm_gives_the_same_run(reference, tmp_path):
     job = str(free_port())
     started = []

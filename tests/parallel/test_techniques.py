@@ -11,6 +11,7 @@ from faults import Fault
 from safetensors.torch import load_file
 
 from trainapp.errors import UserError
+from trainapp.techniques import catalogue
 
 from . import cells
 from .conftest import GPT, SPREADS, TINY, Cell
@@ -26,32 +27,48 @@ TECHNIQUES = {
         "model.freeze=[layers.0.attention]",
         "optimizer.layer_decay=0.5",
     ),
-    "on the host": ("optimizer.offload=true",),
 }
+# Techniques of the catalogue that are shown elsewhere, or on one rank only.
+ELSEWHERE = {
+    "precision=bf16": "test_equality.py",
+    "precision=bf16_pure optimizer=adamw_bf16": "among the optimizers, below",
+    "activation_checkpointing=auto": "a decision before the run: planning/test_decisions.py",
+    "optimizer.in_backward=true": "refused on several ranks",
+    "optimizer.in_backward=true train.grad_clip=null": "refused on several ranks",
+    "train.ema=null": "the default",
+    "adapter=lora": "needs an extra: models/test_adapters.py",
+    "parallel=fsdp": "each cell here",
+    "parallel.fsdp.cpu_offload=true": "test_equality.py",
+    "parallel.fsdp.meta_init=true": "test_tied_weights_stay_tied",
+}
+for one in catalogue.TECHNIQUES:
+    if one.setting not in ELSEWHERE and not one.setting.startswith("optimizer="):
+        TECHNIQUES[one.setting] = tuple(one.setting.split())
 SLOW_STEPS = ("schedule=constant", "optimizer.lr=1e-3")
-OPTIMIZERS = {
-    "bf16 states": ("optimizer=adamw_bf16", *SLOW_STEPS),
-    "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", *SLOW_STEPS),
-    "adafactor": ("optimizer=adafactor", *SLOW_STEPS),
-    "muon": ("optimizer=muon", *SLOW_STEPS),
-}
+OPTIMIZERS = {name: (f"optimizer={name}", *SLOW_STEPS) for name in runs.options("optimizer")}
+OPTIMIZERS["bf16 weights"] = ("optimizer=adamw_bf16", "precision=bf16_pure", *SLOW_STEPS)
 if find_spec("torchao") is not None:
     OPTIMIZERS |= {kind: (f"precision={kind}", *SLOW_STEPS) for kind in ("int8", "fp8")}
-REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
+REFUSED = set(itertools.product(("adafactor", "adamw_8bit", "adamw_4bit"), ("fsdp", "hsdp")))
 QUICK = {
-    ("ddp", "on the host"),
+    ("ddp", "optimizer.offload=true"),
     ("fsdp", "chunks"),
     ("fsdp", "frozen from the start"),
     ("ddp", "groups"),
     ("fsdp", "groups"),
 }
-QUICK |= {("fsdp", "bf16 states"), ("fsdp", "adafactor"), ("ddp", "muon"), ("ddp", "bf16 weights")}
+QUICK |= {("fsdp", "adamw_bf16"), ("fsdp", "adafactor"), ("ddp", "muon"), ("ddp", "bf16 weights")}
+ON_DDP_ONLY = ("optimizer.offload=true", "memory.offload_activations=all")  # excludes.py refuses them with FSDP
 CELLS = [
     pytest.param(spread, technique, marks=() if (spread, technique) in QUICK else pytest.mark.nightly)
     for spread in SPREADS
     for technique in TECHNIQUES
-    if spread == "ddp" or technique != "on the host"
+    if spread == "ddp" or technique not in ON_DDP_ONLY
 ]
+
+
+def test_the_exceptions_are_in_the_catalogue():
+    assert ELSEWHERE.keys() <= {one.setting for one in catalogue.TECHNIQUES}
 
 
 @pytest.mark.slow

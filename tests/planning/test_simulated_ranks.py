@@ -21,6 +21,14 @@ def test_the_number_of_ranks():
     assert world_of(configure()) == 1
     assert world_of(configure("parallel=fsdp", "parallel.devices=3")) == 3
     assert world_of(configure("parallel=fsdp", "parallel.devices=4", "plan.world=512")) == 512
+    assert world_of(configure("parallel=ddp", "parallel.devices=1")) == 1
+    assert world_of(configure("parallel=fsdp", "parallel.devices=1", "plan.world=2")) == 2
+
+
+@pytest.mark.parametrize("given", ["plan.world=1", "parallel.devices=1"])
+def test_no_plan_of_fsdp_on_one_rank(given):
+    with pytest.raises(UserError, match=f"parallel=fsdp with {given}: .*; start more ranks, or use parallel=single"):
+        world_of(configure("parallel=fsdp", given))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs says")

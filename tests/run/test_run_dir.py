@@ -80,6 +80,15 @@ def test_another_experiment_is_refused(tmp_path):
     assert runs.run(tmp_path, *MLP, "optimizer.lr=0.5").objective == first.objective  # unless it is asked
 
 
+def test_a_damaged_manifest_is_not_compared(tmp_path):
+    """The one before it is, from which the run then continues."""
+    runs.run(tmp_path, *MLP, "every.save=1", "checkpointing.keep_last=2")
+    manifest = runs.checkpoint(tmp_path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"lr": 0.01', '"lr": 0.02'))
+    assert refusal(tmp_path, *MLP) is None
+    assert "optimizer.lr: 0.01 before, 0.02 now" in refusal(tmp_path, *MLP, "optimizer.lr=0.02")
+
+
 def test_the_same_experiment_continues(tmp_path, caplog, capsys):
     """Its end, cadences and limits may change, and are named; a finished run returns its own result."""
     caplog.set_level("INFO", "trainapp")

@@ -6,9 +6,9 @@ import torch
 
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import MicroBatchSizes, Ran, Seen
+from trainapp.sizes.micro_batches import OUT_OF_MEMORY, Failure, MicroBatchSizes, Ran, Seen
 from trainapp.sizes.record import shape_of, shown
-from trainapp.sizes.search import Measured
+from trainapp.sizes.search import Demand, Measured
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first, third = ({16: Ran(30)}, 16), ({16: Ran(31), 1024: Ran(7)}, 1024)
+    first, third = ({16: Ran(30)}, 16, OUT_OF_MEMORY), ({16: Ran(31), 1024: Ran(7)}, 1024, OUT_OF_MEMORY)
     sizes = MicroBatchSizes(64)
     sizes.seen[16] = Seen(Ran(32))
     assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
@@ -158,6 +158,81 @@ def test_what_is_cut_again_loses_nothing():
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)
+
+
+TOO_FEW = Failure(too_few=1)
+
+
+def test_what_the_model_cannot_run_is_not_cut_off_again():
+    """A remainder of one: the size stays, as a replay has it, and the step is cut in another way."""
+    sizes = MicroBatchSizes(2)
+    assert pieces(sizes, batch_of(7, 16)) == [2, 2, 2, 1]
+    assert sizes.may_have_too_few
+    assert sizes.failed(SingleRank(), failure=TOO_FEW) == (1, 2)
+    assert pieces(sizes, batch_of(7, 16)) == [3, 2, 2]
+    assert sizes.succeeded(SingleRank()) == {}
+    assert sizes.in_force == {16: 2}
+    assert pieces(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
+    assert pieces(sizes, batch_of(7, 1024)) == [2, 2, 2, 1]  # another shape may allow it
+    assert pieces(sizes, batch_of(1, 16)) == [1]  # nothing to join it with
+    assert not sizes.may_have_too_few
+
+
+def test_what_the_model_cannot_run_ends_the_way_down():
+    sizes = MicroBatchSizes(8)
+    for ran in (8, 4):
+        assert pieces(sizes, batch_of(8, 16))[0] == ran
+        sizes.failed(SingleRank())
+    assert pieces(sizes, batch_of(8, 16))[0] == 1
+    assert sizes.may_have_too_few
+    assert sizes.failed(SingleRank(), failure=TOO_FEW) == (1, 2)
+    assert pieces(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
+    assert sizes.failed(SingleRank()) is None  # for want of memory
+
+
+def test_an_error_with_a_number_of_samples_that_has_run_is_not_for_too_few():
+    sizes = MicroBatchSizes(8)
+    pieces(sizes, batch_of(12, 16))  # 8 and 4
+    sizes.succeeded(SingleRank())
+    pieces(sizes, batch_of(12, 16))
+    assert sizes.current_samples == 4
+    assert not sizes.may_have_too_few
+    pieces(sizes, batch_of(11, 16))
+    assert sizes.current_samples == 3
+    assert sizes.may_have_too_few
+
+
+def test_ranks_agree_on_what_is_too_few():
+    first, third = ({16: Ran(4)}, 0, None), ({16: Ran(4)}, 16, Failure(too_few=2))
+    sizes = MicroBatchSizes(4)
+    sizes.seen[16] = Seen(Ran(4))
+    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (2, 4)
+    assert (sizes.searches[16].smallest, sizes.searches[16].size, sizes.fewest) == (3, 4, 3)
+
+
+def test_what_is_fixed_on_one_rank_ends_it_on_all():
+    fixed = Failure(Demand("data", 0, 0, 100, 950, 1000, is_fixed=True))
+    sizes = MicroBatchSizes(64)
+    sizes.seen[16] = Seen(Ran(64))
+    assert sizes.failed(ThreeRanks(({}, 0, None), ({}, 16, fixed)), culprit=False) is None
+    assert sizes.searches == {}
+
+
+def test_too_few_and_the_last_demand_survive_a_checkpoint():
+    sizes = MicroBatchSizes(8)
+    pieces(sizes, batch_of(8, 16))
+    demand = Demand("commit ", 8, 128, 100, 950, 1000)
+    sizes.failed(SingleRank(), failure=Failure(demand))
+    pieces(sizes, batch_of(9, 16))
+    sizes.search(16).require_more_than(2)
+    sizes.search(16).last_demand = demand
+    loaded = MicroBatchSizes(8)
+    loaded.load_state_dict(sizes.state_dict())
+    assert loaded.searches[16].smallest == 3
+    assert loaded.searches[16].last_demand == demand
+    old = MicroBatchSizes(8)
+    old.load_state_dict({"start": 8, "buckets": {"16": [4, 4, 8, True]}})
+    assert old.searches[16].smallest == 1
 
 
 def test_a_message_says_which_shape_a_size_is_for():

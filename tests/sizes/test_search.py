@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainapp.sizes.search import Measured, SizeSearch
+from trainapp.sizes.search import Demand, Measured, SizeSearch
 
 
 def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) -> SizeSearch:
@@ -186,3 +186,114 @@ def test_it_ends_below_the_limit_whatever_the_memory(start, share, base, per_sam
     assert max(tried) <= start
     assert needed(search.size) <= limit
     assert search.failures <= 12
+
+
+def test_too_few_samples_double_the_size_below_what_failed():
+    search = SizeSearch(16)
+    search.failed(16)
+    search.failed(8)
+    assert search.size == 2
+    search.require_more_than(2)
+    assert (search.size, search.smallest) == (4, 3)
+    assert search.failed(4)
+    assert search.size == 3
+    assert not search.failed(3)
+
+
+def test_a_size_that_is_never_full_is_validated_all_the_same():
+    """67 samples in 32 leave 3; with at least 4 in each, 31 is the largest that is run."""
+    search = SizeSearch(32, smallest=4)
+    for _ in range(3):
+        search.fitted(31)
+    assert search.is_validated
+    assert not SizeSearch(32, smallest=4).is_full_size(28)
+    assert not SizeSearch(64, smallest=64).is_full_size(30)  # a batch that stays whole
+
+
+def test_a_remainder_that_joins_the_smallest_size_fails_twice_at_most():
+    """7 samples in 2, of which none may be alone: one micro-batch has 3 of them."""
+    search = SizeSearch(2, smallest=2)
+    assert search.failed(3)
+    assert search.size == 2
+    assert not search.failed(3)
+
+
+def demand(samples: int, used: int, place: str = "backward (b)", requested: int = 400, length: int = 16) -> Demand:
+    return Demand(place, samples, samples * length, requested, used, limit=1000)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_constant"),
+    [
+        (demand(64, 700), demand(32, 699), True),
+        (demand(64, 700), demand(32, 700), True),
+        (demand(64, 800), demand(32, 750), True),
+        (demand(64, 800), demand(32, 700), False),  # with no sample 600, which fits
+        (demand(64, 800), demand(16, 700), True),
+        (demand(64, 700), demand(32, 699, requested=200), False),
+        (demand(64, 700), demand(32, 699, place="backward (b) with gradients"), False),
+        (demand(64, 700), demand(40, 699), False),  # hardly less than before
+        (demand(64, 700), demand(32, 699, length=30), False),  # longer samples
+        (demand(64, 600), demand(32, 700), False),  # something else has grown
+        (demand(64, 700, length=0), demand(32, 699, length=0), False),  # unknown
+    ],
+)
+def test_where_fewer_samples_ask_for_the_same_the_smallest_decides(before, after, is_constant):
+    search = SizeSearch(64)
+    assert search.failed(64, before)
+    assert search.failed(32, after)
+    assert search.asks_the_same is is_constant
+    assert search.size == (1 if is_constant else 8)
+
+
+def test_the_update_decides_without_the_smallest():
+    search = SizeSearch(64)
+    assert search.failed(64, demand(64, 700)._replace(is_of_update=True))
+    assert not search.failed(32, demand(32, 700)._replace(is_of_update=True))
+    assert search.asks_the_same
+
+
+def test_after_the_smallest_has_fitted_the_search_goes_on():
+    """Such as a loss in chunks, which asks for the same until the micro-batch is smaller than a chunk."""
+    search = SizeSearch(64, clean_steps=1)
+    search.failed(64, demand(64, 700))
+    search.failed(32, demand(32, 700))
+    assert search.fitted(1, Measured(10, 100)) == 9
+    assert not search.asks_the_same
+    search.failed(9, demand(9, 700))
+    assert search.size == 1
+
+
+def test_it_does_not_give_up_what_has_fitted():
+    search = SizeSearch(64)
+    search.failed(64, demand(64, 700))
+    for _ in range(3):
+        search.fitted(32)
+    assert search.failed(48, demand(48, 700))
+    assert search.size == 32
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    first=st.integers(2, 4096),
+    operations=st.lists(
+        st.tuples(st.integers(0, 2000), st.integers(0, 40), st.integers(1, 900)), min_size=1, max_size=6
+    ),
+    limit=st.integers(1, 4000),
+    grow=st.booleans(),
+)
+def test_it_never_gives_up_what_one_sample_would_have_fitted(first, operations, limit, grow):
+    """Each operation asks for a fixed number of bytes, in a micro-batch that needs some for each of its samples."""
+    search = SizeSearch(first, grow=grow)
+    for _ in range(20):
+        size = search.size
+        found = [(place, used + size * rise, asked) for place, (used, rise, asked) in enumerate(operations)]
+        refused = next((one for one in found if one[1] + one[2] > limit), None)
+        if refused is None:
+            return
+        place, used, asked = refused
+        if not search.failed(size, Demand(str(place), size, size, asked, used, limit)):
+            assert any(used + rise + asked > limit for used, rise, asked in operations)
+            assert search.size == 1
+            return
+    raise AssertionError("the search did not end")

@@ -38,6 +38,15 @@ def test_a_job_takes_as_many_gpus_as_it_has_ranks(slots):
         slots("auto", "parallel=ddp", "parallel.devices=5")
 
 
+def test_a_sweep_of_fsdp_on_one_device_is_refused(slots, monkeypatch):
+    with pytest.raises(UserError, match=r"parallel=fsdp with parallel\.devices=1: "):
+        slots("auto", "parallel=fsdp", "parallel.devices=1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(UserError, match=r"parallel=fsdp with parallel\.devices=auto: "):
+        slots("auto", "parallel=fsdp")
+    assert len(slots("auto", "parallel=ddp")[1]) == 1
+
+
 @pytest.mark.parametrize(("limit", "share"), [("8GiB", 4 * 2**30), ("0.5", 0.25), ("null", 0.45)])
 def test_jobs_on_one_gpu_share_its_memory(slots, limit, share):
     config, found = slots(8, f"memory.limit={limit}")

@@ -131,6 +131,15 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
     }
 
 
+def test_an_option_of_an_optimizer_needs_no_setting_of_ours(tmp_path, monkeypatch):
+    """Many classes have no fused kernel, some no weight decay, and a rate may be the class's own."""
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "lion.yaml").write_text("_target_: own.Lion\nbetas: [0.9, 0.99]\n")
+    monkeypatch.setattr(catalogue, "CONF", tmp_path)
+    changes = catalogue.Technique("optimizer=lion", "half of AdamW's state", "another optimizer").changes
+    assert changes == {"optimizer.target": "own.Lion", "optimizer.arguments": {"betas": [0.9, 0.99]}}
+
+
 # Refusals
 
 

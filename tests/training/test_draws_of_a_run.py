@@ -6,6 +6,7 @@ import helpers
 import pytest
 import runs
 import torch
+import writing_models
 
 from trainapp.assembly import model
 from trainapp.errors import UserError
@@ -201,6 +202,18 @@ def test_a_frozen_batchnorm_is_not_named_for_what_another_module_writes(tmp_path
     (text,) = runs.run(tmp_path, *settings).depends_on_micro_batch
     assert text.startswith("the forward writes model.seen, once per micro-batch (7)")
     assert "BatchNorm" not in text
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_buffer_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch, is_declared):
+    """And no other buffer is left out for it."""
+    if not is_declared:  # the negative control
+        monkeypatch.delattr(writing_models.Recurrent, "per_sample_buffers")
+    own = (*runs.own_model("writing_models.Declares"), "data=digits", "user_packages=[writing_models]")
+    found = runs.run(tmp_path, *runs.STEPS_ONLY, *own, BY_SAMPLE, "batch.micro_size=4")
+    (text,) = found.depends_on_micro_batch
+    hidden = "" if is_declared else "model.state.hidden, "
+    assert f"the forward writes {hidden}model.state.largest, once per micro-batch (4)" in text
 
 
 def test_shared_draws_are_named_once(tmp_path, caplog):

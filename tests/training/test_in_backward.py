@@ -26,10 +26,9 @@ CASES = {
     "checkpointing": (*GPT, "activation_checkpointing=full", "memory.loss_chunk=5"),
     "bf16 weights": (*GPT, "precision=bf16_pure", "optimizer=adamw_bf16"),
     "frozen": (*GPT, "model.freeze=[layers.0.mlp,norm]"),
-    "sgd": (*GPT, "optimizer=sgd"),
-    "muon": (*GPT, "optimizer=muon"),
-    "adamw_4bit": ("model=mlp", "data=digits", "optimizer=adamw_4bit"),
 }
+LARGE = ("model=mlp", "data=digits")  # enough to be quantized
+CASES |= {name: (*LARGE, f"optimizer={name}") for name in runs.options("optimizer")}
 
 
 def ended(run_dir, *overrides):

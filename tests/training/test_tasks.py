@@ -121,7 +121,7 @@ def test_sparse_gradients_are_made_dense(tmp_path):
 
 
 def test_sparse_adam_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"optimizer\._target_=torch\.optim\.SparseAdam: it cannot take a plain step"):
+    with pytest.raises(UserError, match=r"optimizer\._target_=torch\.optim\.SparseAdam: takes sparse gradients only"):
         runs.run(tmp_path, *model_of("own_tasks.Sparse"), "data=digits", "optimizer._target_=torch.optim.SparseAdam")
 
 

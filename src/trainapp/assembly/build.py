@@ -86,6 +86,8 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
         objective=Objective.of(config, components.task, sets),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
+        filled=parts.filled,
+        checks=parts.checks,
     )
     if config.train.check_exactness:
         session.rehearsals = exactness.STEPS * len(state.updates)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from trainapp.assembly.hooks import Hooks, load_hooks
-from trainapp.checkpoint.directory import names_checkpoint, read_manifest, resolve
+from trainapp.checkpoint.directory import names_checkpoint, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.data.stream_reader import is_empty
@@ -49,8 +50,8 @@ class Components:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether every loss is built in."""
-        return all(map(losses.is_built_in, (self.task, *self.training_tasks)))
+        """Whether every loss can be computed in chunks."""
+        return all(map(losses.can_be_chunked, (self.task, *self.training_tasks)))
 
 
 def load_components(config: Config) -> Components:
@@ -125,6 +126,11 @@ def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTas
     if config.task != "auto":
         return _task(config, found["task"], "task", config.task, config.task_arguments), updates
     if updates:
+        if config.task_arguments:
+            raise UserError(
+                f"task.{next(iter(config.task_arguments))} with updates: task=auto is the last update's task, whose "
+                "arguments are its own; write them there, or name a task for evaluation"
+            )
         return list(updates.values())[-1], updates
     declared = getattr(data, "task", None)
     if declared not in BUILT_IN_TASKS:
@@ -138,9 +144,18 @@ def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTas
 def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> CheckedTask:
     """An instance of the class that a setting names, or the named function or object, with arguments bound. Raises
     UserError for arguments that do not fit.
+
+    `output` is an argument of every task. One that does not take it leaves it to prediction and generation.
     """
+    output = arguments.get("output")
+    parameters = targets.parameters_of(found)
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not is_open and "output" not in parameters:
+        arguments = {argument: value for argument, value in arguments.items() if argument != "output"}
+        if not (output is None or type(output) in (int, str)):
+            raise UserError(f"{setting}.output={output}: must be the index or the name of a part of the model's output")
     task = targets.function_of(found, arguments, setting, config.user_packages, leading=2)
-    return CheckedTask(task, f"{setting}={name}")
+    return CheckedTask(task, f"{setting}={name}", output if type(output) in (int, str) else None)
 
 
 def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

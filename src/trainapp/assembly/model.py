@@ -15,6 +15,7 @@ from torch import nn
 from trainapp.assembly import checks, learned_draws, updates
 from trainapp.assembly.components import Components
 from trainapp.assembly.parts import Parts
+from trainapp.assembly.sizes import compare_sizes
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
@@ -89,6 +90,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         device=device,
         seed=config.train.seed,
         keeps_gradients=not config.optimizer.in_backward,
+        filled=parts.filled,
         stateful=Stateful(model=model, **parts.owners, callbacks=callbacks or None),
     )
     for module in state.stateful.modules.values():
@@ -121,7 +123,7 @@ def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
     """
     initial = "meta" if is_meta else parts.initial_device
     with torch.device(initial) if initial else contextlib.nullcontext():
-        model = _constructed(config, parts.components)
+        model = _constructed(config, parts)
     device = parts.device
     if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
@@ -139,23 +141,25 @@ def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
     return model
 
 
-def _constructed(config: Config, components: Components) -> nn.Module:
+def _constructed(config: Config, parts: Parts) -> nn.Module:
     """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
-    spec = components.spec
+    components = parts.components
+    spec = targets.Spec(components.spec, filled=parts.filled)
     required = [
         name
         for name, parameter in inspect.signature(components.model).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    lacking = [name for name in required if name not in config.model.arguments and name not in spec]
+    lacking = [name for name in required if name not in config.model.arguments and name not in spec.values]
     if lacking:
         raise UserError(
             f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
+            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
         )
-    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
+    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec=spec)
+    compare_sizes(config, components, spec)
     without_cache(model)
-    if spec.get("packed") and is_of_transformers(model):
+    if spec.values.get("packed") and is_of_transformers(model):
         require_documents_apart(model)
     return model
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from trainapp.checkpoint import shards, state_dicts
 from trainapp.checkpoint.directory import CheckpointDirectory, describe
 from trainapp.checkpoint.state_dicts import ModelState
-from trainapp.checkpoint.train_state import TrainState
+from trainapp.checkpoint.train_state import TrainState, changed_sizes
 from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
@@ -117,11 +117,11 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     A weight average that was not saved is reset to the weights. Raises UserError if the checkpoint does not fit the
     model or the optimizer, or holds anything but tensors and plain values.
     """
-    values, sizes = _load_values(path), shards.sizes(path)
+    values, sizes = load_values(path), shards.sizes(path)
     with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
-    shards.read(tensors, path, ranks.saving_group)
+    shards.read(tensors, path, ranks.saving_group, hint=changed_sizes(state.filled, values))
     if not tensors.get("average"):
         state.average.start_at_weights()
     with misfits_named(path):
@@ -130,16 +130,18 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     return values
 
 
-def restore_model(model: nn.Module, path: Path) -> dict[str, Any]:
+def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a newly built model, whole in this process, from the checkpoint at `path`: parameters by their average if
     the run kept one. Returns the checkpoint's plain values. Raises UserError as `restore`.
+
+    filled: the model's sizes that the data determine, for that error.
     """
-    values, sizes = _load_values(path), shards.sizes(path)
+    values, sizes = load_values(path), shards.sizes(path)
     own, saved = ModelState(model), values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
         tensors = {"model": own.tensors(saved), "buffers": own.buffers(sizes)}
-    shards.read(tensors, path, None)
+    shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
         own.load_values(saved)
     averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}
@@ -155,7 +157,7 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     Raises UserError unless the checkpoint has adapters for the base of `model`, or neither has any.
     """
     with misfits_named(path):
-        adapters.require_same_base(model, _load_values(path)["base"])
+        adapters.require_same_base(model, load_values(path)["base"])
     saved = shards.sizes(path)
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
@@ -176,7 +178,7 @@ def misfits_named(path: Path) -> Iterator[None]:
         raise UserError(f"checkpoint {path} does not fit this configuration: {place}{error}") from error
 
 
-def _load_values(path: Path) -> dict[str, Any]:
+def load_values(path: Path) -> dict[str, Any]:
     """Load the values onto the CPU. Executes nothing from the file."""
     try:
         return torch.load(path / VALUES, map_location="cpu", weights_only=True)

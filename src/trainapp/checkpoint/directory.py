@@ -3,7 +3,7 @@
     <run directory>/checkpoints/step_00000100/    one checkpoint
         __<rank>_0.distcp, .metadata              tensors, as torch.distributed.checkpoint writes them (`shards`)
         values.pt                                 everything else: plain values and small tensors (`checkpointer`)
-        manifest.json                             configuration, versions, size and SHA-256 of each file
+        manifest.json                             configuration, versions, size and SHA-256 of each file (`manifest`)
     <run directory>/checkpoints/best              the name of the best
 
 A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed. Other
@@ -12,7 +12,6 @@ files in the folder are left alone, such as a copy `step_00000100_backup`.
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -26,12 +25,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp import __version__
+from trainapp.checkpoint.manifest import FORMAT, MANIFEST, read_manifest, write_manifest
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.files import atomic_write, fsync, strict_json
+from trainapp.files import atomic_write, fsync
 from trainapp.parallel.ranks import Ranks, SingleRank
 
-FORMAT = 3
-MANIFEST = "manifest.json"
 T = TypeVar("T")
 _NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 log = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ class CheckpointDirectory:
         def publish() -> None:
             temporary, final = self._temporary(step), self.folder / _name(step)
             files = {name: entry for part in by_rank for name, entry in part.items()}
-            write_manifest(temporary, step, config, files, self.ranks.world)
+            write_manifest(temporary, self._manifest(step, config, files))
             former = _hide(final) if os.path.lexists(final) else None  # saved before the step's evaluation was repeated
             os.replace(temporary, final)
             fsync(self.folder)
@@ -79,6 +77,17 @@ class CheckpointDirectory:
             self._prune(final)
 
         self._on_all_ranks(step, publish if self.ranks.is_rank_zero else lambda: None)
+
+    def _manifest(self, step: int, config: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of the manifest. files: result of `describe` for all ranks' files."""
+        return {
+            "format": FORMAT,
+            "step": step,
+            "ranks": self.ranks.world,
+            "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "files": files,
+            "config": config,
+        }
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f".tmp-{_name(step)}"
@@ -175,21 +184,6 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
     return newest
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`.
-
-    Raises UserError for another format, OSError or ValueError if it cannot be read.
-    """
-    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint {path} has format {manifest.get('format')}, but this version reads format {FORMAT}: continue "
-            "its run with the version of trainapp that wrote it, or export its weights there (mode=export) and start "
-            "a new run from them in another directory (model.init_from)"
-        )
-    return manifest
-
-
 def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size in bytes and SHA-256 of each file, by name."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
@@ -213,20 +207,6 @@ def damage(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"is damaged (its manifest cannot be used: {error})"
     return None
-
-
-def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], world: int) -> None:
-    """Write the manifest of the checkpoint in `folder`. files: result of `describe` for all ranks' files."""
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "ranks": world,
-        "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "files": files,
-        "config": config,
-    }
-    with atomic_write(folder / MANIFEST, sync=True) as file:
-        file.write(strict_json(manifest, indent=1) + "\n")
 
 
 def _sha256(path: Path) -> str:

@@ -99,11 +99,12 @@ def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
-def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, hint: str = "") -> None:
     """Fill the tensors in nested dicts, with any sharding, in place. Collective over `group`.
 
     For each part of `tensors` (its outermost keys) the checkpoint must hold exactly the same names and shapes, except
-    `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise.
+    `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise, with the hint at its
+    end.
     """
     own = {name: tuple(tensor.shape) for name, tensor in flat(_filled(tensors))}
     saved = {name: tuple(size) for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
@@ -113,7 +114,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
     if differences:
         raise UserError(
             f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "
-            f"differ: {listed(differences, most=4)}"
+            f"differ: {listed(differences, most=4)}{hint}"
         )
     fill(tensors, folder, process_group=group, no_dist=group is None)
 

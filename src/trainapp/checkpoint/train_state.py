@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,7 @@ class TrainState:
     data_order: str = "permutation"  # the order in which they are counted: `Source.order_name`
     class_names: list[str] = field(default_factory=list)  # the training data's class names, if any
     vocabulary: str = ""  # digest of the training data's tokenizer, if any
+    filled: Mapping[str, Any] = field(default_factory=dict)  # the model's sizes that the data determine: see `Parts`
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     model_state: ModelState = field(init=False)
 
@@ -150,6 +151,7 @@ class TrainState:
             "updates": [update.name for update in self.updates],
             "class_names": self.class_names,
             "vocabulary": self.vocabulary,
+            "filled": {setting: str(value) for setting, value in self.filled.items()},
             "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
@@ -213,6 +215,27 @@ class TrainState:
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",
                 ", ".join(unknown),
             )
+
+
+def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
+    """Return what may explain other shapes than in a checkpoint with the values `saved`: sizes that the data determine,
+    now and then. Empty if there is nothing to say.
+    """
+    now = {setting: str(value) for setting, value in filled.items()}
+    if (
+        "filled" not in saved
+    ):  # by a version that filled in only the model's own parameters, such as `model.num_classes`
+        nested = [f"{setting}={value}" for setting, value in now.items() if setting.count(".") > 1]
+        if not nested:
+            return ""
+        rule = "it was saved by a version that left nested `_target_`s at their defaults: set the sizes they had then"
+        return f"; the data determine {listed(nested)}, but {rule}"
+    before = saved["filled"]
+    changes = []
+    for setting in sorted(now.keys() | before.keys()):
+        if now.get(setting) != before.get(setting):
+            changes.append(f"{setting} is {now.get(setting, 'set')} (was {before.get(setting, 'set')})")
+    return f"; of the sizes that the data determine, {listed(changes)}" if changes else ""
 
 
 def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[str, Any]) -> None:

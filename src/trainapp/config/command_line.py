@@ -18,7 +18,8 @@ from trainapp.config.schema import ABOUT_A_RUN, Config
 from trainapp.files import CONF
 from trainapp.units import suggest
 
-_OWN_CLASS = re.compile(r"\+?(data|model|optimizer|schedule)(\._target_=|=\{.*_target_)", re.DOTALL)
+_TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
+_HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
 
 
 def add_import_paths(arguments: Sequence[str]) -> None:
@@ -39,30 +40,35 @@ def add_import_paths(arguments: Sequence[str]) -> None:
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Hydra's overrides, with the `+` and `~` marks that trainapp lets users omit. Other arguments are kept.
+    """Hydra's overrides, with the `+` marks that trainapp lets users omit. Other arguments are kept.
 
-    `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` drops the settings of the default option, which
-    belong to another class. If an option is chosen too, as in `optimizer=sgd optimizer._target_=mine.SGD`, its settings
-    stay. `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default
-    option may lack: see `run.resume`.
+    `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default option
+    may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a mere
+    name, which cannot hold an argument: see `compose.from_hydra`. (For settings of a class that is named, see
+    `replaced_options`.)
     """
-    groups = {match[1] for text in arguments if (match := _OWN_CLASS.match(text))}
-    groups = {group for group in groups if not any(_chooses(text, group) for text in arguments)}
-    values = dict(text.partition("=")[::2] for text in arguments)
+    texts = [for_composition(text) for text in arguments]
+    values = dict(text.partition("=")[::2] for text in texts)
     keeps_data = not values.keys() & {"data", "data._target_", "experiment"}
-    changes_data = values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values and keeps_data
-    texts = []
-    for text in arguments:
-        group = next((own for own in groups if re.match(rf"(\+{{0,2}}|~){own}[.=]", text)), None)
-        if group is None:
-            texts.append(f"++{text}" if changes_data and text.startswith("data.") else text)
-        elif not text.startswith("~"):  # a setting of the dropped option
-            texts += [f"~{group}"] * bool(_OWN_CLASS.match(text)) + [f"++{text.lstrip('+')}"]
+    if values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values and keeps_data:
+        return [f"++{text}" if text.startswith("data.") else text for text in texts]
     return texts
 
 
-def _chooses(text: str, group: str) -> bool:
-    return text == f"~{group}" or (text.startswith(f"{group}=") and not _OWN_CLASS.match(text))
+def for_composition(text: str) -> str:
+    """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
+    setting = _TASK_ARGUMENT.match(text)
+    if setting is None:
+        return text
+    rest = text[setting.end() :]
+    return f"task={rest.partition('=')[2]}" if rest.startswith("_target_=") else f"{_HYDRAS_TASK_ARGUMENT}{rest}"
+
+
+def as_entered(text: str) -> str:
+    """Return an override as the user writes it: undo `for_composition`."""
+    if text.startswith(_HYDRAS_TASK_ARGUMENT):
+        return f"task.{text.removeprefix(_HYDRAS_TASK_ARGUMENT)}"
+    return text
 
 
 # Commands and overrides shown to users
@@ -87,7 +93,7 @@ def overrides(hydra_config: HydraConf) -> list[str]:
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     trains = all(text == "mode=train" for text in given if text.startswith("mode="))
-    return [text for text in given if not (trains and text.startswith("checkpointing.resume="))]
+    return [as_entered(text) for text in given if not (trains and text.startswith("checkpointing.resume="))]
 
 
 def override(name: str, value: str) -> str:
@@ -98,17 +104,24 @@ def override(name: str, value: str) -> str:
 
 def with_changes(given: Iterable[str], changes: Iterable[str]) -> list[str]:
     """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place and mark;
-    flags come first. A group's own class goes with its settings (see `for_hydra`) where another option is chosen.
+    flags come first. A class that was named for a group goes, with its settings, where an option is chosen instead.
     """
-    found = {_setting_of(text): text for text in given}
-    for text in changes:
-        key = _setting_of(text)
-        own = [name for name, old in found.items() if old.startswith(f"++{key}.") or old == f"~{key}"]
-        for name in own if "=" in text and not text.startswith("~") else ():
-            del found[name]
-        old = found.get(key, "")
-        found[key] = text if text.startswith(("+", "~")) else old[: len(old) - len(old.lstrip("+"))] + text
-    return sorted(found.values(), key=lambda text: not text.startswith("-"))
+    texts = {_setting_of(text): text for text in given}
+    changes = list(changes)
+    for group in (_setting_of(change) for change in changes if "=" in change and not change.startswith("~")):
+        if any(_names_class(text, group) for text in texts.values()):
+            texts = {name: text for name, text in texts.items() if not f"{name}.".startswith(f"{group}.")}
+    for change in changes:
+        name = _setting_of(change)
+        before = texts.get(name, "")
+        mark = before[: len(before) - len(before.lstrip("+"))]
+        texts[name] = change if change.startswith(("+", "~")) else mark + change
+    return sorted(texts.values(), key=lambda text: not text.startswith("-"))
+
+
+def _names_class(text: str, group: str) -> bool:
+    """Whether an override names a class in place of a group's option."""
+    return re.match(rf"\+*{re.escape(group)}(\._target_=|=\{{.*_target_)", text, re.DOTALL) is not None
 
 
 def _setting_of(text: str) -> str:
@@ -174,8 +187,13 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     message, plus a suggestion if one is close.
     """
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # names no group
-        given = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false)", text)), str(error))
-        return f"{given}: an option is chosen by its name; `trainapp --help` lists them"
+        override = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false|null)", text)), "")
+        group, _, value = override.lstrip("+").partition("=")
+        if value == "null":
+            needed = group in ("data", "model", "optimizer", "schedule")
+            instead = f"choose one, or a class with {group}._target_=CLASS" if needed else "for none, leave it out"
+            return f"{override}: an option is chosen by its name; {instead}"
+        return f"{override or error}: an option is chosen by its name; `trainapp --help` lists them"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = str(error).strip().partition("\nConfig search path:")[0].strip()

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, excludes
+from trainapp.config import command_line, excludes, replaced_options
 from trainapp.config.schema import Config, Update
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
@@ -26,6 +26,7 @@ from trainapp.files import CONF
 FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments", "sweeper_direction")
 # Hydra 1.3 asks which version's defaults are meant; 1.4 has one set of them, and warns if it is told.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+replaced_options.install()
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -46,6 +47,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         if message is None:
             raise
         raise UserError(message) from None
+    given = [command_line.as_entered(text) for text in given]
     command = command_line.command([*(f"--config-dir={folder}" for folder in folders), *given], run_dir)
     return from_hydra(composed, run_dir, command, given)
 
@@ -81,6 +83,11 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
+    overrides = [command_line.as_entered(text) for text in overrides]
+    if any(text.startswith("task.") for text in overrides):
+        task = plain.get("task")
+        named = task if isinstance(task, dict) else {"_target_": task}
+        plain["task"] = _merged(named, plain.pop("task_arguments", {}))
     # For `data@eval.hard=digits`, the section that it sets.
     given = {re.split(r"[=:]", text.lstrip("+~"), maxsplit=1)[0].rpartition("@")[2] for text in overrides}
     return from_dict(plain, run_dir, command, sorted(given))
@@ -121,6 +128,13 @@ def _with_task(node: dict[str, Any]) -> dict[str, Any]:
         return dict(node)
     arguments = {key: value for key, value in task.items() if key != "_target_"}
     return node | {"task": task["_target_"], "task_arguments": arguments}
+
+
+def _merged(node: Any, changes: Any) -> Any:
+    """A node of plain containers, with changes at any depth of its mappings."""
+    if not (isinstance(node, dict) and isinstance(changes, dict)):
+        return changes
+    return node | {key: _merged(node.get(key), value) for key, value in changes.items()}
 
 
 def _with_optimizer(update: Any, common: Any) -> Any:

@@ -51,6 +51,20 @@ def conflicts(config: Config) -> list[str]:
     return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in views if row.applies(own)))
 
 
+def require_several_ranks(config: Config, world_size: int, setting: str) -> None:
+    """Raises UserError for FSDP on a single rank, which would be a single device. Call where the number is known.
+
+    setting: what has determined the number, for the message.
+    """
+    if config.parallel.strategy == "fsdp" and world_size == 1:
+        raise UserError(
+            f"parallel=fsdp with {setting}: a single rank has nobody to share the model with, so nothing would be "
+            "sharded, and settings of parallel.fsdp would have no effect; start more ranks, or use parallel=single "
+            "(without torchrun or srun), where optimizer.offload=true or activation_checkpointing=auto saves memory "
+            "on a GPU"
+        )
+
+
 def require_best(config: Config, setting: str) -> None:
     """Raise UserError if this setting, which compares evaluations, is set where none is the best."""
     if not config.has_best:
@@ -151,6 +165,14 @@ EXCLUSIONS = (
         {"memory.loss_chunk": other_than(None), "metrics": bool},
         "metrics get logits, which a loss in chunks never has as a whole",
         "use memory.loss_chunk=null, or no metrics",
+    ),
+    Exclusion(
+        {"memory.loss_chunk": other_than(None)},
+        "the loss in chunks replaces the model's last layer, and cannot read the part that task.output chooses",
+        "use memory.loss_chunk=null, or a model that returns the logits alone, without task.output",
+        when=lambda config: (
+            "output" in config.task_arguments or any("output" in update.task_arguments for update in config.updates)
+        ),
     ),
     Exclusion(
         {"precision": "bf16_pure", "train.ema": other_than(None)},

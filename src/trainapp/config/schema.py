@@ -214,7 +214,8 @@ class Optimizer(Target):
     """The settings that the application reads; `arguments` are passed to the optimizer class unchanged."""
 
     lr: PositiveFloat | None = None  # None: the class's default
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat | None = None  # None: the class's default
+    decay: Literal["weights", "all"] = "weights"  # what it applies to
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False

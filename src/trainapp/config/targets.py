@@ -7,10 +7,12 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pydantic
 from pydantic import TypeAdapter
@@ -45,8 +47,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     """
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
-    allowed = (*ALLOWED_PACKAGES, *user_packages)
-    _require_allowed(target, target, setting, allowed)
+    _require_allowed(target, target, setting, user_packages)
     module_name, _, name = target.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -64,7 +65,9 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     origin = located
     while isinstance(origin, functools.partial):
         origin = origin.func
-    _require_allowed(f"{getattr(origin, '__module__', '')}.{name}", target, setting, allowed)
+    origin_module = getattr(origin, "__module__", None) or ""
+    if not _may_pass_on(target, origin_module, user_packages):
+        _require_allowed(f"{origin_module}.{name}", target, setting, user_packages)
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
@@ -92,14 +95,83 @@ def require_package(package: str, setting: str) -> None:
         )
 
 
-def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
+def _may_pass_on(target: str, origin_module: str, user_packages: Sequence[str]) -> bool:
+    """Whether a user's package may offer, as its own, what another package defines. What torch, trainapp and Python's
+    standard library define is not theirs to allow: `from torch import load` is no invitation to load files.
+    """
+    origin_package = origin_module.partition(".")[0]
+    strict = {"", "torch", "trainapp", "transformers", *sys.stdlib_module_names}
+    return _is_in(target, user_packages) and strict.isdisjoint({target.partition(".")[0], origin_package})
+
+
+def _is_in(name: str, packages: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these packages, or below one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _require_allowed(name: str, target: str, setting: str, user_packages: Sequence[str]) -> None:
     """Raises UserError unless the package is allowed. name: the target, or its name in the module that defines it."""
-    if not any(name == package or name.startswith(package + ".") for package in allowed):
-        whose = "" if name == target else f"is defined in {name.rpartition('.')[0]}, "
-        raise UserError(
-            f"{setting}={target}: {whose}not among the packages that may be named here ({', '.join(allowed)}); "
-            f"if it is yours, allow it with 'user_packages=[{name.partition('.')[0]}]'"
-        )
+    allowed = (*ALLOWED_PACKAGES, *user_packages)
+    if _is_in(name, allowed):
+        return
+    package = name.partition(".")[0]
+    origin = "" if name == target else f"is defined in {name.rpartition('.')[0] or 'no module'}, "
+    if package == "trainapp":
+        remedy = "its other modules are not meant to be named: put a function or class of your own around it"
+    elif origin and package in ("", *sys.stdlib_module_names):
+        remedy = "define a function or class of your own that uses it"
+    else:
+        # All of the user's, since a list on the command line takes the place of the one in a YAML file.
+        packages = [own for own in user_packages if not own.startswith("trainapp.")]
+        remedy = f"if it is yours, allow it with 'user_packages=[{','.join([*packages, package])}]'"
+    raise UserError(
+        f"{setting}={target}: {origin}not among the packages that may be named here ({', '.join(allowed)}); {remedy}"
+    )
+
+
+class Written(NamedTuple):
+    """A value that the user has given to a parameter named like a key of the data's `spec`."""
+
+    setting: str
+    name: str
+    value: Any
+
+
+@dataclass
+class Spec:
+    """What the data know about the model, for parameters of these names that the user leaves unset: those of the
+    model's class and of the `_target_`s in its arguments.
+
+    values: by parameter name, such as `num_classes`. filled: what was filled in, by setting, such as
+    `model.config.vocab_size`. written: what the user has set instead.
+    """
+
+    values: Mapping[str, Any]
+    filled: dict[str, Any] = field(default_factory=dict)
+    written: list[Written] = field(default_factory=list)
+
+    def names_filled(self, target: Callable[..., Any]) -> set[str]:
+        """Return the target's parameters that may be filled in. A configuration of Transformers keeps its own padding
+        token: the data's is often the end of text, which gets no gradient in an embedding with padding.
+        """
+        names = {name for name, parameter in parameters_of(target).items() if parameter.kind in _NAMED}
+        origin = target.func if isinstance(target, functools.partial) else target
+        if str(getattr(origin, "__module__", "")).startswith("transformers."):
+            names.discard("pad_token_id")
+        return names.intersection(self.values)
+
+    def fill(self, target: Callable[..., Any], passed: Iterable[str], setting: str) -> dict[str, Any]:
+        """Return the values for the target's parameters that are not among those `passed`."""
+        names = self.names_filled(target).difference(passed)
+        values = {name: value for name, value in self.values.items() if name in names}
+        self.filled.update({f"{setting}.{name}": value for name, value in values.items()})
+        return values
+
+    def note(self, arguments: Mapping[str, Any], setting: str) -> None:
+        """Record which of these arguments are named like a key of the spec."""
+        for name, value in arguments.items():
+            if name in self.values:
+                self.written.append(Written(f"{setting}.{name}", name, value))
 
 
 def construct(
@@ -108,13 +180,14 @@ def construct(
     setting: str,
     user_packages: Sequence[str],
     provided: dict[str, Any] | None = None,
+    spec: Spec | None = None,
 ) -> Any:
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
-    Nodes with a `_target_` in the arguments, at any depth and in lists, are built first: see `_build`. Raises UserError
-    for all arguments that do not fit, and for targets that are not allowed.
+    Nodes with a `_target_` in the arguments, at any depth and in lists, are built first: see `_build`. `spec` fills in
+    their parameters, too. Raises UserError for all arguments that do not fit, and for targets that are not allowed.
     """
-    values = _arguments_of(target, arguments, setting, user_packages, provided)
+    values = _arguments_of(target, arguments, setting, user_packages, provided, spec)
     try:
         return target(**values)
     except Exception as error:
@@ -154,13 +227,19 @@ def _arguments_of(
     setting: str,
     user_packages: Sequence[str],
     provided: dict[str, Any] | None,
+    spec: Spec | None = None,
 ) -> dict[str, Any]:
     takes = parameters_of(target)
     provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
+    if spec is not None:
+        written = {name: value for name, value in arguments.items() if value is not None}
+        spec.note(written, setting)
+        provided |= spec.fill(target, written, setting)
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     if errors := check_arguments(target, arguments, setting, provided):
         raise UserError("\n".join(errors))
-    return {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()} | provided
+    built = {name: _build(value, f"{setting}.{name}", user_packages, spec) for name, value in arguments.items()}
+    return built | provided
 
 
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -171,25 +250,58 @@ def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
+def _build(node: Any, setting: str, user_packages: Sequence[str], spec: Spec | None = None) -> Any:
     """The value of a node of plain containers.
 
     A mapping with `_target_` becomes the result of that class or function, called with the other keys; `_args_` is a
     list of positional arguments, and `_partial_: true` gives a function that takes the remaining ones.
     """
     if isinstance(node, list):
-        return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
+        return [_build(child, f"{setting}.{index}", user_packages, spec) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if "_target_" not in node:
-        return {key: _build(value, f"{setting}.{key}", user_packages) for key, value in node.items()}
+        return {key: _build(value, f"{setting}.{key}", user_packages, spec) for key, value in node.items()}
     target = locate(node["_target_"], f"{setting}._target_", user_packages)
     arguments = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
     if "_args_" in node:
-        target = functools.partial(target, *_build(node["_args_"], f"{setting}._args_", user_packages))
-    if node.get("_partial_"):
+        positional = _build(node["_args_"], f"{setting}._args_", user_packages, spec)
+        if spec is not None:
+            spec.note(dict(zip(parameters_of(target), positional, strict=False)), setting)
+        target = functools.partial(target, *positional)
+    if not node.get("_partial_"):
+        return construct(target, arguments, setting, user_packages, spec=spec)
+    if spec is None:
         return functools.partial(target, **_build(arguments, setting, user_packages))
-    return construct(target, arguments, setting, user_packages)
+    return _partial(target, arguments, setting, user_packages, spec)
+
+
+def _partial(
+    target: Callable[..., Any], arguments: dict[str, Any], setting: str, user_packages: Sequence[str], spec: Spec
+) -> Any:
+    """Return `target` with these arguments bound, to which the spec adds the others when it is called."""
+    written = {name: value for name, value in arguments.items() if value is not None or name not in spec.values}
+    spec.note(written, setting)
+    values = _build(written, setting, user_packages, spec)
+    unset = spec.names_filled(target).difference(written)
+    if not unset:  # often called in each forward
+        return functools.partial(target, **values)
+    partial = _FilledPartial(target, **values)
+    partial.setting, partial.spec = setting, spec
+    return partial
+
+
+class _FilledPartial(functools.partial):
+    """A partial whose call fills in what the caller leaves unset, too: a model may pass `num_classes` itself."""
+
+    setting: str
+    spec: Spec
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        positional = (*self.args, *args)
+        passed = {**self.keywords, **keywords}
+        names = [*list(parameters_of(self.func))[: len(positional)], *passed]
+        return self.func(*positional, **passed, **self.spec.fill(self.func, names, self.setting))
 
 
 # Checking values against annotations: pydantic's errors as messages that say what to change

@@ -120,14 +120,33 @@ class MicroBatch(NamedTuple):
         return len(self.positions)
 
 
-def cut(indices: Sequence[int], size: int, least: int = 0) -> list[Sequence[int]]:
+def cut(indices: Sequence[int], size: int, least: int = 0, fewest: int = 1) -> list[Sequence[int]]:
     """Split indices into micro-batches of `size` samples, see `ranges`; if that gives fewer than `least`, into `least`
     whose sizes differ by at most one: 10 in 3 gives 4, 3, 3. With fewer samples than that, the last are empty.
+
+    fewest: samples that the model needs at once. If one of the micro-batches would have fewer, some are empty instead,
+    unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
     """
     pieces = [indices[start:end] for start, end in ranges(0, len(indices), size)]
-    if len(pieces) >= least:
+    if len(pieces) >= least and (fewest == 1 or min(map(len, pieces)) >= fewest):
         return pieces
-    return [indices[slice(*own_part(len(indices), part, least))] for part in range(least)]
+    count = max(len(pieces), least)
+    filled = min(count, max(1, len(indices) // fewest))
+    parts = [indices[slice(*own_part(len(indices), part, filled))] for part in range(filled)]
+    return [*parts, *([indices[:0]] * (count - filled))]
+
+
+def size_for(samples: int, size: int, fewest: int) -> int:
+    """The size to split these samples by, so that no micro-batch has less than `fewest`: `size`, or the next smaller
+    one, or, where none is small enough, the next larger. 65 samples by 2 leave one, so they are split by 3.
+    """
+    if fewest == 1 or samples <= size:
+        return size
+    for candidate in (*range(size, fewest - 1, -1), *range(size + 1, samples)):
+        shortest = min(end - start for start, end in ranges(0, samples, candidate))
+        if shortest >= fewest:
+            return candidate
+    return samples
 
 
 def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -149,13 +168,13 @@ def own_part(samples: int, part: int, parts: int) -> tuple[int, int]:
     return part * least + min(part, more), (part + 1) * least + min(part + 1, more)
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], fewest: int = 1) -> Iterator[MicroBatch]:
     """The micro-batches for these ranges of a larger one's samples.
 
-    An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
+    An empty range gives `fewest` dummy samples (`real=False`) for a forward and backward that other ranks wait for.
     """
     for number, piece in enumerate(ranges, start=1):
-        start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
+        start, end = (piece[0], piece[-1] + 1) if piece else (0, min(fewest, micro.samples))
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
 
         def own(first: int, last: int, start: int = start) -> Any:

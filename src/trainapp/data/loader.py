@@ -18,19 +18,20 @@ from trainapp.data.sampler import Draw
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import outside_dispatch_modes
 
-DUMMY = [0]  # samples of a micro-batch that only keeps its rank in step with the others
+DUMMY = 0  # the sample of a micro-batch that only keeps its rank in step with the others
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of only its samples [start, end)
 
 
 class Request(NamedTuple):
     """A micro-batch to fetch: the epoch, on which augmentation depends; indices into the data set, none for a dummy;
-    `positions` and `last` of `MicroBatch`.
+    `positions` and `last` of `MicroBatch`; the number of samples of a dummy.
     """
 
     epoch: int
     indices: Sequence[int]
     positions: Sequence[int] = ()
     last: bool = False
+    fewest: int = 1
 
 
 class Fetcher(Dataset):
@@ -54,7 +55,7 @@ class Fetcher(Dataset):
             self._epoch = request.epoch
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
-        indices, samples = request.indices or DUMMY, None
+        indices, samples = request.indices or [DUMMY] * request.fewest, None
         if self._batched:
             samples = self.dataset.__getitems__(indices)
             if not isinstance(samples, list):
@@ -195,7 +196,8 @@ class BatchLoader:
     def _micro_batch(self, batch: Any, request: Request) -> MicroBatch:
         batch = self._move(batch)
         piece = functools.partial(self._piece, batch, request)
-        return MicroBatch(batch, request.last, bool(request.indices), request.positions or DUMMY, piece)
+        positions = request.positions or [DUMMY] * request.fewest
+        return MicroBatch(batch, request.last, bool(request.indices), positions, piece)
 
     def _piece(self, batch: Any, request: Request, start: int, end: int) -> Any:
         """The batch of only the samples [start, end) of a fetched batch, on the device.

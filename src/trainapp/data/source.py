@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import MicroBatch, cut, own_part, ranges
+from trainapp.data.batch import MicroBatch, cut, own_part, ranges, size_for
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.sampler import Sampler, Share, Source
 from trainapp.data.stream import HeldSamples, Stream
@@ -129,15 +129,17 @@ class TrainBatches:
         return -(-self.global_size // self.world // size)
 
     def micro_batches(
-        self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,)
+        self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,), fewest: Sequence[int] = ()
     ) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
-        sizes: micro-batch size per update; every: see `update_after`. The next update's batches are prefetched. Batches
-        prefetched for another position or other sizes are dropped, and their samples fetched again.
+        sizes: micro-batch size per update; fewest: samples that a micro-batch must have, per update, if more than one;
+        every: see `update_after`. The next update's batches are prefetched. Batches prefetched for another position or
+        other sizes are dropped, and their samples fetched again.
         """
         step = progress.step if max(every) > 1 else 0  # a skipped step does not count
-        position = (progress.epoch, progress.consumed, step, progress.update, tuple(sizes), every)
+        bounds = tuple(zip(fewest or [1] * len(sizes), sizes, strict=True))
+        position = (progress.epoch, progress.consumed, step, progress.update, bounds, every)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
             self._open = self._loader.batches(self._requests(*position))
@@ -174,25 +176,27 @@ class TrainBatches:
     def _requests(self, *position: Any) -> Iterator[Request]:
         """This rank's micro-batches, as many as on the rank with the most samples, so some may be dummies."""
         while True:
-            epoch, consumed, _, update, sizes, _ = position
+            epoch, consumed, _, update, bounds, _ = position
+            fewest, size = bounds[update]
             share = self.source.share(epoch, consumed, self.global_size)
-            count, start = -(-share.largest // sizes[update]), share.start
-            for number, piece in enumerate(cut(share.numbers, sizes[update], count), start=1):
-                yield Request(epoch, piece, range(start, start + len(piece)), number == count)
+            size = size_for(share.largest, size, fewest)
+            count, start = -(-share.largest // size), share.start
+            for number, piece in enumerate(cut(share.numbers, size, count, fewest), start=1):
+                yield Request(epoch, piece, range(start, start + len(piece)), number == count, fewest)
                 start += len(piece)
             if not self.source.looks_ahead:
                 return
             position = self._after_update(*position)
 
     def _after_update(
-        self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], every: tuple[int, ...]
+        self, epoch: int, consumed: int, step: int, update: int, bounds: tuple[Any, ...], every: tuple[int, ...]
     ) -> tuple:
         """The position of the next update: on the same samples, or on the next step's."""
         later = update_after(update, step, every)
         if later is not None:
-            return epoch, consumed, step, later, sizes, every
+            return epoch, consumed, step, later, bounds, every
         after = self.source.share(epoch, consumed, self.global_size).after
-        return *after, step + (max(every) > 1), 0, sizes, every
+        return *after, step + (max(every) > 1), 0, bounds, every
 
 
 class EvalBatches:

@@ -20,6 +20,7 @@ from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
+from trainapp.losses.losses import Output, tensor_of_output
 from trainapp.models.inspect import is_of_transformers, positions_of
 from trainapp.rng import Drawing, seed_from
 from trainapp.training.session import Session
@@ -47,7 +48,8 @@ def generate(session: Session) -> None:
                 f"reads {context}; {advice}"
             )
     itself = is_of_transformers(model) and model.can_generate()
-    continued = by_transformers if itself else by_position
+    output = getattr(session.task, "output", None)
+    continued = by_transformers if itself else functools.partial(by_position, output=output)
 
     def rows_of(micro: MicroBatch) -> list[Row]:
         chosen = micro.data["numbers"].tolist()
@@ -102,13 +104,21 @@ def by_transformers(
 
 
 def by_position(
-    model: nn.Module, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
+    model: nn.Module,
+    prompts: dict[int, list[int]],
+    settings: Generate,
+    ends: frozenset[int],
+    device: torch.device,
+    output: Output = None,
 ) -> list[list[int]]:
-    """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch."""
+    """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch.
+
+    output: the part of what the model returns, see `losses.part_of_output`.
+    """
     texts = [list(prompt) for prompt in prompts.values()]
     lengths = [len(text) for text in texts]
     generators = [torch.Generator().manual_seed(hash((settings.seed, number)) % 2**63) for number in prompts]
-    decoder = decoder_of(model, max(lengths) + settings.max_new_tokens)
+    decoder = decoder_of(model, max(lengths) + settings.max_new_tokens, output)
     unfinished, begun, position = set(range(len(texts))), 0, min(lengths)
     while unfinished:
         # Finished sequences continue until all are finished.
@@ -122,31 +132,30 @@ def by_position(
     return [text[length:] for text, length in zip(texts, lengths, strict=True)]
 
 
-def decoder_of(model: Any, length: int) -> Decoder:
+def decoder_of(model: Any, length: int, output: Output = None) -> Decoder:
     """A decoder for sequences of at most `length` tokens: uses the model's cache if it has `new_cache`; otherwise each
-    token is a forward of all tokens.
+    token is a forward of all tokens. output: see `by_position`.
     """
     if callable(getattr(model, "new_cache", None)):
         cache = model.new_cache(length)
-        return lambda tokens: _last(model(tokens, cache=cache), tokens)
+        return lambda tokens: _last(model(tokens, cache=cache), tokens, output)
     read: list[Tensor] = []
 
     def decode(tokens: Tensor) -> Tensor:
         read.append(tokens)
         whole = torch.cat(read, dim=1)
-        output = model(whole)
-        return _last(getattr(output, "logits", output), whole)
+        return _last(model(whole), whole, output)
 
     return decode
 
 
-def _last(logits: Any, tokens: Tensor) -> Tensor:
+def _last(returned: Any, tokens: Tensor, output: Output) -> Tensor:
     """The logits of the last position, [B, V]. Raises UserError for a model that does not predict next tokens."""
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != len(tokens):
-        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    logits = tensor_of_output(returned, output, "mode=generate")
+    if logits.ndim != 3 or len(logits) != len(tokens):
         raise UserError(
-            f"mode=generate: the model returns {shape} for tokens {list(tokens.shape)}, not logits [B, T, vocabulary]; "
-            "use a run whose model predicts next tokens"
+            f"mode=generate: the model returns {list(logits.shape)} for tokens {list(tokens.shape)}, not logits "
+            "[B, T, vocabulary]; use a run whose model predicts next tokens"
         )
     return logits[:, -1]
 

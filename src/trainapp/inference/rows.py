@@ -26,7 +26,17 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import dim_of_classes
-from trainapp.losses.losses import IGNORED, attribute, beside_inputs, class_dim, form_of, part_of, unchecked
+from trainapp.losses.losses import (
+    IGNORED,
+    Output,
+    attribute,
+    call_model,
+    class_dim,
+    form_of,
+    part_of,
+    part_of_output,
+    unchecked,
+)
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
@@ -55,7 +65,8 @@ def predict(session: Session) -> None:
             "data with data=... or eval.NAME"
         )
     batches = session.eval_sets[name]
-    predictor = Predictor(unchecked(session.task), config.task, labels_of(batches.dataset))
+    output = getattr(session.task, "output", None)
+    predictor = Predictor(unchecked(session.task), config.task, labels_of(batches.dataset), output)
     write_rows(
         session,
         "predictions",
@@ -207,11 +218,13 @@ def _plain(value: Any) -> Any:
 class Predictor:
     """Turns a model's output for a batch into one row of plain values per sample.
 
-    task: the run's task, unchecked; setting: its name. names: class names, if known.
+    task: the run's task, unchecked; setting: its name. names: class names, if known. output: the part of what the model
+    returns, see `losses.part_of_output`.
     """
 
-    def __init__(self, task: Any, setting: str, names: Sequence[str]):
+    def __init__(self, task: Any, setting: str, names: Sequence[str], output: Output = None):
         self.task, self.setting, self.names, self._dim = task, setting, names, class_dim(task)
+        self._part = output
 
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One row per sample. Raises UserError for outputs that cannot be split into samples."""
@@ -228,11 +241,9 @@ class Predictor:
         own = attribute(self.task, "predict") or attribute(self.task, "embed")
         if callable(own):
             return own(model, batch)
-        inputs, others = part_of(batch, "inputs"), beside_inputs(model, batch)
-        if inputs is None:
+        if part_of(batch, "inputs") is None:
             raise self._refused(f"it is not known which part of its batches, {form_of(batch)}, the model takes")
-        output = model(inputs, **others)
-        return getattr(output, "logits", output)
+        return part_of_output(call_model(model, batch, self._part), self._part)
 
     def _by_sample(self, output: Any, samples: int, place: str = "") -> list[Any]:
         """One value per sample. A dict, or a list or tuple with tensors, holds several outputs; any other list has one

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import json_object
@@ -167,8 +168,13 @@ def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
 
 
 def workers_to_start(config: Config) -> int:
-    """The number of processes to start: one per GPU, or `parallel.devices`. Raises UserError if that is too many."""
+    """Return the number of processes to start: one per GPU, or `parallel.devices`.
+
+    Raises UserError if that is too many, or too few for the strategy.
+    """
     wanted = config.parallel.devices
+    if wanted != "auto":
+        require_several_ranks(config, wanted, f"parallel.devices={wanted}")
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if wanted == "auto":
             raise UserError(
@@ -178,7 +184,10 @@ def workers_to_start(config: Config) -> int:
     available = torch.cuda.device_count()
     if wanted != "auto" and wanted > available:
         raise UserError(f"parallel.devices={wanted}: this machine has {available} GPUs")
-    return available if wanted == "auto" else wanted
+    if wanted == "auto":
+        require_several_ranks(config, available, f"parallel.devices=auto (this machine has {available} GPU)")
+        return available
+    return wanted
 
 
 def _run_started(config: Config) -> Outcome:
@@ -207,6 +216,8 @@ def run_worker(config: Config) -> Outcome:
     from trainapp.run import runner
 
     try:
+        world_size = int(os.environ["WORLD_SIZE"])
+        require_several_ranks(config, world_size, f"WORLD_SIZE={world_size}, as the launcher has set it")
         with process_group(config) as ranks:
             answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
             return runner.run(config, ranks)

@@ -73,8 +73,12 @@ def is_one_of_many_ranks() -> bool:
 
 
 def require_one_process(subject: str, advice: str) -> None:
-    """Raises UserError if this process is one of several ranks. subject: the setting or function for one process."""
+    """Raises UserError if this process is a rank, of several as a rule. subject: the setting or function for one
+    process.
+    """
     if is_one_of_many_ranks():
+        if os.environ.get("WORLD_SIZE") == "1":
+            raise UserError(f"{subject}: torchrun started this process as its only rank; start it without torchrun")
         raise UserError(f"{subject}: torchrun, srun or submitit started several processes; {advice}")
 
 

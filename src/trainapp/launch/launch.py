@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 import trainapp
+from trainapp.config import command_line, replaced_options
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
@@ -30,7 +31,9 @@ from trainapp.signals import StopRequest
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMMAND = ".hydra/command.json"
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous workers
-environment.register()  # here, because jobs of a launcher such as submitit import the callbacks, not __main__
+# Here, because jobs of a launcher such as submitit import the callbacks, not __main__, before they are composed.
+environment.register()
+replaced_options.install()
 
 
 class RefuseSecondRun(Callback):
@@ -78,7 +81,7 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
     of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
-    given = [text for text in overrides if text not in of_sweep]
+    given = [command_line.as_entered(text) for text in overrides if text not in of_sweep]
     OmegaConf.save(given, folder / "overrides.yaml")
     if config.mode == "train":
         command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.errors import UserError
-from trainapp.losses.losses import Metrics, inputs_and_targets
+from trainapp.losses.losses import Metrics, Output, inputs_and_targets, tensor_of_output
 
 
 class EmbeddingTask:
@@ -46,15 +46,15 @@ class Contrastive(EmbeddingTask):
     are the embeddings, of any shape: they are flattened and normalised. The metric is the accuracy of matching the
     first view to the second.
 
-    temperature: divides the cosines. Needs memory for logits [N, N], for the N samples of a step on all ranks.
-    Raises UserError for inputs without two views.
+    temperature: divides the cosines. output: the part of what the model returns, see `losses.part_of_output`. Needs
+    memory for logits [N, N], for the N samples of a step on all ranks. Raises UserError for inputs without two views.
 
     Sources: van den Oord et al. 2018, arXiv:1807.03748; Chen et al. 2020 (SimCLR), arXiv:2002.05709; Radford et al.
     2021 (CLIP), arXiv:2103.00020.
     """
 
-    def __init__(self, temperature: float = 0.1):
-        self.temperature = temperature
+    def __init__(self, temperature: float = 0.1, output: Output = None):
+        self.temperature, self.output = temperature, output
 
     def embed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The embeddings of both views, each [B, features] in fp32."""
@@ -64,7 +64,8 @@ class Contrastive(EmbeddingTask):
                 f"task=contrastive: needs inputs of shape [samples, 2, ...], two views of each sample, but they have "
                 f"{list(inputs.shape)}; data._target_=trainapp.data.sets.digits.DigitPairs has them"
             )
-        features = model(inputs.flatten(0, 1)).flatten(1).float()
+        embeddings = tensor_of_output(model(inputs.flatten(0, 1)), self.output, "this loss")
+        features = embeddings.flatten(1).float()
         first, second = F.normalize(features, dim=1).unflatten(0, (-1, 2)).unbind(1)
         return first, second
 

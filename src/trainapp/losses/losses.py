@@ -27,30 +27,35 @@ from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
+from trainapp.tracking.scalars import OF_THE_MACHINE, OF_THE_STEP
+from trainapp.units import listed
 
 Metrics = Mapping[str, Any]  # sums: scalar tensors, numbers, or functions of no arguments; or arguments of an `update`
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
+Output = int | str | None  # the part of a model's output that holds the predictions: see `part_of_output`
 
 
-def classification(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
+def classification(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor | int, Metrics]:
     """Cross-entropy of logits [B, classes] against int64 targets [B], or class probabilities [B, classes] in floating
     point; the metric is accuracy, for probabilities that of the largest.
 
     Also for pixels or other elements: logits [B, classes, ...], int64 targets [B, ...] with -100 for ignored elements,
-    or probabilities [B, classes, ...]. The count is the number of elements.
+    or probabilities [B, classes, ...]. The count is the number of elements. output: see `part_of_output`.
     """
-    logits, targets = predictions(model, batch)
+    logits, targets = predictions(model, batch, output)
     loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
     own = targets.argmax(1) if targets.is_floating_point() else targets
     count = own.shape[0] if own.ndim < 2 else (own != IGNORED).sum()
     return loss_sum, count, _metrics(logits, own, 1)
 
 
-def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
-    """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding."""
-    logits, targets = predictions(model, batch)
+def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor, Metrics]:
+    """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding. output: see
+    `part_of_output`.
+    """
+    logits, targets = predictions(model, batch, output)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss_sum, (targets != IGNORED).sum(), _metrics(logits, targets, -1)
 
@@ -108,25 +113,38 @@ def attribute(task: Any, name: str) -> Any:
 
 
 def is_built_in(task: Task) -> bool:
-    """Whether the task's loss is one of this module's, which can be computed in chunks."""
+    """Whether the task's loss is one of this module's."""
+    return _function_of(task) in (classification, next_token)
+
+
+def can_be_chunked(task: Task) -> bool:
+    """Whether the task's loss can be computed in chunks: it is built in, and the model returns nothing but logits."""
     return unchecked(task) in (classification, next_token)
 
 
 def class_dim(task: Any) -> int | None:
     """The dimension of the classes in a built-in task's logits; None for other tasks."""
-    plain = unchecked(task)
-    return 1 if plain is classification else -1 if plain is next_token else None
+    return {classification: 1, next_token: -1}.get(_function_of(task))
+
+
+def _function_of(task: Any) -> Any:
+    """The function that a task is, with or without arguments; None for an object of a class."""
+    function = unchecked(task)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isfunction(function) else None
 
 
 class CheckedTask:
     """Wraps a task; raises UserError for a result that cannot be trained on or added up. Costs half a microsecond. The
     values of metrics are checked when they are added up: see `evaluate_metrics`.
 
-    setting: the setting that names the task, with its value, for messages. Attributes: `unchecked`, the task itself.
+    setting: the setting that names the task, with its value, for messages. Attributes: `unchecked`, the task itself;
+    `output`, the part of the model's output that prediction and generation read, see `part_of_output`.
     """
 
-    def __init__(self, task: Task, setting: str):
-        self.unchecked, self.setting = task, setting
+    def __init__(self, task: Task, setting: str, output: Output = None):
+        self.unchecked, self.setting, self.output = task, setting, output
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
         return self._checked(self.unchecked(model, batch))
@@ -155,7 +173,7 @@ class CheckedTask:
 
 def in_chunks(task: CheckedTask, rows: int | Literal["auto"] | None) -> CheckedTask:
     """A built-in task with its loss in chunks of `rows` rows. Unchanged: other tasks, and all without rows."""
-    if rows is None or not is_built_in(task):
+    if rows is None or not can_be_chunked(task):
         return task
     return CheckedTask(InChunks(task.unchecked, rows), task.setting)
 
@@ -206,11 +224,7 @@ def needs_whole_batch(task: Any) -> bool:
     return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 
-# Names that the log records in addition to metrics: see `training.events` and `Meter.scalars`.
-RESERVED = frozenset(
-    {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
-    | {"samples_per_second", "tokens_per_second", "mfu"}
-)
+RESERVED = OF_THE_STEP | OF_THE_MACHINE  # names that a metric cannot have
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
@@ -305,15 +319,80 @@ def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
     return None if passes_on else frozenset(names)
 
 
-def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """`(logits, targets)` of a batch: the logits are the model's output, or its attribute or key `logits`."""
-    inputs, targets = inputs_and_targets(batch)
-    others = beside_inputs(model, batch)
-    output = model(inputs, **others)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) and is_of_transformers(model):
+def predictions(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor]:
+    """`(logits, targets)` of a batch. Raises UserError for a model that returns something else than one tensor of
+    logits, unless `output` chooses a part of it: see `part_of_output`.
+    """
+    _, targets = inputs_and_targets(batch)
+    returned = call_model(model, batch, output)
+    lacks_logits = output is None and not isinstance(part_of_output(returned), Tensor)
+    if lacks_logits and is_of_transformers(model):
         raise UserError(
-            f"{type(model).__name__} returns no logits (only {', '.join(output)}), which this loss needs; choose "
+            f"{type(model).__name__} returns no logits (only {', '.join(returned)}), which this loss needs; choose "
             "a model.task other than base, or your own task"
         )
-    return logits, targets
+    return tensor_of_output(returned, output, "this loss"), targets
+
+
+def call_model(model: nn.Module, batch: Any, output: Output = None) -> Any:
+    """Call the model with a batch's inputs, attention mask and the like, and return all that it returns.
+
+    output: the part of it that has been chosen, if any. The model may then return a loss as well, and is given the
+    targets where its forward has an optional parameter of that name: without them, nanoGPT returns the logits of the
+    last position alone.
+    """
+    others = beside_inputs(model, batch)
+    targets = part_of(batch, "targets")
+    if output is not None and targets is not None and _takes_optional_targets(type(model).forward):
+        others["targets"] = targets
+    return model(part_of(batch, "inputs"), **others)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_optional_targets(forward: Callable[..., Any]) -> bool:
+    targets = inspect.signature(forward).parameters.get("targets")
+    return targets is not None and targets.default is not targets.empty
+
+
+def part_of_output(returned: Any, output: Output = None) -> Any:
+    """Return the part of what a model returned that a setting `task.output` chooses: by its index in a tuple or list,
+    its key in a dict, or the name of an attribute. Without the setting, the part `logits` if there is one, or all.
+
+    A tensor is returned as it is: some models return more than that only in training mode. Raises UserError for a part
+    that does not exist.
+    """
+    if isinstance(returned, Tensor):
+        return returned
+    if output is None and isinstance(returned, Mapping):
+        return returned.get("logits", returned)
+    if output is None:
+        return getattr(returned, "logits", returned)
+    with contextlib.suppress(LookupError, TypeError):
+        return returned[output]
+    if isinstance(output, str) and hasattr(returned, output):
+        return getattr(returned, output)
+    names = listed(map(str, _parts(returned)))
+    remedy = f"choose one of {names}" if names else "leave out task.output"
+    raise UserError(f"task.output={output}: the model returns {form_of(returned)}, which has no such part; {remedy}")
+
+
+def tensor_of_output(returned: Any, output: Output, reader: str) -> Tensor:
+    """Return `part_of_output` if it is a tensor; raises UserError for anything else. reader: what needs the tensor, for
+    the message.
+    """
+    part = part_of_output(returned, output)
+    if isinstance(part, Tensor):
+        return part
+    tensors = [name for name, value in _parts(returned).items() if isinstance(value, Tensor)]
+    remedy = f"choose it by its index or name, such as task.output={tensors[0]}" if tensors else "use another model"
+    what = "the model returns" if output is None else f"task.output={output}: the model returns"
+    raise UserError(f"{what} {form_of(returned)}, of which {reader} reads one tensor; {remedy}")
+
+
+def _parts(returned: Any) -> dict[Any, Any]:
+    """The parts of what a model returned, by what `task.output` may be."""
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    if isinstance(returned, (tuple, list)):
+        return dict(enumerate(returned))
+    return dict(vars(returned)) if hasattr(returned, "__dict__") else {}

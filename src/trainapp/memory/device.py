@@ -22,7 +22,10 @@ from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, M
 from trainapp.torch_private import local, storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
-WATCH_INTERVAL = 5.0  # seconds between watched steps of a validated size, on the CPU
+# On the CPU, a step of a validated size is watched after this many seconds, and after this many times as long as the
+# last watched block took, watching included: where kernels are tiny, it makes a step four times slower.
+WATCH_INTERVAL = 5.0
+WATCH_FACTOR = 10
 
 
 def static_bytes(
@@ -195,12 +198,13 @@ class CpuMemory(DeviceMemory):
         self.counter = LiveTensors()  # of the current or last watched block
         self._lapped = 0  # highest peak of the current block's laps
         self._allocated = self._window_peak = self._step_peak = 0
-        self._watched_at = 0.0  # time.monotonic()
+        self._watched_at = 0.0  # the end of the last watched block, in time.monotonic()
+        self._watch_seconds = 0.0  # how long it took
 
     @property
     def watch_is_due(self) -> bool:
-        """At most once per WATCH_INTERVAL: watching makes a step of a tiny model several times slower."""
-        return time.monotonic() - self._watched_at > WATCH_INTERVAL
+        """At most once per WATCH_INTERVAL, and in less than a tenth of the time."""
+        return time.monotonic() - self._watched_at > max(WATCH_INTERVAL, WATCH_FACTOR * self._watch_seconds)
 
     def lap(self) -> tuple[int, int] | None:
         counter = self.counter
@@ -212,6 +216,7 @@ class CpuMemory(DeviceMemory):
     def measuring(self, resident: Resident) -> Iterator[None]:
         counter = self.counter = self.new_counter()
         self._lapped = 0
+        started = time.monotonic()
         try:
             counter.register(resident)
             counter.register_kept()
@@ -219,6 +224,7 @@ class CpuMemory(DeviceMemory):
                 yield
         finally:
             self._watched_at = time.monotonic()
+            self._watch_seconds = self._watched_at - started
             peak = counter.peak = max(counter.peak, self._lapped)
             self._allocated, self._window_peak = counter.live, max(self._window_peak, peak)
             self._note_peaks(peak, peak)

@@ -67,14 +67,17 @@ Kinds = dict[int, Category]  # by storage number; a number without a category is
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
-    """The live tensors exceed `memory.limit`. Sizes are in bytes."""
+    """The live tensors exceed `memory.limit`. Sizes are in bytes. category: of tensors that existed before the work and
+    exceed it by themselves; None for what an operation has made.
+    """
 
-    def __init__(self, operation: str, requested: int, used: int, limit: int):
+    def __init__(self, operation: str, requested: int, used: int, limit: int, category: Category | None = None):
         super().__init__(
             f"memory.limit: {operation} tried to allocate {bytes_text(requested)} with {bytes_text(used)} "
             f"of {bytes_text(limit)} in use"
         )
         self.operation, self.requested, self.used, self.limit = operation, requested, used, limit
+        self.category = category
 
 
 class _Counted(NamedTuple):
@@ -130,7 +133,7 @@ class LiveTensors(DispatchMode):
         if self.live > before:  # one event per category: they existed from the start
             self.events[first:] = [(self._number, self.live - before)]
         if self.limit is not None and self.live > self.limit:
-            raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
+            raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit, kind)
         self.peak = max(self.peak, self.live)
 
     def _surviving(self) -> list["weakref.ref[torch.UntypedStorage]"]:

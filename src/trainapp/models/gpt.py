@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainapp.errors import UserError
 from trainapp.validation import Bool, Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02  # with unit-normal tied embeddings, denormals make the backward on a CPU 50 times slower
@@ -237,9 +238,9 @@ class GPT(nn.Module):
         """
         length = inputs.shape[1] + (0 if cache is None else cache[0].length)
         if length > self.context_length:
-            raise ValueError(
-                f"{length} tokens are more than model.context_length={self.context_length}: raise it, or lower "
-                "data.context_length"
+            raise UserError(
+                f"model.context_length={self.context_length}: the batch has sequences of {length} tokens; raise it, or "
+                "lower data.context_length"
             )
         x = self.dropout(self.embedding(inputs))
         for number, layer in enumerate(self.layers):

@@ -7,7 +7,7 @@ modules. The package is imported only if such a model exists.
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,21 @@ def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
 def batchnorms(model: nn.Module) -> list[str]:
     """The names of modules that normalise over the samples of a micro-batch."""
     return [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
+
+
+def per_sample_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the full names of the buffers and attributes that modules declare, by an attribute `per_sample_buffers`
+    with their names, to hold a row per sample: a recurrent state [B, hidden], say.
+
+    modules: the outermost ones, by the first part of their buffers' names.
+    """
+    names = set()
+    for root, top in modules.items():
+        for path, module in top.named_modules():
+            declared = getattr(module, "per_sample_buffers", ())
+            prefix = f"{root}.{path}" if path else root
+            names |= {f"{prefix}.{name}" for name in ([declared] if isinstance(declared, str) else declared)}
+    return names
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:

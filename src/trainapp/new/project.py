@@ -16,9 +16,6 @@ USAGE = "trainapp new NAME: writes a project into the new folder NAME, whose las
 
 def command(arguments: Sequence[str]) -> None:
     """The command line behind `trainapp new`. Raises UserError for mistakes."""
-    if list(arguments) in (["--help"], ["-h"]):
-        print(USAGE)
-        return
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError(f"trainapp new {' '.join(arguments)}".rstrip() + f": give one name; {USAGE}")
     folder = Path(arguments[0])

@@ -4,7 +4,7 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,15 @@ def find_executable_batch_size(
     reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next one, which must be smaller;
     by default half.
 
-    When called, raises NoExecutableBatchSize (a RuntimeError) if no size is left. Other errors pass through.
+    When called, raises NoExecutableBatchSize (a RuntimeError) if no size is left, and TypeError for arguments that do
+    not fit `function` behind the batch size. Other errors pass through.
     """
     if function is None:
         return lambda function: find_executable_batch_size(function, starting_batch_size, reduce_batch_size_fn)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _require_arguments_after_size(function, args, kwargs)
         size, why = starting_batch_size, ""
         while size > 0:
             refused = refused_allocations()
@@ -49,13 +51,41 @@ def find_executable_batch_size(
                     raise
                 reason = str(error).strip().partition("\n")[0]  # a string: the error keeps the failed tensors alive
             _release()
-            why, smaller = f" The last error, with batch size {size}: {reason}", _reduced(size, reduce_batch_size_fn)
-            log.warning("out of memory with batch size %d (%s); trying %d", size, reason, smaller)
+            why = f" The last error, with batch size {size}: {reason}"
+            smaller = _reduced(size, reduce_batch_size_fn)
+            if smaller > 0:
+                log.warning("out of memory with batch size %d (%s); trying %d", size, reason, smaller)
             size = smaller
         # Accelerate's wording, which callers may match.
         raise NoExecutableBatchSize(f"No executable batch size found, reached zero.{why}")
 
     return wrapper
+
+
+def _require_arguments_after_size(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
+    """Raises TypeError, as Accelerate does, for arguments that do not fit the function behind the batch size.
+
+    The usual mistake is a call with the batch size among them, for which Python would count one argument too many.
+    """
+    try:
+        # Not the signature of a function that it wraps: a decorator may supply arguments of its own.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # written in C, without a signature
+        return
+    try:
+        signature.bind(None, *arguments, **keywords)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        parameters = [own.replace(annotation=own.empty) for own in signature.parameters.values()]
+        if not parameters:
+            raise TypeError(f"{name}() must take the batch size as its first argument") from None
+        plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+        without_size = plain.replace(parameters=parameters[1:])
+        raise TypeError(
+            f"{name}{plain}: {error}; {parameters[0].name} is passed by the decorator; call {name}{without_size}"
+        ) from None
 
 
 def _reduced(size: int, reduce: Callable[..., int] | None) -> int:

@@ -1,5 +1,6 @@
 """After an out-of-memory error: all ranks leave the step, it is rolled back, the size is reduced, the error is
-reported.
+reported. An error of the model in a micro-batch that may have too few samples is recovered from in the same way, with a
+larger one.
 
 While a run is being built there is no step to roll back and no micro-batch to shrink: see `out_of_memory_named`.
 """
@@ -14,19 +15,53 @@ from typing import NoReturn
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, add_note
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory, out_of_memory_in
 from trainapp.memory.live_tensors import Picture
+from trainapp.models.inspect import batchnorms
 from trainapp.oom.report import OomReport, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
-from trainapp.sizes.micro_batches import MicroBatchSizes
+from trainapp.sizes.micro_batches import Failure, MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
+from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import rollback
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
+
+# What models raise for too few samples; not RuntimeErrors about anything but the computation.
+OF_MODELS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
+
+
+def has_too_few_samples(session: Session, error: Exception) -> bool:
+    """Whether this error of the model may come from a micro-batch with too few samples, as BatchNorm's does for one:
+    larger ones of this shape have run, or ran out of memory, and the step has more samples.
+
+    Call while the error is handled. An error that comes again with more samples is the user's: it is raised once no
+    larger micro-batch is known to have run.
+    """
+    if not isinstance(error, OF_MODELS) or session.engine.phase is not Phase.FORWARD:
+        return False
+    in_step = len(session.batches.share(session.state.progress).numbers)
+    sizes = session.sizes.train
+    if not (sizes.may_have_too_few and sizes.current_samples < in_step):
+        _note_single_sample(session, error, in_step)
+        return False
+    try:
+        session.memory.synchronize()  # after an assertion on the device nothing can run
+    except Exception:
+        return False
+    return True
+
+
+def _note_single_sample(session: Session, error: Exception, in_step: int) -> None:
+    if session.sizes.train.current_samples == 1 and batchnorms(session.state.model):
+        setting = "data.drop_last=true, if an epoch ends on one sample," if in_step == 1 else "batch.micro_size=2"
+        add_note(
+            error, f"the micro-batch has a single sample, which BatchNorm may not take: use {setting} or GroupNorm"
+        )
 
 
 def wait_for_device(session: Session) -> None:
@@ -61,8 +96,10 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
             leave_for_restart(session, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()
-    ran_out = ranks.all_gather_object(not failure.by_peer)
-    failure.culprits = [rank for rank, is_culprit in enumerate(ran_out) if is_culprit]
+    by_rank = ranks.all_gather_object((not failure.by_peer, failure.too_few))
+    failure.culprits = [rank for rank, (is_culprit, _) in enumerate(by_rank) if is_culprit]
+    if failure.by_peer:
+        failure.too_few = max(too_few for _, too_few in by_rank)
 
 
 def roll_back(session: Session, failure: OomReport) -> None:
@@ -80,7 +117,7 @@ def roll_back(session: Session, failure: OomReport) -> None:
 
 
 def change_size(session: Session, failure: OomReport) -> None:
-    """Choose the size of the next attempt. Raises TrainingStopped if no smaller one can fit.
+    """Choose the size of the next attempt. Raises TrainingStopped if no other one can help.
 
     Work without a size is retried unchanged, once per step.
     """
@@ -89,14 +126,22 @@ def change_size(session: Session, failure: OomReport) -> None:
     if _retries_as_it_is(session, failure):
         failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
-    changed = None
-    if failure.phase.depends_on_size:
-        changed = sizes.failed(SingleRank() if failure.alone else session.ranks, not failure.by_peer)
+    ranks = SingleRank() if failure.alone else session.ranks
+    changed = sizes.failed(ranks, not failure.by_peer, Failure(failure.demand, failure.too_few))
+    failure.is_constant = any(search.asks_the_same for search in sizes.searches.values())
     if changed is None:
         raise TrainingStopped(final_message(session, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
+    if failure.is_constant:
+        failure.action += " (fewer samples asked for the same)"
+    if failure.too_few:
+        session.attempt.too_few = "" if failure.by_peer else f" ({failure.message})"
+        failure.action = (
+            f"no micro-batch has fewer than {failure.old_size + 1} samples from now on, retrying the step with "
+            f"micro-batch {failure.new_size}"
+        )
 
 
 def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
@@ -121,15 +166,18 @@ def report(session: Session, failure: OomReport) -> None:
     failure.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
         ranks = listed(map(str, failure.culprits))
-        log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
+        reason = "had too few samples" if failure.too_few else "ran out of memory"
+        log.warning("rank %s %s at step %d: %s", ranks, reason, failure.step, failure.action)
         return
     log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
+    if failure.too_few:  # no memory to report
+        return
     try:
         path = write(session, failure)
         session.memory.dump(path.with_suffix(".snapshot.pickle"))
         session.tracker.text("out_of_memory", one_line(failure), failure.step)
         if failure.events:
-            title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
+            title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
             session.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run is more important than its report
@@ -150,7 +198,7 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
             f"the driver's:\n  {session.config.command}"
         )
     sizes = _sizes_of(session, failure)
-    changed = sizes.failed(SingleRank())
+    changed = sizes.failed(SingleRank(), failure=Failure(failure.demand, failure.too_few))
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed

@@ -10,20 +10,34 @@ from torch import nn
 from trainapp.files import strict_json
 from trainapp.losses import losses
 from trainapp.memory.detection import broken_part, requested_bytes
-from trainapp.memory.device import size_of
+from trainapp.memory.device import optimizer_tensors, size_of
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
+from trainapp.sizes.search import Demand
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.training.transaction import SwallowedOutOfMemory
 from trainapp.units import bytes_text, listed
 
+# What is in memory before a micro-batch, whatever its size.
+RESIDENT = (
+    Category.PARAMETERS,
+    Category.OPTIMIZER_STATE,
+    Category.BUFFERS,
+    Category.WEIGHT_AVERAGE,
+    Category.GRADIENTS,
+    Category.COMMUNICATION_BUFFERS,
+)
+
+OF_UPDATE = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
+
 
 @dataclass
 class OomReport:
-    """Plain values only: the error and its frames would keep every tensor of the failed step alive.
+    """A failed attempt at a step: out of memory or, with `too_few`, an error of the model in a micro-batch of so few
+    samples. Plain values only: the error and its frames would keep every tensor of the failed step alive.
 
     Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` is the time of the attempt and its
     recovery.
@@ -50,9 +64,38 @@ class OomReport:
     host: bool = False  # the host ran out, not a device or `memory.limit`
     swallowed: bool = False  # the caller caught the error
     update: str = ""  # name of the step's update; empty if it has only one, and between steps
+    too_few: int = 0  # samples in the micro-batch that the model cannot run
+    resident: Category | None = None  # what exceeded the limit before any micro-batch, by itself
+    accumulates: bool = False  # whether gradients of earlier micro-batches were in memory
+    samples: int = 0  # in the current micro-batch
+    elements: int = 0  # in the current micro-batch; 0 if unknown
+    is_constant: bool = False  # whether fewer samples have asked for the same
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, Category] = field(default_factory=dict, repr=False)
+
+    @property
+    def place(self) -> str:
+        """What asked for memory: a phase, or a category that is there before any."""
+        return self.resident.label if self.resident else str(self.phase)
+
+    @property
+    def demand(self) -> Demand | None:
+        """What was asked for, for the search."""
+        is_fixed = self.resident is not None or not self.phase.depends_on_size
+        if self.requested is None and not is_fixed:
+            return None
+        place = f"{self.phase} {self.module}{' with gradients' if self.accumulates else ''}"
+        return Demand(
+            place,
+            self.samples,
+            self.elements,
+            self.requested or 0,
+            self.used,
+            self.limit,
+            is_fixed,
+            is_of_update=self.phase in OF_UPDATE,
+        )
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -74,13 +117,18 @@ class OomReport:
         return self.phase is Phase.EVALUATE
 
 
-def describe(session: Session, error: BaseException) -> OomReport:
-    """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory."""
+def describe(session: Session, error: BaseException, has_too_few: bool = False) -> OomReport:
+    """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory.
+
+    has_too_few: whether it is an error of the model, which cannot run so few samples.
+    """
     memory, progress = session.memory, session.state.progress
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(session, error)
     events, kinds = memory.events(session.engine.gradients())
     first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    category = getattr(error, "category", None)
+    sizes = session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
     return OomReport(
         step=progress.step + (phase.can_be_undone or phase.is_partial or phase is Phase.READ),
         phase=phase,
@@ -94,9 +142,14 @@ def describe(session: Session, error: BaseException) -> OomReport:
         rank=session.ranks.rank,
         alone=session.ranks.world == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
-        host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
+        host=not (has_too_few or isinstance(error, torch.OutOfMemoryError)) and memory.device.type == "cpu",
         swallowed=isinstance(error, SwallowedOutOfMemory),
         update=session.state.update.name if phase.can_be_undone or phase.is_partial else "",
+        too_few=sizes.current_samples if has_too_few else 0,
+        resident=category if category in RESIDENT else None,
+        accumulates=session.engine.accumulates,
+        samples=sizes.current_samples,
+        elements=sizes.current_elements,
         broken=broken_part(error),
         events=events,
         kinds=kinds,
@@ -112,6 +165,8 @@ def _by_category(
     buffers = list(meter.communication_buffers())
     if buffers:
         sizes[Category.COMMUNICATION_BUFFERS] = size_of(buffers)
+    optimizer_state = [tensor for optimizer in session.state.optimizers for tensor in optimizer_tensors(optimizer)]
+    sizes[Category.OPTIMIZER_STATE] = size_of(optimizer_state)  # some of it may have come with this step
     sizes[Category.GRADIENTS] = size_of([*buffers, *session.engine.gradients()]) - size_of(buffers)  # may be views
     for kind in (Category.BATCH, Category.KEPT):
         sizes[kind] = sum(size for number, size in events if kinds.get(number) is kind)
@@ -145,8 +200,11 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
 
 def one_line(report: OomReport) -> str:
     """The report in one line, for the terminal and the trackers."""
-    where = f"{report.phase}{f' ({report.module})' if report.module else ''}"
+    where = f"{report.place}{f' ({report.module})' if report.module else ''}"
     where += f" of update {report.update}" if report.update else ""
+    if report.too_few:
+        samples = "a single sample" if report.too_few == 1 else f"{report.too_few} samples"
+        return f"the model cannot run {samples} at step {report.step} in {where} ({report.message}): {report.action}"
     if report.swallowed:
         where = "a library, which caught the error and may have used another algorithm,"
     asked = f" asking for {bytes_text(report.requested)}" if report.requested else ""
@@ -162,7 +220,8 @@ def write(session: Session, report: OomReport) -> Path:
     path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{report.step}{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}
-    path.write_text(strict_json(facts | {"trace": report.trace.splitlines()}, indent=1) + "\n")
+    facts |= {"phase": report.place, "trace": report.trace.splitlines()}
+    path.write_text(strict_json(facts, indent=1) + "\n")
     return path
 
 
@@ -171,7 +230,7 @@ def final_message(session: Session, report: OomReport) -> str:
     kind = "evaluation micro-batch" if report.evaluating else "micro-batch"
     largest_first = sorted(report.by_category.items(), key=lambda item: -item[1])
     lines = [
-        f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(session, report)}.",
+        f"out of memory in {report.place} with {kind} {report.old_size}: {_why_no_smaller(session, report)}.",
         report.message,
         f"{'limit':<18}{bytes_text(report.limit):>12}",
         *(f"{part.label:<18}{bytes_text(size):>12}" for part, size in largest_first if size),
@@ -190,5 +249,27 @@ def _why_no_smaller(session: Session, report: OomReport) -> str:
     setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
     if losses.needs_whole_batch(session.task):
         return f"its loss needs the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
+    if report.resident:
+        return "what is in memory before any sample exceeds the limit, so no other size can help"
+    if not report.phase.depends_on_size:
+        return "what it asks for does not depend on the micro-batch"
+    if report.is_constant:
+        return f"what it asks for does not depend on the micro-batch{_why_split_needs_more(session, report)}"
     embeds = losses.has_embeddings(session.task) and not report.evaluating
-    return f"nothing is left to halve{f'; its loss keeps a whole batch, a smaller {setting} helps' if embeds else ''}"
+    hint = f"; its loss keeps a whole batch, a smaller {setting} helps" if embeds else ""
+    sizes = session.sizes.evaluation if report.evaluating else session.sizes.train
+    if sizes.search(sizes.current_bucket).smallest > 1:
+        return f"the model cannot run fewer samples{session.attempt.too_few}{hint}"
+    return f"nothing is left to halve{hint}"
+
+
+def _why_split_needs_more(session: Session, report: OomReport) -> str:
+    """Why a step that is split needs more memory than one that is not, if that is what failed."""
+    if not report.accumulates:
+        return ""
+    gradients = bytes_text(report.by_category.get(Category.GRADIENTS, 0))
+    return (
+        f". A step of several micro-batches keeps the gradients of the earlier ones ({gradients}) beside those that "
+        "the backward is computing, which a step of one micro-batch does not: a smaller batch.global_size may not need "
+        "to be split"
+    )

@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 1e-2,
         state_dtype: StateDtype = "bf16",
     ):
         self._kind: Any = state_dtype

@@ -39,8 +39,8 @@ def build_optimizer(
     needs no more memory than later ones.
 
     blocks: the model's blocks, for `layer_decay`. setting: name of the section, for messages.
-    Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that match
-    nothing, only frozen parameters, or parameters of another group.
+    Raises UserError for a class that is not allowed or cannot take a step here, for arguments that it does not take,
+    and for groups that match nothing, only frozen parameters, or parameters of another group.
     """
     kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     takes = inspect.signature(kind).parameters
@@ -49,6 +49,7 @@ def build_optimizer(
             f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
             "unfreeze some parameters"
         )
+    _require_suited(kind, model, f"{setting}._target_={settings.target}")
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
     is_auto, place = settings.fused == "auto", "cpu" if settings.offload else device.type
@@ -145,9 +146,19 @@ def _groups(
     kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str
 ) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    if "weight_decay" in inspect.signature(kind).parameters:
+    parameter = inspect.signature(kind).parameters.get("weight_decay")
+    if parameter is not None:
+        weight_decay = parameter.default if settings.weight_decay is None else settings.weight_decay
         # An optimizer may define its own groups.
-        groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
+        groups = getattr(kind, "parameter_groups", parameter_groups)(model, weight_decay)
+        if settings.decay == "all":
+            for group in groups:
+                group["weight_decay"] = weight_decay
+    elif settings.weight_decay:
+        raise UserError(
+            f"{setting}.weight_decay={settings.weight_decay}: {settings.target} has no weight decay; use "
+            f"{setting}.weight_decay=null"
+        )
     parameters = all_names(model)
     names = divided(model, {f"{setting}.groups.{n}.match": own["match"] for n, own in enumerate(settings.groups)})
     for own, matches in zip(settings.groups, names.values(), strict=True):
@@ -193,6 +204,32 @@ def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[set[int]]:
     return layers
 
 
+def _require_suited(kind: Any, model: nn.Module, setting: str) -> None:
+    """Raises UserError for an optimizer whose step needs more than dense gradients of parameters of any shape.
+
+    setting: the setting that names it, with its value, for messages.
+    """
+    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"{setting}: its step requires a closure, which evaluates the loss again, several times per step; here a "
+            "step's gradients are accumulated over micro-batches once, and then applied; use an optimizer without a "
+            "closure, such as torch.optim.AdamW, or minimise the loss over all data outside of trainapp, as with "
+            "scipy.optimize.minimize(method='L-BFGS-B')"
+        )
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.SparseAdam):
+        raise UserError(
+            f"{setting}: takes sparse gradients only, but here all gradients are dense, those of embeddings too; use "
+            "torch.optim.AdamW"
+        )
+    shapes = dict.fromkeys(str(list(p.shape)) for p in model.parameters() if p.requires_grad and p.ndim != 2)
+    if kind is torch.optim.Muon and shapes:
+        raise UserError(
+            f"{setting}: takes matrices only, but {type(model).__name__} has other parameters, of shapes "
+            f"{listed(shapes)}; use optimizer=muon, which gives those to AdamW"
+        )
+
+
 def _require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str) -> None:
     """Raises UserError for group options that the optimizer does not have, or does not read per group: torch accepts
     any key.
@@ -219,11 +256,11 @@ def _allocate_state(optimizer: torch.optim.Optimizer, settings: Optimizer, setti
         materialise_state(optimizer)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
+    except (RuntimeError, TypeError) as error:
         optimizer.zero_grad(set_to_none=True)
         raise UserError(
             f"{setting}._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
-            "choose another"
+            "choose another, such as torch.optim.AdamW"
         ) from error
 
 

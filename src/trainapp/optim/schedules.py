@@ -30,13 +30,13 @@ class Schedule:
     follows_evaluations = False
 
     def __init__(self, factor: Factor = lambda step: 1.0, warmup: int = 0):
-        self._factor, self._warmup = factor, warmup
+        self._factor, self.warmup_steps = factor, warmup
 
     def __call__(self, step: int) -> float:
-        return self._warmed_up(step) * self._factor(max(0, step - self._warmup))
+        return self._warmed_up(step) * self._factor(max(0, step - self.warmup_steps))
 
     def _warmed_up(self, step: int) -> float:
-        return min(1.0, (step + 1) / self._warmup) if self._warmup else 1.0
+        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Set the rates for the update that follows `step` applied steps."""
@@ -183,7 +183,7 @@ class TorchSchedule(Schedule):
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Step the scheduler for the steps applied since the last call, and set the rates."""
-        while not self.follows_evaluations and self._steps < step - self._warmup:
+        while not self.follows_evaluations and self._steps < step - self.warmup_steps:
             self._step()
             self._steps += 1
         for group, rate in zip(groups, self._rates, strict=True):

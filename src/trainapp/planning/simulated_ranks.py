@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -23,10 +24,13 @@ def world_of(config: Config) -> int:
         if world is not None and world > 1:
             raise UserError(f"plan.world={world}: parallel=single is one process; use parallel=ddp or parallel=fsdp")
         return 1
+    setting = f"plan.world={world}"
     if world is None:
         world = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
+        setting = f"parallel.devices={parallel.devices}"
     if not world:
         raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
+    require_several_ranks(config, world, setting)
     return world
 
 

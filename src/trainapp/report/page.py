@@ -32,7 +32,7 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
     Raises UserError for a directory that is not of a run, and OSError if the page cannot be written.
     """
     for folder in folders:
-        if not any((folder / name).exists() for name in (*run_files.CURVES.values(), ".hydra/config.yaml")):
+        if not run_files.is_run(folder):
             raise UserError(f"{folder}: no run is here; name the directory of one, or of a sweep alone")
     runs = [run_files.read(folder) for folder in folders]
     groups = [group for run in runs for group in run["curves"].values()]
@@ -73,8 +73,12 @@ def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first
 
 def _head(run: Mapping[str, Any]) -> dict[str, Any]:
     """What stands above the charts of one run."""
-    ended = run["result"].get("ended")
-    lines = [run["headline"], f"{run['state']}{f' by {ended}' if ended else ''}; {run['folder']}"]
+    state = run["state"]
+    if ended := run["result"].get("ended"):
+        state += f" by {ended}"
+    elif failed := run["result"].get("failed"):
+        state += f": {failed.splitlines()[0]}"
+    lines = [run["headline"], f"{state}; {run['folder']}"]
     return {"title": run["name"], "lines": lines, "tiles": _facts(run)}
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from trainapp.checkpoint.manifest import MANIFEST, read_any_manifest
 from trainapp.files import each_json_line, json_object
 from trainapp.units import flat
 
+CONFIG, COMMAND, RESULT = ".hydra/config.yaml", ".hydra/command.json", "result.json"
 CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "callbacks.jsonl"}
 MOST, POINTS = 2000, 24_000  # points per curve, and of all curves of a page, which take about 20 bytes each
 ROWS, CHARACTERS = 200, 500  # incidents per run, and the longest text of one and of a setting
@@ -37,6 +39,13 @@ class Curve:
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
+
+    def until(self, last: int | None) -> "Curve":
+        """Return the curve without what follows the step `last`; None: as it is."""
+        if last is None:
+            return self
+        count = sum(step <= last for step in self.steps)
+        return Curve(self.steps[:count], self.values[:count])
 
     def points(self, most: int) -> dict[str, list[Any]]:
         """At most about `most` points with the same minima, maxima and gaps, as `{"x": steps, "y": values}`."""
@@ -86,14 +95,44 @@ def shared_out(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
 
 
 def state_of(result: Mapping[str, Any]) -> str:
-    """finished, stopped (by a signal), or empty for a run that has not ended: from its result.json."""
-    return "stopped" if result.get("stopped") else "finished" if result.get("ended") else ""
+    """Return finished, stopped (by a signal), failed, or nothing for a run that has not ended, from its result.json."""
+    if result.get("failed"):
+        return "failed"
+    if result.get("stopped"):
+        return "stopped"
+    return "finished" if result.get("ended") else ""
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether the folder has files of a run, which may have just begun."""
+    return any((folder / name).exists() for name in (*CURVES.values(), CONFIG))
+
+
+def composed_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that the command line has composed, in the layout of conf/train.yaml. Empty for a run from
+    Python.
+    """
+    settings = _yaml(folder / CONFIG)
+    return settings if isinstance(settings, dict) else {}
+
+
+def newest_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the run's newest checkpoint that has a sound one; empty without any.
+
+    A checkpoint with other damage counts: the damage is reported when it is loaded.
+    """
+    for path in sorted(folder.glob(f"checkpoints/step_{8 * '[0-9]'}/{MANIFEST}"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            manifest = read_any_manifest(path.parent)
+            if manifest.get("config"):
+                return manifest
+    return {}
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Everything of a run that its page shows. `curves` has a `Curve` per name."""
-    result = json_object(folder / "result.json")
-    started = json_object(folder / ".hydra/command.json")
+    result = json_object(folder / RESULT)
+    started = json_object(folder / COMMAND)
     headline, notes = _log(folder / "trainapp.log")
     overrides = _yaml(folder / ".hydra/overrides.yaml") or []
     return {
@@ -101,12 +140,12 @@ def read(folder: Path) -> dict[str, Any]:
         "state": state_of(result) or "not finished",
         "headline": headline,
         "result": {name: value for name, value in result.items() if name != "micro_schedule"},
-        "curves": {group: _curves(folder / name) for group, name in CURVES.items()},
+        "curves": {group: curves_in(folder / name) for group, name in CURVES.items()},
         "sizes": _sizes(result.get("micro_schedule")),
         "ooms": [{name: own.get(name) for name in _OF_OOM} for own in _oom_reports(folder / "oom")],
         "notes": notes,
         "overrides": [str(text)[:CHARACTERS] for text in overrides],
-        "settings": {name: _typed(value) for name, value in flat(_yaml(folder / ".hydra/config.yaml") or {})},
+        "settings": {name: typed(value) for name, value in flat(composed_settings(folder))},
         "command": started.get("arguments"),
         "environment": {name: value for name, value in started.items() if name != "arguments"},
     }
@@ -118,7 +157,7 @@ def _yaml(path: Path) -> Any:
     return None
 
 
-def _curves(path: Path) -> dict[str, Curve]:
+def curves_in(path: Path) -> dict[str, Curve]:
     """The numbers in a file of JSON lines. Null is a value that was not finite."""
     found: dict[str, Curve] = defaultdict(Curve)
     for line in each_json_line(path):
@@ -162,6 +201,6 @@ def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
     return headline, notes
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """The value of a setting as it would be typed."""
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:CHARACTERS]

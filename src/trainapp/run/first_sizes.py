@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainapp.checkpoint.directory import read_manifest
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE
 from trainapp.losses.contrastive import require_uncut

@@ -1,5 +1,6 @@
-"""A run's summary: a line or two at its start, a table and result.json at its end."""
+"""A run's summary: a table and result.json at its end."""
 
+import contextlib
 import json
 import logging
 import math
@@ -7,14 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.config.schema import WITHOUT_NUMBERS, Batch
 from trainapp.data.source import Progress
-from trainapp.files import atomic_write, shown, strict_json
-from trainapp.optim.precision import Precision
+from trainapp.errors import UserError
+from trainapp.files import atomic_write, json_object, shown, strict_json
 from trainapp.report import page
+from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
 from trainapp.training.session import Session
@@ -125,10 +124,23 @@ def read(run_dir: Path) -> Result | None:
 
 
 def forget_stop(run_dir: Path) -> None:
-    """Remove the result of a run that was stopped and now continues: if it dies, nothing may ask to continue it."""
-    former = read(run_dir)
-    if former is not None and former.stopped is not None:
+    """Remove the result of a run that was stopped or failed and now continues: if it dies, the file would be wrong."""
+    if state_of(json_object(run_dir / RESULT)) in ("stopped", "failed"):
         (run_dir / RESULT).unlink()
+
+
+def write_failure(session: Session, error: Exception) -> None:
+    """Write result.json for a run that cannot continue: why, and how far it came."""
+    run_dir = Path(session.config.run_dir)
+    facts = {
+        "failed": f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error),
+        "steps": session.state.progress.step,
+        "samples": session.state.progress.samples,
+        "oom_restarts": session.sizes.oom_restarts,
+        "checkpoint": session.checkpointer.newest_name(),
+    }
+    with contextlib.suppress(OSError), atomic_write(run_dir / RESULT) as file:  # the error itself must be reported
+        file.write(strict_json(facts, indent=1) + "\n")
 
 
 def write(result: Result) -> None:
@@ -137,47 +149,6 @@ def write(result: Result) -> None:
     del facts["run_dir"]
     with atomic_write(result.run_dir / RESULT) as file:
         file.write(strict_json(facts, indent=1) + "\n")
-
-
-def opening_lines(session: Session) -> list[str]:
-    """Model, device, precision; in training also how the global batch is split, and whether only some parameters are
-    trained. For a shard, `numel` counts the whole tensor.
-    """
-    config, state, batches, sizes = session.config, session.state, session.batches, session.sizes
-    parameters = list(state.model.parameters())
-    total, trained = (sum(p.numel() for p in own) for own in (parameters, [p for p in parameters if p.requires_grad]))
-    name = config.model.target.rpartition(".")[2]
-    if not name[0].isupper():  # a function that builds the model
-        name = type(state.model).__name__.removeprefix("FSDP")
-    device = f" ({torch.cuda.get_device_name(state.device)})" if state.device.type == "cuda" else ""
-    model = f"{name} with {_count_text(total)} parameters on {state.device}{device}, {state.precision.mode}"
-    lines = [model]
-    if state.precision.is_emulated:
-        lines.append(_emulation_text(state.precision))
-    if config.mode not in ("train", "lr_find"):
-        return lines
-    micro_size = sizes.train.size
-    epoch = batches.steps_left()
-    data = "a stream" if epoch is None else f"{batches.samples} samples, {epoch} steps per epoch"
-    lines[0] += (
-        f"; global batch {config.batch.global_size} = micro-batch {micro_size} x "
-        f"{batches.accumulation(micro_size)} accumulated x {batches.world} rank{'s' * (batches.world > 1)}; {data}"
-    )
-    if config.batch.micro_schedule is not None:
-        lines.append("the micro-batch sizes are those of batch.micro_schedule")
-    if config.mode == "train" and session.eval_sets and not config.has_best:
-        lines.append(f"{NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}")
-    if trained < total:
-        lines.append(f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)")
-    return lines
-
-
-def _emulation_text(precision: Precision) -> str:
-    dtype = str(precision.compute_dtype).removeprefix("torch.")
-    return (
-        f"precision={precision.mode}: this CPU has no instructions for {dtype}, so matmuls, convolutions and attention "
-        f"compute in fp32 on operands rounded to {dtype}; this saves memory as elsewhere, but no time"
-    )
 
 
 def report(session: Session, result: Result) -> None:
@@ -237,10 +208,3 @@ def print_summary(session: Session, result: Result) -> None:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
-
-
-def _count_text(count: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)

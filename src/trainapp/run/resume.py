@@ -9,7 +9,8 @@ import pydantic
 from pydantic import TypeAdapter
 
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
+from trainapp.checkpoint.directory import CheckpointDirectory, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Data, Target
 from trainapp.errors import UserError
@@ -62,6 +63,7 @@ def as_saved(config: Config, path: Path) -> Config:
     saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
     if config.mode != "train":
         config = _with_parts_of(config, path)
+        _require_same_adapter(config, path)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
     for name in ("seed", "draws"):
         own = getattr(config.train, name)
@@ -93,7 +95,23 @@ def _with_parts_of(config: Config, path: Path) -> Config:
         for setting in _settings_of_data(config):
             names = setting.split(".")
             _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
+    if "task_arguments" in taken:
+        for setting in config.given:
+            if setting.startswith("task."):
+                _change(taken["task_arguments"], config.task_arguments, setting.split(".")[1:])
     return saved_config(path, dataclasses.asdict(config) | taken)
+
+
+def _require_same_adapter(config: Config, path: Path) -> None:
+    """Raises UserError for adapters of other shapes than the run's: its weights would not fit, tensor by tensor."""
+    saved = read_manifest(path)["config"].get("adapter") or {}
+    for name in ("kind", "rank", "targets", "train"):
+        own = getattr(config.adapter, name)
+        if name in saved and saved[name] != own:
+            raise UserError(
+                f"adapter.{name}={own}: the run in {path} has adapter.{name}={saved[name]}, and mode={config.mode} "
+                "uses its weights; leave out `adapter`, whose settings are then those of the run"
+            )
 
 
 def _settings_of_data(config: Config) -> list[str]:
@@ -122,7 +140,8 @@ def _missing(config: Config) -> list[str]:
     if config.chooses("experiment"):
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
-    chosen = {"data": is_other_data, "task_arguments": config.chooses("task")}
+    is_other_task = "task" in config.given
+    chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
     if config.mode in INFERENCE:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):

@@ -14,12 +14,11 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from trainapp.config import resume_rules
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.files import json_object
+from trainapp.report.run_files import newest_manifest
 
 LOCK = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -114,7 +113,7 @@ def require_same_experiment(config: Config) -> None:
     the result. Training only: evaluation and export do not write a run's files.
     """
     run_dir = Path(config.run_dir)
-    before = _settings_of(run_dir) if config.mode == "train" else None
+    before = newest_manifest(run_dir).get("config") if config.mode == "train" else None
     if before is None:
         return
     found = [change for change in resume_rules.changes(before, config.to_dict()) if change.is_another_experiment]
@@ -128,14 +127,3 @@ def require_same_experiment(config: Config) -> None:
             "choose another directory (of a sweep, hydra.sweep.dir); to continue that run there with the new settings, "
             f"also set checkpointing.resume={run_dir}, or model.init_from={run_dir} to take its weights alone"
         )
-
-
-def _settings_of(run_dir: Path) -> dict[str, Any] | None:
-    """The settings in the newest checkpoint with a readable manifest; None without one.
-
-    A damaged checkpoint counts: the damage is reported when it is loaded.
-    """
-    for manifest in sorted(run_dir.glob(f"checkpoints/step_{8 * '[0-9]'}/manifest.json"), reverse=True):
-        if config := json_object(manifest).get("config"):
-            return dict(config)
-    return None

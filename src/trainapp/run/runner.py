@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.assembly import build, hooks
-from trainapp.checkpoint.directory import read_manifest
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, rows
@@ -22,9 +22,9 @@ from trainapp.oom import recovery
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
-from trainapp.run import resume, run_dir
+from trainapp.run import recipe, resume, run_dir
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
-from trainapp.run.result import Result, forget_stop, opening_lines, print_command, report, result_of
+from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop
@@ -85,8 +85,7 @@ def _run_session(
             for name, state in first.items():
                 current.state.stateful.owners[name].restore(state)
         if carried is None:
-            for line in opening_lines(current):
-                log.info("%s", line)
+            _tell_recipe(current)
         try:
             while (failure := attempt(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:
@@ -96,11 +95,25 @@ def _run_session(
             raise
         except Exception as error:
             add_note(error, f"at step {current.state.progress.step + 1}")
+            if current.config.mode == "train" and ranks.is_rank_zero:
+                write_failure(current, error)
             raise
     result = result_of(current)
     if ranks.is_rank_zero:
         report(current, result)
     return result
+
+
+def _tell_recipe(session: Session) -> None:
+    """Print how the run trains, and write it to recipe.json."""
+    facts = recipe.recipe_of(session)
+    for line in recipe.lines_of(facts):
+        log.info("%s", line)
+    if session.config.mode == "train" and session.ranks.is_rank_zero:
+        try:
+            recipe.write(session.tracker.run_dir, facts)
+        except OSError as error:  # the run is more important than its record
+            session.tracker.unwritable(session.tracker.run_dir / recipe.RECIPE, error)
 
 
 def prepare(
@@ -138,16 +151,19 @@ def prepare(
 
 
 def attempt(session: Session) -> OomReport | None:
-    """Run the inner loop. Returns None, or the report of an out-of-memory error once nothing holds its tensors."""
+    """Run the inner loop. Returns None, or the report of an error to recover from once nothing holds its tensors."""
     try:
         work(session)
         return None
     except Exception as error:
-        may_retry = session.config.oom.enabled and session.engine.phase is not Phase.SAVE
-        if not may_retry or not is_out_of_memory(error, refused_in_attempt(session)):
+        if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
             raise
-        recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
-        return describe(session, error)  # plain values, which do not keep those tensors alive
+        if is_out_of_memory(error, refused_in_attempt(session)):
+            recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
+            return describe(session, error)  # plain values, which do not keep those tensors alive
+        if recovery.has_too_few_samples(session, error):
+            return describe(session, error, has_too_few=True)
+        raise
 
 
 def work(session: Session) -> None:
@@ -178,9 +194,9 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 
     Returns the state for a new run if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
-    session.memory.out_of_memory_count += 1
     session.sizes.oom_restarts += 1
     recovery.abort_on_all_ranks(session, failure)
+    session.memory.out_of_memory_count += not failure.too_few
     if failure.host:
         host.give_memory_back()
     recovery.roll_back(session, failure)

@@ -19,7 +19,8 @@ from torch import nn
 from trainapp.assembly import model as assembly
 from trainapp.assembly.parts import load_parts
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import checkpoints_in, read_manifest, resolve
+from trainapp.checkpoint.directory import checkpoints_in, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.checkpoint.train_state import require_same_data
 from trainapp.config.excludes import NO_BEST
 from trainapp.config.schema import Config
@@ -74,7 +75,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
     )
     with contextlib.closing(load_parts(config, SingleRank())) as parts:
         data, built = parts.components.train_data, assembly.built(config, parts)
-    values = checkpointer.restore_model(built, path)
+    values = checkpointer.restore_model(built, path, parts.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
     return built.eval(), data, values

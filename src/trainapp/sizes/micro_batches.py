@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainapp.data.batch import MicroBatch, bucket_of, cut, elements_in, pieces_of
+from trainapp.data.batch import MicroBatch, bucket_of, cut, elements_in, pieces_of, size_for
 from trainapp.parallel.ranks import Ranks
-from trainapp.sizes.search import Measured, SizeSearch
+from trainapp.sizes.search import Demand, Measured, SizeSearch
 
 Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
@@ -41,6 +41,18 @@ class Seen:
     attempt: Ran = NOTHING  # in the current attempt
     clean: Ran = NOTHING  # in clean steps, since the ranks last exchanged it
     longest: int = 0  # the most elements of a micro-batch in all clean steps
+    shortest: int = 0  # the fewest samples of a micro-batch in all clean steps; 0 before the first
+    shortest_of_attempt: int = 0
+
+
+class Failure(NamedTuple):
+    """Why a rank left the current attempt: memory ran out, or its model cannot run so few samples."""
+
+    demand: Demand | None = None  # what was asked for, if memory ran out and that is known
+    too_few: int = 0  # the number of samples that the model cannot run
+
+
+OUT_OF_MEMORY = Failure()
 
 
 @dataclass
@@ -58,6 +70,8 @@ class MicroBatchSizes:
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
     seen: defaultdict[int, Seen] = field(default_factory=lambda: defaultdict(Seen))  # by bucket, on this rank alone
     current_bucket: int = 0  # the bucket of the current micro-batch; 0 before the first
+    current_samples: int = 0  # of the current micro-batch
+    current_elements: int = 0  # of the current micro-batch if its memory is watched; otherwise 0
     is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
     # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
     in_force: dict[int, int] = field(default_factory=dict)
@@ -78,7 +92,23 @@ class MicroBatchSizes:
     @property
     def can_shrink(self) -> bool:
         """Whether the current micro-batch may be cut further."""
-        return (self.seen[self.current_bucket].attempt.samples or self.size) > self.smallest
+        smallest = self.search(self.current_bucket).smallest
+        return (self.seen[self.current_bucket].attempt.samples or self.size) > smallest
+
+    @property
+    def fewest(self) -> int:
+        """The number of samples that every micro-batch must have, whatever its shape."""
+        return max((search.smallest for search in self.searches.values()), default=self.smallest)
+
+    @property
+    def may_have_too_few(self) -> bool:
+        """Whether the current micro-batch may have too few samples for the model: none of its shape has run with so few
+        in this process, but larger ones have, or ran out of memory.
+        """
+        seen, search = self.seen[self.current_bucket], self.search(self.current_bucket)
+        larger = max(seen.attempt.samples, seen.shortest, search.works, search.fails or 0)
+        has_run = 0 < seen.shortest <= self.current_samples
+        return search.smallest <= self.current_samples < larger and not has_run
 
     @property
     def search_has_ended(self) -> bool:
@@ -141,7 +171,7 @@ class MicroBatchSizes:
         for bucket, size in plan.items():
             search = self.searches[bucket] = self.search(bucket)
             if search.fails is None or size < search.fails:
-                search.try_size(size)
+                search.try_size(max(search.smallest, size))
 
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
@@ -152,19 +182,23 @@ class MicroBatchSizes:
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
-        size = self.search(bucket).size
+        fewest = self.search(bucket).smallest
+        size = size_for(samples, self.search(bucket).size, fewest)
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1 and not self._all_alike():
             count, any_unvalidated = ranks.all_reduce_max(len(pieces), int(not self.is_validated(bucket)))
             if any_unvalidated:  # memory may run out
                 ranks.enable_votes(True)
             if count != len(pieces):
-                pieces = cut(range(samples), size, count)
+                pieces = cut(range(samples), size, count, fewest)
         elif ranks.world > 1:
             pieces = [range(samples)]
         own, longest = self.seen[bucket], len(pieces[0])
         own.attempt = own.attempt.merged(Ran(longest, elements * longest // samples))
-        return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
+        shortest = longest if len(pieces) == 1 else min(len(piece) for piece in pieces if piece)
+        own.shortest_of_attempt = min(own.shortest_of_attempt or shortest, shortest)
+        self.current_samples, self.current_elements = shortest, 0
+        return [micro] if len(pieces) == 1 else pieces_of(micro, pieces, fewest)
 
     def _all_alike(self) -> bool:
         """Whether every bucket seen so far has the same, validated size."""
@@ -176,7 +210,7 @@ class MicroBatchSizes:
 
         resident: bytes in use before it, gradients included; peak: highest value during it.
         """
-        if samples >= self.search(self.current_bucket).size - 1:
+        if self.search(self.current_bucket).is_full_size(samples):
             own = self.seen[self.current_bucket]
             own.attempt = own.attempt.merged(Ran(measured=Measured(peak - resident, limit - resident)))
 
@@ -189,17 +223,16 @@ class MicroBatchSizes:
             news = ranks.world == 1 and self.has_news
         for own in self.seen.values():
             own.longest = max(own.longest, own.attempt.elements)
+            if own.shortest_of_attempt:
+                own.shortest = min(own.shortest or own.shortest_of_attempt, own.shortest_of_attempt)
+                own.shortest_of_attempt = 0
             own.clean, own.attempt = own.clean.merged(own.attempt), NOTHING
         if not (self.is_unvalidated or news):
             return {}
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.
         largest = merged(ranks.all_gather_object({bucket: own.clean for bucket, own in self.seen.items()}))
         grown = {}
-        # A shape that was not split (see `cut`) ran at more than its size.
-        self.in_force = {
-            bucket: max(min(self.search(bucket).size, self.size), largest.get(bucket, NOTHING).samples)
-            for bucket in sorted({*self.searches, *largest})
-        }
+        self.in_force = {bucket: self._size_in_force(bucket, largest) for bucket in sorted({*self.searches, *largest})}
         for bucket, ran in largest.items():
             search = self.searches[bucket] = self.search(bucket)
             if (next_size := search.fitted(ran.samples, ran.measured)) is not None:
@@ -210,40 +243,59 @@ class MicroBatchSizes:
             self.is_unvalidated = not all(map(self.is_validated, largest))
         return grown
 
-    def failed(self, ranks: Ranks, culprit: bool = True) -> tuple[int, int] | None:
-        """Memory ran out: returns `(size that ran, new size)`, or None if no smaller size can fit.
+    def _size_in_force(self, bucket: int, largest: dict[int, Ran]) -> int:
+        """The size by which this step's batches of a bucket were cut. A new shape that was not split (see `cut`) ran at
+        more than the size that it gets.
+        """
+        size = self.search(bucket).size
+        return size if bucket in self.searches else max(min(size, self.size), largest[bucket].samples)
 
-        culprit: whether memory ran out on this rank.
+    def failed(self, ranks: Ranks, culprit: bool = True, failure: Failure = OUT_OF_MEMORY) -> tuple[int, int] | None:
+        """The attempt failed: returns `(size that ran, new size)`, or None if no other size can help.
+
+        culprit: whether it failed on this rank; failure: why.
         """
         attempt = {bucket: own.attempt for bucket, own in self.seen.items()}
-        by_rank = ranks.all_gather_object((attempt, self.current_bucket if culprit else 0))
-        largest = merged([ran for ran, _ in by_rank])
+        message = (attempt, self.current_bucket, failure) if culprit else (attempt, 0, None)
+        by_rank = ranks.all_gather_object(message)
         self._forget_attempt()
+        if any(own.demand.is_fixed for _, _, own in by_rank if own and own.demand):
+            return None
+        largest = merged([ran for ran, _, _ in by_rank])
         largest_bucket = sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
-        failures = sorted({bucket for _, bucket in by_rank if bucket}) or largest_bucket
+        failures = sorted({bucket for _, bucket, _ in by_rank if bucket}) or largest_bucket
         if not failures:  # in the first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
         # Create all searches before changing any: a new one starts from the failures of the others.
         self.searches |= {bucket: self.search(bucket) for bucket in failures}
-        changes = []
+        changes: list[tuple[int, int] | None] = []
         for bucket in failures:
             search = self.searches[bucket]
             ran = largest[bucket].samples if bucket in largest else search.size  # nothing ran if the fetch failed
-            changes.append((ran, search.size) if search.failed(ran) else None)
+            reasons = [own for _, failed, own in by_rank if own and failed == bucket] or [OUT_OF_MEMORY]
+            too_few = max(own.too_few for own in reasons)
+            out_of_memory = next((own for own in reasons if not own.too_few), None)
+            if too_few:
+                search.require_more_than(too_few)
+                changes.append((too_few, search.size))
+            if out_of_memory:
+                changes.append((ran, search.size) if search.failed(ran, out_of_memory.demand) else None)
         return None if None in changes else changes[0]
 
     def _forget_attempt(self) -> None:
         for own in self.seen.values():
             own.attempt = own.clean = NOTHING
+            own.shortest_of_attempt = 0
         self.is_unvalidated = True
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
-        return {
-            "start": self.start,
-            "buckets": {b: [s.size, s.works, s.fails, s.search_has_ended] for b, s in self.searches.items()},
-        }
+        buckets = {}
+        for bucket, search in self.searches.items():
+            bounds = [search.size, search.works, search.fails, search.search_has_ended, search.smallest]
+            buckets[bucket] = [*bounds, search.last_demand and list(search.last_demand)]
+        return {"start": self.start, "buckets": buckets}
 
     def load_state_dict(self, saved: dict[str, Any], is_lower: bool = False) -> None:
         """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON.
@@ -255,12 +307,24 @@ class MicroBatchSizes:
         self.searches |= {int(bucket): self._loaded(*entry) for bucket, entry in saved["buckets"].items()}
         self.is_unvalidated = True
 
-    def _loaded(self, size: int, works: int, fails: int | None, ended: bool) -> SizeSearch:
+    def _loaded(
+        self,
+        size: int,
+        works: int,
+        fails: int | None,
+        ended: bool,
+        smallest: int = 1,
+        demand: Sequence[Any] | None = None,
+    ) -> SizeSearch:
+        """A search from its record, of which earlier versions have only the first four."""
         if fails is not None and fails > self.start:  # from a larger global batch: unreachable here, so never validated
             fails, ended = None, True
-        size = max(self.smallest, min(size, self.start))
+        smallest = max(self.smallest, min(smallest, self.start))
+        size = max(smallest, min(size, self.start))
         search = self._new(size)
         search.works, search.fails, search.search_has_ended = min(works, size), fails, ended or not self.grow
+        search.smallest = smallest
+        search.last_demand = None if demand is None else Demand(*demand)
         return search
 
 

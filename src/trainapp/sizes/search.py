@@ -6,6 +6,9 @@ the two largest. That size, less a margin, is tried next, and the step itself de
 piecewise affine in the size. Without a known peak, or after a failure has disproved the line, the middle between the
 largest size that worked and the smallest that failed is tried. The search ends when the line or a failure excludes 5%
 more (below 20 samples: one more).
+
+Going down ends where the model itself cannot run so few samples. Where what is asked for does not get smaller with the
+micro-batch, the smallest is tried next, and at once decides.
 """
 
 import math
@@ -14,6 +17,7 @@ from typing import NamedTuple
 
 MARGIN = 0.98  # fraction tried of the size at which the line reaches the limit
 WORTH = 0.05  # smallest relative gain worth risking a failed step
+NOISE = 0.01  # of a request: what else may be in memory in one attempt and not in another, such as a sum per metric
 
 
 class Measured(NamedTuple):
@@ -27,6 +31,36 @@ class Measured(NamedTuple):
         return self if other is None else Measured(max(self.needed, other.needed), min(self.room, other.room))
 
 
+class Demand(NamedTuple):
+    """What a failed allocation asked for, in bytes, and in which micro-batch."""
+
+    place: str  # phase and module, and whether gradients of earlier micro-batches were in memory
+    samples: int
+    elements: int  # 0 if unknown
+    requested: int
+    used: int  # before it
+    limit: int
+    is_fixed: bool = False  # whether it is known to be the same for every size
+    is_of_update: bool = False  # whether the update of the parameters asked for it, which works on no samples
+
+    def is_constant(self, before: "Demand | None") -> bool:
+        """Whether it evidently does not depend on the size. before: of the previous failure, at a larger size.
+
+        So if the same allocation failed before in a micro-batch of at least twice as many samples, none of them
+        smaller, and not even what fewer samples save around it, down to none, would make room.
+        """
+        if self.is_fixed or before is None:
+            return self.is_fixed
+        is_same = (self.place, self.requested) == (before.place, before.requested)
+        is_half = 2 * self.samples <= before.samples
+        is_no_longer = 0 < self.elements * before.samples <= before.elements * self.samples
+        saved = before.used - self.used
+        if not (is_same and is_half and is_no_longer) or saved < -NOISE * self.requested:
+            return False
+        left_to_save = max(0, saved) * self.elements / (before.elements - self.elements)
+        return self.used + self.requested - left_to_save > self.limit
+
+
 @dataclass
 class SizeSearch:
     """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
@@ -38,13 +72,15 @@ class SizeSearch:
     size: int
     clean_steps: int = 3
     grow: bool = True
-    smallest: int = 1  # some models cannot train on single samples
+    smallest: int = 1  # no micro-batch has fewer samples: some models cannot train on single ones
     clean: int = 0  # steps with this size
     works: int = 0  # the largest validated size
     fails: int | None = None  # the smallest micro-batch that failed
     errors: int = 0  # in a row
     search_has_ended: bool = True  # no larger size is worth trying
     measured: dict[int, Measured] = field(default_factory=dict)  # by size
+    last_demand: Demand | None = None  # of the last failure in a row
+    asks_the_same: bool = False  # whether fewer samples asked for as much, since one last fitted
 
     @property
     def is_validated(self) -> bool:
@@ -54,12 +90,12 @@ class SizeSearch:
     def fitted(self, ran: int, measured: Measured | None = None) -> int | None:
         """Record a clean step. Returns the larger size to try next, or None.
 
-        ran: the largest micro-batch in it; only full-size ones count (one sample less is full-size, see
-        `data.batch.ranges`). measured: None if the peak is not known.
+        ran: the largest micro-batch in it; only full-size ones count. measured: None if the peak is not known.
         """
-        if ran < self.size - 1:
+        if not self.is_full_size(ran):
             return None
         self.errors, self.clean = 0, self.clean + 1
+        self.last_demand, self.asks_the_same = None, False
         if measured is not None:
             self.measured[self.size] = measured.worst(self.measured.get(self.size))
         if not self.is_validated:
@@ -73,25 +109,52 @@ class SizeSearch:
             self.try_size(larger)
         return larger
 
-    def failed(self, ran: int) -> bool:
+    def is_full_size(self, ran: int) -> bool:
+        """Whether a micro-batch of `ran` samples is one of this size: the first may have given its last samples to a
+        remainder that is too small, see `data.batch.ranges` and `size_for`.
+        """
+        return ran >= min(self.size - 1, max(self.smallest, self.size - self.smallest + 1))
+
+    def failed(self, ran: int, demand: Demand | None = None) -> bool:
         """Memory ran out: fall back to the largest validated size, otherwise to half of what ran or, after two errors
-        in a row and if larger sizes will be tried, to a quarter. False if none can fit.
+        in a row and if larger sizes will be tried, to a quarter; to the smallest size if fewer samples asked for the
+        same. False if none can fit.
 
         ran: the largest micro-batch of the attempt. It is less than `size` if the step has fewer samples; sizes in
-        between would then run the same samples at once and fail again.
+        between would then run the same samples at once and fail again. It is more if fewer samples would be left over.
+        demand: what was asked for, if known.
         """
-        if ran <= self.smallest:
+        has_failed_before = self.fails is not None and ran >= self.fails
+        if ran <= self.smallest or (self.size <= self.smallest and has_failed_before):
             return False
+        before, self.last_demand = self.last_demand, demand
+        if demand is not None and demand.is_constant(before) and not 0 < self.works < ran:
+            self.asks_the_same = True
+            if demand.is_of_update:
+                return False
         self.errors += 1
         self.fails = min(ran, self.fails or ran)
         if self.works >= ran:
             self.works = 0  # a size that fitted once need not fit again
         smaller = max(self.smallest, min(self.size, ran // (4 if self.errors > 1 and self.grow else 2)))
+        if self.asks_the_same:
+            smaller = self.smallest
         self.try_size(self.works or smaller)
         if self.works:
             self.clean = self.clean_steps - 1  # it was validated before
         self.search_has_ended = not self.grow
         return True
+
+    def require_more_than(self, samples: int) -> None:
+        """The model cannot run so few samples: from now on, no micro-batch has fewer than one more. A size that is too
+        small is doubled, but stays below what has failed.
+        """
+        self.smallest = max(self.smallest, samples + 1)
+        self.errors, self.last_demand = 0, None
+        if self.size < self.smallest:
+            doubled = self.works or 2 * samples
+            below_failure = doubled if self.fails is None else min(doubled, self.fails - 1)
+            self.try_size(max(self.smallest, below_failure))
 
     def try_size(self, size: int) -> None:
         """Continue with this unvalidated size."""

@@ -2,13 +2,14 @@
 torch.
 """
 
+import argparse
 import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +19,7 @@ from trainapp.errors import UserError
 from trainapp.files import CALLER, json_object
 from trainapp.launch.launch import COMMAND
 from trainapp.new import project
-from trainapp.report import page
+from trainapp.report import diff, page
 from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import NAME, Journal
 
@@ -90,6 +91,35 @@ def write_report(arguments: Sequence[str]) -> None:
     print(path)
 
 
+def show_difference(arguments: Sequence[str]) -> NoReturn:
+    """Print what differs between two runs, and exit with the code that says whether something does."""
+    parser = _DiffParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("runs", nargs="*")
+    parser.add_argument("--step", type=_step)
+    parsed = parser.parse_args(arguments)
+    if len(parsed.runs) != 2:
+        parser.error("give the directories of two runs")
+    run_a, run_b = (_folder("diff", [run]) for run in parsed.runs)
+    code = diff.show(run_a, run_b, parsed.step)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+class _DiffParser(argparse.ArgumentParser):
+    """The arguments of `trainapp diff`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a mistake as elsewhere."""
+        raise UserError(f"trainapp diff: {message}; usage: {_DIFF.partition(':')[0]}")
+
+
+def _step(text: str) -> int | str:
+    """Return a step, or "best". Raises a mistake for anything else."""
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} must be the step of a checkpoint, or best")
+    return text if text == "best" else int(text)
+
+
 def _folder(name: str, arguments: Sequence[str]) -> Path:
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"trainapp {name}: give the directory of a {'run' if name == 'rerun' else 'sweep or a run'}")
@@ -99,19 +129,51 @@ def _folder(name: str, arguments: Sequence[str]) -> Path:
     return folder
 
 
-COMMANDS: dict[str, Any] = {
-    "new": project.command,
-    "continue": resumed,
-    "rerun": rerun,
-    "leaderboard": show_leaderboard,
-    "report": write_report,
+_DIFF = (
+    "trainapp diff RUN_A RUN_B [--step N|best]: prints the settings, logged values and weights (of the newest "
+    "checkpoints, or of step N, with what was logged until then) in which two runs differ; exits with 0 if what they "
+    "logged and their weights are identical bit for bit, 1 if not, 2 if they cannot be compared"
+)
+
+
+class Command(NamedTuple):
+    """A command: what does it, and how it is used. `function` returns arguments with which a run or sweep follows."""
+
+    function: Callable[[Sequence[str]], list[str] | None]
+    usage: str
+
+
+COMMANDS = {
+    "new": Command(project.command, project.USAGE),
+    "continue": Command(
+        resumed,
+        "trainapp continue DIR [SETTING=VALUE ...]: continues a sweep or a run in its directory, with changed settings",
+    ),
+    "rerun": Command(
+        rerun,
+        "trainapp rerun RUN [SETTING=VALUE ...]: starts a new run, or with -m a sweep, from the overrides of another, "
+        "with changed settings",
+    ),
+    "leaderboard": Command(
+        show_leaderboard,
+        "trainapp leaderboard DIR: prints the table of a sweep, also while it runs, or of a folder of runs",
+    ),
+    "report": Command(
+        write_report,
+        "trainapp report DIR [DIR ...]: writes report.html, the page of a run or a sweep, into its directory, or that "
+        "of several runs over each other here",
+    ),
+    "diff": Command(show_difference, _DIFF),
 }
 
 
 def run(name: str, arguments: Sequence[str]) -> bool:
     """Do a command. Returns whether a run or sweep follows, with the arguments that it has set in `sys.argv`."""
+    if {"--help", "-h"} & {*arguments}:
+        print(COMMANDS[name].usage)
+        return False
     try:
-        further = COMMANDS[name](arguments)
+        further = COMMANDS[name].function(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # as by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

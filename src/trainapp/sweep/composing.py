@@ -76,7 +76,7 @@ class Composer:
         swept = self.space.swept(values)
         overrides = [*self.space.fixed, *swept]
         try:
-            config = self._loader.load_sweep_config(self._sweep, overrides)
+            config = self._loader.load_sweep_config(self._sweep, [*map(command_line.for_composition, overrides)])
         except Exception as error:
             message = command_line.explain(error, overrides)
             if message is None:

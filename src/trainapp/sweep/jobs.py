@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainapp.config.command_line import message_in
+from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import json_object
@@ -88,6 +89,8 @@ def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot
     each = 1
     if config.parallel.strategy != "single":
         each = len(gpus) or 1 if config.parallel.devices == "auto" else int(config.parallel.devices)
+        if config.mode != "plan" and (gpus or config.parallel.devices != "auto"):
+            require_several_ranks(config, each, f"parallel.devices={config.parallel.devices}")
     if each > len(gpus) > 0:
         raise UserError(f"parallel.devices={each}: this machine has {len(gpus)} GPUs")
     fitting = len(gpus) // each

@@ -12,6 +12,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from trainapp.config.command_line import as_entered
 from trainapp.errors import UserError
 
 Values = tuple[str, ...]  # one per dimension, as in overrides
@@ -100,7 +101,7 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
     found: dict[str, str | Dimension] = {}
     errors = []
     for own in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
-        key, text = own.get_key_element(), str(own.input_line)
+        key, text = as_entered(own.get_key_element()), as_entered(str(own.input_line))
         is_of_sweep = own.key_or_group.partition(".")[0] == "sweep"
         try:
             if own.is_sweep_override():

@@ -115,7 +115,7 @@ def _optimizer(option: str) -> dict[str, Any]:
     """The changes of `optimizer=option` that affect memory."""
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
     for name in ("lr", "weight_decay", "fused"):
-        del values[name]
+        values.pop(name, None)
     return {"optimizer.target": values.pop("_target_"), "optimizer.arguments": values}
 
 

@@ -19,7 +19,7 @@ from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
 from trainapp.draws import belong_to_samples
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.losses.losses import Metrics, Task, evaluate_metrics, is_built_in
+from trainapp.losses.losses import Metrics, Task, can_be_chunked, evaluate_metrics
 from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -153,7 +153,7 @@ class Engine:
     @property
     def knows_loss(self) -> bool:
         """Whether every loss is built in."""
-        return all(map(is_built_in, (self.evaluated_task, *self.tasks.values())))
+        return all(map(can_be_chunked, (self.evaluated_task, *self.tasks.values())))
 
     def alone(self, update: Update) -> contextlib.AbstractContextManager[None]:
         """Inside the block, only this update's parameters require gradients, if a step has several updates."""

@@ -16,7 +16,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.losses.losses import has_embeddings
 from trainapp.memory.live_tensors import Picture
-from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm
+from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm, per_sample_buffers
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
@@ -152,6 +152,8 @@ def note_dependence(session: Session, step: Step) -> None:
     written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
     statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}
     other_state = written - statistics
+    modules = {"model": session.state.model, **session.state.stateful.modules}
+    other_state -= per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # which is called once per step
         other_state = {name for name in other_state if not name.partition(".")[0].endswith("task")}
     if is_cut and statistics:  # without any, its layers are in evaluation mode

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Attempt:
     started: float = 0.0  # time.monotonic()
     retried: int = -1  # the last step retried at the same size
     refused: int = 0  # failed allocations before the attempt
+    too_few: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
 
 
@@ -96,6 +97,8 @@ class Session:
     objective: Objective
     metrics: StatefulMetrics
     callbacks: Callbacks
+    filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Parts`
+    checks: Mapping[str, str]
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: Attempt = field(default_factory=Attempt)
     rehearsals: int = 0  # updates that `train.check_exactness` has yet to compare
@@ -221,7 +224,10 @@ class Session:
             return AtWork(name, lost, config.continues, config.mode == "lr_find")
         saved_at = saver.committed_at or 0
         # Of several ranks, one may have finished a step before another.
-        is_idle = self.ranks.world == 1 and not self.is_ending and saver.pending is None and saved_at == step
+        is_alone = self.ranks.world == 1 and not self.is_ending
+        # A save that repeats that of this step replaces its checkpoint.
+        is_saving = saver.pending is not None or self.engine.phase is Phase.SAVE
+        is_idle = is_alone and not is_saving and saved_at == step
         is_saved = config.continues and saver.committed_at == step
         return AtWork(name, f"{step - saved_at} steps since step {saved_at}", is_saved, is_idle)
 

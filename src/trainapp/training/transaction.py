@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.data.batch import MicroBatch, elements_in, tensors_in
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
 from trainapp.rng import noted_draws
@@ -81,7 +81,9 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     """The coming step's samples, fetched and split to the size that fits: the same number on every rank."""
     batches, sizes = session.batches, session.sizes
     by_update = [own.size for own in sizes.by_update.values()]
-    fetched = session.meter.timed(batches.micro_batches(session.state.progress, by_update, session.state.every))
+    fewest = [own.fewest for own in sizes.by_update.values()]
+    of_step = batches.micro_batches(session.state.progress, by_update, session.state.every, fewest)
+    fetched = session.meter.timed(of_step)
     cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
     return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train))
 
@@ -89,7 +91,7 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
 def around(session: Session, micro: MicroBatch) -> Context:
     """Around the forward and backward of a micro-batch. Only a step's last one sums gradients over ranks."""
     sizes, summing = session.sizes.train, session.strategy.micro_batch(micro.last)
-    sizes.current_bucket = micro.bucket
+    sizes.current_bucket, sizes.current_samples = micro.bucket, micro.samples
     is_settled = not (session.engine.is_first or session.engine.step.is_logged or is_watched(session, sizes))
     return summing if is_settled else _measured(session, micro, summing)
 
@@ -143,6 +145,7 @@ def watched(
     if not (always or is_watched(session, sizes)):
         yield
         return
+    sizes.current_elements = elements_in(batch)
     # A step's first micro-batch is not typical: no gradients are in memory yet.
     is_typical = sizes is session.sizes.evaluation or session.engine.accumulates
     with session.memory.watch(session.meter.resident()):

@@ -1,0 +1,99 @@
+"""Sizes of the model that the user has set, compared with those that the data's `spec` knows."""
+
+import logging
+from typing import Any
+
+from trainapp.assembly.components import Components
+from trainapp.config.schema import WITHOUT_NUMBERS, Config
+from trainapp.config.targets import Spec, Written
+from trainapp.errors import UserError
+from trainapp.losses.losses import classification, next_token, unchecked
+
+CONTEXT = "context_length"
+log = logging.getLogger(__name__)
+
+
+def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
+    """Log the model's sizes that differ from the data's, one line each. Raises UserError if a built-in loss has targets
+    for which the model has no output.
+    """
+    different = [written for written in spec.written if _differs(written, spec)]
+    if config.mode not in WITHOUT_NUMBERS:
+        if config.model.target.startswith("trainapp.models."):
+            _require_context(spec)
+        for task in (components.task, *components.training_tasks):
+            _require_outputs(task, different, spec)
+    if config.mode != "export":  # it reads no batch
+        for written in different:
+            _log_difference(written, spec.values[written.name])
+
+
+def _differs(written: Written, spec: Spec) -> bool:
+    """Whether the user's value is not the data's. 0 says nothing: a model of 0 classes is one without a last layer."""
+    value, known = written.value, spec.values[written.name]
+    if not (_is_plain(value) and _is_plain(known)):
+        return False
+    if written.name == CONTEXT:
+        return _is_less(value, known)  # a model may take longer sequences than those of the data
+    return value != 0 and _as_list(value) != _as_list(known)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the value is one that YAML may hold: a `spec` may also have tensors, say."""
+    return isinstance(value, (int, float, str, list, tuple))
+
+
+def _as_list(value: Any) -> Any:
+    """Return a tuple as the list that YAML has for it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _require_outputs(task: Any, different: list[Written], spec: Spec) -> None:
+    """Raise UserError if the size that bounds the task's targets is too small wherever the model has it. (One of them
+    may be, such as that of an encoder with its own vocabulary.)
+    """
+    name = _size_that_bounds_targets(task)
+    if name is None or any(setting.endswith(f".{name}") for setting in spec.filled):
+        return
+    needed: Any = spec.values.get(name)
+    too_small = [written for written in different if written.name == name and _is_less(written.value, needed)]
+    if too_small and len(too_small) == sum(written.name == name for written in spec.written):
+        settings = ", ".join(f"{written.setting}={written.value}" for written in too_small)
+        raise UserError(
+            f"{settings}: the data has {name}={needed}, so a target of {needed - 1} would be out of range; leave it "
+            f"out, which takes the data's, or set at least {needed}"
+        )
+
+
+def _require_context(spec: Spec) -> None:
+    """Raise UserError if the data's sequences are longer than the model's longest."""
+    for written in spec.written:
+        if written.name == CONTEXT and _differs(written, spec):
+            raise UserError(
+                f"{written.setting}={written.value}: the data has sequences of {spec.values[CONTEXT]} tokens; leave it "
+                f"out, which takes the data's, or lower data.{CONTEXT}"
+            )
+
+
+def _size_that_bounds_targets(task: Any) -> str | None:
+    """Return the size by name; None for a task of the user's own, whose targets may mean anything."""
+    if unchecked(task) is classification:
+        return "num_classes"
+    if unchecked(task) is next_token:
+        return "vocab_size"
+    return None
+
+
+def _is_less(value: Any, other: Any) -> bool:
+    """Whether both are numbers, and the first is the smaller one."""
+    return isinstance(value, int) and isinstance(other, int) and value < other
+
+
+def _log_difference(written: Written, known: Any) -> None:
+    setting, in_data = f"{written.setting}={written.value}", f"the data's {written.name}={known}"
+    if _is_less(known, written.value):  # such as a vocabulary padded to a multiple of 64
+        log.info("%s is larger than %s", setting, in_data)
+    elif _is_less(written.value, known):
+        log.warning("%s is smaller than %s: larger indices are out of range", setting, in_data)
+    else:
+        log.warning("%s differs from %s", setting, in_data)

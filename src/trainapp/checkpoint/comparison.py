@@ -1,0 +1,258 @@
+"""What differs between the checkpoints of two runs: bit for bit, and by how much."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainapp.checkpoint import shards
+from trainapp.checkpoint.checkpointer import load_values
+from trainapp.checkpoint.directory import checkpoints_in, damage, resolve
+from trainapp.checkpoint.manifest import read_manifest
+from trainapp.checkpoint.state_dicts import Sizes, digest
+from trainapp.errors import UserError
+from trainapp.units import listed
+
+_AT_ONCE = 256 * 2**20  # bytes that are read from each checkpoint together
+_WIDE_AT_ONCE = 2**24  # numbers that are compared in 64 bits together
+_OPTIMIZER = "optimizer"  # the outermost name of its tensors; all others are weights
+# Entries of the plain values that belong to the weights: sparse tensors and the like, and the digest of the frozen
+# base of adapters; and to the optimizer.
+_OF_WEIGHTS = ("model_values", "base")
+_OF_OPTIMIZER = ("optimizer_values",)
+_NOT_COMPARED = ("sizes",)  # how the micro-batch was searched, with times
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor of one shape differs. Both numbers are inf where only one run's values are finite.
+
+    largest: the largest absolute difference. relative: |a - b| / max(|a|, |b|), 2-norms. dtypes: if they differ.
+    """
+
+    name: str
+    largest: float
+    relative: float
+    dtypes: tuple[str, str] | None
+
+
+@dataclass
+class CheckpointDifference:
+    """How two checkpoints differ. weights: model, buffers and weight average, the most different first.
+
+    others: names of further state that differs, such as the position in the data.
+    """
+
+    steps: tuple[int, int]
+    equal: int = 0  # number of tensors of the weights that are equal bit for bit
+    weights: list[TensorDifference] = field(default_factory=list)
+    relative: float = 0.0  # the relative difference of all common weights as one vector
+    shapes: list[tuple[str, str, str]] = field(default_factory=list)  # name and shapes of weights whose shapes differ
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    has_equal_values: bool = True  # what belongs to the weights but is not among the tensors
+    has_equal_optimizer: bool = True
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def has_same_tensors(self) -> bool:
+        """Whether both have weights of the same names and shapes, so that `relative` tells how far they are apart."""
+        return self.has_equal_values and not (self.shapes or self.only_in_a or self.only_in_b)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether weights and optimizer are equal bit for bit."""
+        return self.has_same_tensors and not self.weights and self.has_equal_optimizer
+
+
+# --- which checkpoints
+
+
+def choose(run_a: Path, run_b: Path, which: int | str | None) -> tuple[Path, Path]:
+    """Return the checkpoints of two runs to compare, verified.
+
+    which: a step; "best", the best of each run; or None, the newest of a step that both have, otherwise the newest of
+    each. Raises UserError where there is none, or only a damaged one.
+    """
+    if which == "best":
+        return _best(run_a), _best(run_b)
+    if isinstance(which, int):
+        return _of_step(run_a, which), _of_step(run_b, which)
+    names_of_b = [path.name for path in checkpoints_in(run_b / "checkpoints")]
+    for path in checkpoints_in(run_a / "checkpoints"):
+        if path.name in names_of_b and _are_good(path, run_b / "checkpoints" / path.name):
+            return path, run_b / "checkpoints" / path.name
+    return resolve(str(run_a), "RUN_A"), resolve(str(run_b), "RUN_B")
+
+
+def _best(run: Path) -> Path:
+    return resolve(str(run / "checkpoints/best"), "trainapp diff --step best: RUN")
+
+
+def _of_step(run: Path, step: int) -> Path:
+    checkpoints = {int(path.name[5:]): path for path in checkpoints_in(run / "checkpoints")}
+    if step not in checkpoints:
+        steps = listed([str(number) for number in sorted(checkpoints)], most=9) or "none"
+        raise UserError(f"trainapp diff --step {step}: {run} has no checkpoint of this step; it has: {steps}")
+    return resolve(str(checkpoints[step]), f"trainapp diff --step {step}: RUN")
+
+
+def _are_good(*paths: Path) -> bool:
+    for path in paths:
+        problem = damage(path)
+        if problem is not None:
+            log.warning("checkpoint %s %s; comparing an earlier one", path, problem)
+            return False
+    return True
+
+
+# --- comparing
+
+
+def compare(a: Path, b: Path) -> CheckpointDifference:
+    """Compare two verified checkpoints, a part at a time. Raises UserError for one that cannot be read."""
+    sizes_of_a, sizes_of_b = shards.sizes(a), shards.sizes(b)
+    difference = CheckpointDifference((read_manifest(a)["step"], read_manifest(b)["step"]))
+    difference.only_in_a = sorted(filter(_is_weight, sizes_of_a.keys() - sizes_of_b.keys()))
+    difference.only_in_b = sorted(filter(_is_weight, sizes_of_b.keys() - sizes_of_a.keys()))
+    common = [name for name in sizes_of_a if name in sizes_of_b]
+    with_one_shape = [name for name in common if sizes_of_a[name][0] == sizes_of_b[name][0]]
+    for name in sorted(set(common).difference(with_one_shape)):
+        if _is_weight(name):
+            shapes = str(tuple(sizes_of_a[name][0])), str(tuple(sizes_of_b[name][0]))
+            difference.shapes.append((name, *shapes))
+    others = (sizes_of_a.keys() | sizes_of_b.keys()).difference(with_one_shape)
+    difference.has_equal_optimizer = all(_is_weight(name) for name in others)
+    _compare_tensors(difference, a, b, with_one_shape, sizes_of_a, sizes_of_b)
+    _compare_values(difference, a, b)
+    return difference
+
+
+def _compare_tensors(
+    difference: CheckpointDifference, a: Path, b: Path, names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes
+) -> None:
+    """Compare the tensors of these names, which have one shape."""
+    total = _Distance()
+    for part in _parts(names, sizes_of_a, sizes_of_b):
+        tensors_of_a, tensors_of_b = _read(a, part, sizes_of_a), _read(b, part, sizes_of_b)
+        for name in part:
+            tensor_of_a, tensor_of_b = tensors_of_a[name], tensors_of_b[name]
+            is_equal = _has_equal_bits(tensor_of_a, tensor_of_b)
+            if not _is_weight(name):
+                difference.has_equal_optimizer &= is_equal
+                continue
+            distance = _Distance()
+            distance.measure(tensor_of_a, tensor_of_b)
+            if is_equal:
+                distance.largest = distance.squares = 0.0  # of infinite values, too
+                difference.equal += 1
+            else:
+                difference.weights.append(_tensor_difference(name, tensor_of_a, tensor_of_b, distance))
+            total.add(distance)
+    difference.weights.sort(key=lambda tensor: (-tensor.relative, tensor.name))
+    difference.relative = total.relative
+
+
+def _compare_values(difference: CheckpointDifference, a: Path, b: Path) -> None:
+    """Compare everything besides the tensors."""
+    values_of_a, values_of_b = load_values(a), load_values(b)
+    for name in sorted(values_of_a.keys() | values_of_b.keys()):
+        if name in _NOT_COMPARED or digest(values_of_a.get(name)) == digest(values_of_b.get(name)):
+            continue
+        if name in _OF_WEIGHTS:
+            difference.has_equal_values = False
+        elif name in _OF_OPTIMIZER:
+            difference.has_equal_optimizer = False
+        else:
+            difference.others.append(name)
+
+
+def _is_weight(name: str) -> bool:
+    return name.partition(".")[0] != _OPTIMIZER
+
+
+def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterator[list[str]]:
+    """The names in parts whose tensors take at most about `_AT_ONCE` bytes; a larger tensor is alone."""
+    part: list[str] = []
+    bytes_of_part = 0
+    for name in names:
+        shape, dtype = sizes_of_a[name]
+        size = shape.numel() * max(dtype.itemsize, sizes_of_b[name][1].itemsize)
+        if part and bytes_of_part + size > _AT_ONCE:
+            yield part
+            part, bytes_of_part = [], 0
+        part.append(name)
+        bytes_of_part += size
+    if part:
+        yield part
+
+
+def _read(path: Path, names: Sequence[str], sizes: Sizes) -> dict[str, Tensor]:
+    """Read tensors, whole, into host memory."""
+    tensors = {name: torch.empty(sizes[name][0], dtype=sizes[name][1]) for name in names}
+    shards.fill(tensors, path, no_dist=True)
+    return tensors
+
+
+def _has_equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes: two nan are equal, 0 and -0 are not."""
+    return a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass
+class _Distance:
+    """How far tensors are apart: the largest |a - b|, and the sums of squares of a - b, of a and of b."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    squares_of_a: float = 0.0
+    squares_of_b: float = 0.0
+
+    def measure(self, a: Tensor, b: Tensor) -> None:
+        """Add two tensors of one shape, in 64 bits."""
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        parts_of_a, parts_of_b = (tensor.reshape(-1).split(_WIDE_AT_ONCE) for tensor in (a, b))
+        for part_of_a, part_of_b in zip(parts_of_a, parts_of_b, strict=True):
+            if not part_of_a.numel():
+                continue
+            values_of_a, values_of_b = part_of_a.to(wide), part_of_b.to(wide)
+            distances = (values_of_a - values_of_b).abs()
+            largest = float(distances.max())
+            self.largest = max(self.largest, largest if math.isfinite(largest) else math.inf)
+            self.squares += float(distances.square().sum())
+            self.squares_of_a += float(values_of_a.abs().square().sum())
+            self.squares_of_b += float(values_of_b.abs().square().sum())
+
+    def add(self, other: "_Distance") -> None:
+        """Add another tensor's."""
+        self.largest = max(self.largest, other.largest)
+        self.squares += other.squares
+        self.squares_of_a += other.squares_of_a
+        self.squares_of_b += other.squares_of_b
+
+    @property
+    def relative(self) -> float:
+        """|a - b| / max(|a|, |b|), 2-norms; inf where a value is not finite."""
+        if self.squares == 0.0:
+            return 0.0
+        if not math.isfinite(self.squares + self.squares_of_a + self.squares_of_b):
+            return math.inf
+        return math.sqrt(self.squares / max(self.squares_of_a, self.squares_of_b))
+
+
+def _tensor_difference(name: str, a: Tensor, b: Tensor, distance: _Distance) -> TensorDifference:
+    dtypes = None if a.dtype == b.dtype else (_dtype_name(a), _dtype_name(b))
+    return TensorDifference(name, distance.largest, distance.relative, dtypes)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

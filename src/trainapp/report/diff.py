@@ -1,0 +1,304 @@
+"""`trainapp diff RUN_A RUN_B`: what differs between two runs, as text for a terminal, and in one sentence at the end.
+Imports torch only to compare weights.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainapp.config.resume_rules import Change
+from trainapp.errors import UserError
+from trainapp.files import json_object, shown
+from trainapp.report import differences, run_files
+from trainapp.report.differences import LogDifference, Pair, kind_of
+from trainapp.units import listed, plural
+
+if TYPE_CHECKING:
+    from trainapp.checkpoint.comparison import CheckpointDifference
+
+IDENTICAL, DIFFERENT, NOTHING_COMPARED = 0, 1, 2  # exit codes, as those of diff
+# The largest relative difference that other roundings alone explain; its growth over many steps exceeds it.
+_ROUNDING_FP32, _ROUNDING = 1e-4, 1e-2
+_ROUNDED_AS_FP32 = frozenset({"fp32", "tf32"})
+_JUDGED = ("loss", "lr", "grad_norm")  # continuous: a metric such as accuracy jumps where a rounding decides
+_MOST_ROWS = 10  # per table
+_LONGEST = 60  # characters of a value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs and how they differ. a, b: their directories.
+
+    steps: how many steps A and B have trained, up to the compared one. settings, recipe, micro_batches: None where the
+    files of one of the runs do not tell. weights: None if they were not compared, for the reason `no_weights`.
+    rounding: the largest relative difference that counts as rounding.
+    """
+
+    a: Path
+    b: Path
+    steps: tuple[int, int]
+    settings: list[Change] | None
+    environment: list[Pair]
+    recipe: list[Pair] | None
+    train: LogDifference
+    evaluations: LogDifference
+    micro_batches: list[Pair] | None
+    weights: "CheckpointDifference | None"
+    no_weights: str
+    rounding: float
+
+
+def show(a: Path, b: Path, which: int | str | None) -> int:
+    """Print how two runs differ. Returns the exit code: IDENTICAL, DIFFERENT or NOTHING_COMPARED.
+
+    which: see `checkpoint.comparison.choose`; with a step, nothing after it is compared. Raises UserError for a
+    directory without a run, and for a checkpoint that is missing or damaged.
+    """
+    for run in (a, b):
+        if not run_files.is_run(run):
+            raise UserError(f"trainapp diff: {run}: no run is here; name the directories of two runs")
+    comparison = compare(a, b, which)
+    sentence, code = verdict(comparison)
+    for line in lines_of(comparison):
+        print(line)
+    print(f"\n{sentence}")
+    return code
+
+
+def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
+    """Compare two runs. Arguments and errors: see `show`."""
+    last = which if isinstance(which, int) else None
+    train_of_a, train_of_b = (differences.read_log(run, run_files.CURVES["train"], last) for run in (a, b))
+    evaluations_of_a, evaluations_of_b = (differences.read_log(run, run_files.CURVES["eval"], last) for run in (a, b))
+    steps_of_a, steps_of_b = differences.steps_of(a, train_of_a), differences.steps_of(b, train_of_b)
+    if last is not None:
+        steps_of_a, steps_of_b = min(steps_of_a, last), min(steps_of_b, last)
+    weights, no_weights = _weights(a, b, which)
+    return Comparison(
+        a=a,
+        b=b,
+        steps=(steps_of_a, steps_of_b),
+        settings=differences.settings(a, b),
+        environment=differences.environment(a, b),
+        recipe=differences.recipe(a, b),
+        train=differences.logs(train_of_a, train_of_b),
+        evaluations=differences.logs(evaluations_of_a, evaluations_of_b),
+        micro_batches=differences.micro_batches(a, b),
+        weights=weights,
+        no_weights=no_weights,
+        rounding=_ROUNDING_FP32 if differences.precisions(a, b) <= _ROUNDED_AS_FP32 else _ROUNDING,
+    )
+
+
+def _weights(a: Path, b: Path, which: int | str | None) -> "tuple[CheckpointDifference | None, str]":
+    """Return how the weights differ, or None and why they were not compared."""
+    without = [name for name, run in (("A", a), ("B", b)) if not any(run.glob("checkpoints/step_*"))]
+    if without and which is None:
+        return None, f"{' and '.join(without)} {'have' if len(without) > 1 else 'has'} no checkpoint"
+    from trainapp.checkpoint import comparison  # late: it imports torch
+
+    try:
+        return comparison.compare(*comparison.choose(a, b, which)), ""
+    except UserError as error:  # what was logged can be compared without them
+        if which is not None:
+            raise
+        return None, str(error)
+
+
+# --- the text
+
+
+def lines_of(comparison: Comparison) -> Iterator[str]:
+    """Yield the text without the last sentence."""
+    yield from _aligned([_run_row("A", comparison.a), _run_row("B", comparison.b)])
+    changes = comparison.settings
+    pairs = None if changes is None else [Pair(change.name, change.before, change.now) for change in changes]
+    yield from _pairs_section("settings", pairs, "no file has the settings of both in the same form")
+    yield from _pairs_section("versions and hosts", comparison.environment)
+    yield from _pairs_section("entries of the recipe", comparison.recipe, "not both have a recipe.json")
+    yield from _log_section("training", comparison.train)
+    yield from _log_section("evaluations", comparison.evaluations)
+    yield from _pairs_section("micro-batches and retries", comparison.micro_batches, "not both have ended")
+    yield from _weights_section(comparison)
+
+
+def _run_row(name: str, run: Path) -> list[str]:
+    result = json_object(run / run_files.RESULT)
+    state = run_files.state_of(result) or "not finished"
+    return [name, shown(run), f"{state}, {plural(result['steps'], 'step')}" if "steps" in result else state]
+
+
+def _pairs_section(title: str, pairs: Sequence[Pair] | None, unknown: str = "") -> Iterator[str]:
+    """Yield a section of values that differ. unknown: why there are none to compare, if `pairs` is None."""
+    if pairs is None:
+        yield f"\n{title}: not compared, {unknown}"
+    elif not pairs:
+        yield f"\n{title}: equal"
+    else:
+        yield f"\n{title} that differ"
+        rows = []
+        for pair in pairs:
+            text_of_a, text_of_b = _short(pair.a, pair.b)
+            rows.append([f"  {pair.name}", f"{text_of_a} -> {text_of_b}"])
+        yield from _aligned(rows)
+
+
+def _log_section(title: str, log: LogDifference) -> Iterator[str]:
+    if not log.steps:
+        yield f"\n{title}: not compared, no step was logged by both"
+        return
+    yield f"\n{title}: {plural(len(log.steps), 'step')} logged by both, the last is {log.steps[-1]}"
+    rows = [["  scalar", "first differs", "A", "B", "relative", "largest relative"]]
+    for scalar in log.scalars[:_MOST_ROWS]:
+        largest = f"{scalar.largest:.2g} at step {scalar.largest_step}"
+        values = [repr(scalar.a), repr(scalar.b), f"{scalar.relative:.2g}", largest]
+        rows.append([f"  {scalar.name}", f"step {scalar.step}", *values])
+    if log.scalars:
+        yield from _aligned(rows)
+    if len(log.scalars) > _MOST_ROWS:
+        yield f"  and {len(log.scalars) - _MOST_ROWS} more"
+    for note, names in (("equal", log.equal), ("only in A", log.only_in_a), ("only in B", log.only_in_b)):
+        if names:
+            yield f"  {note}: {listed(names, _MOST_ROWS)}"
+
+
+def _weights_section(comparison: Comparison) -> Iterator[str]:
+    weights = comparison.weights
+    if weights is None:
+        yield f"\nweights: not compared, {comparison.no_weights}"
+        return
+    step_of_a, step_of_b = weights.steps
+    steps = f"of step {step_of_a}" if step_of_a == step_of_b else f"of step {step_of_a} in A and {step_of_b} in B"
+    tensors = f"{plural(weights.equal, 'tensor')} equal bit for bit, {len(weights.weights)} not"
+    yield f"\nweights {steps}: {tensors}"
+    rows = [["  tensor", "largest", "relative"]]
+    for tensor in weights.weights[:_MOST_ROWS]:
+        dtypes = "" if tensor.dtypes is None else "{} -> {}".format(*tensor.dtypes)
+        rows.append([f"  {tensor.name}", f"{tensor.largest:.2g}", f"{tensor.relative:.2g}", dtypes])
+    if weights.weights:
+        yield from _aligned(rows)
+    if len(weights.weights) > _MOST_ROWS:
+        yield f"  and {len(weights.weights) - _MOST_ROWS} more"
+    for name, shape_of_a, shape_of_b in weights.shapes[:_MOST_ROWS]:
+        yield f"  {name}: shape {shape_of_a} -> {shape_of_b}"
+    if len(weights.shapes) > _MOST_ROWS:
+        yield f"  and {len(weights.shapes) - _MOST_ROWS} more of other shapes"
+    for note, names in (("only in A", weights.only_in_a), ("only in B", weights.only_in_b)):
+        if names:
+            yield f"  {note}: {listed(names, _MOST_ROWS)}"
+    if not weights.has_equal_values:
+        yield "  values beside the tensors, or the frozen base of adapters, differ"
+    yield f"  the optimizer's state: {'equal bit for bit' if weights.has_equal_optimizer else 'differs'}"
+    if weights.others:
+        yield f"  further state that differs: {', '.join(weights.others)}"
+
+
+def _short(a: str, b: str) -> tuple[str, str]:
+    """Return two different texts as short ones that still differ: from a little before the place where they do."""
+    places = zip(a, b, strict=False)
+    place = next((number for number, (one, other) in enumerate(places) if one != other), min(len(a), len(b)))
+    start = max(0, place - _LONGEST // 2) if max(len(a), len(b)) > _LONGEST else 0
+    texts = []
+    for text in (a, b):
+        text = "..." + text[start:] if start else text
+        texts.append(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+    return texts[0], texts[1]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows with columns of equal width."""
+    widths = [0] * max(map(len, rows))
+    for row in rows:
+        for column, cell in enumerate(row):
+            widths[column] = max(widths[column], len(cell))
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+
+
+# --- the last sentence
+
+
+def verdict(comparison: Comparison) -> tuple[str, int]:
+    """Return the comparison in one sentence, and the exit code."""
+    train, evaluations = comparison.train, comparison.evaluations
+    weights = _weights_of_one_step(comparison)
+    if not train.steps and not evaluations.steps and weights is None:
+        nothing = "nothing could be compared: no step was logged by both, and no checkpoint is of the same step"
+        return nothing, NOTHING_COMPARED
+    step_of_a, step_of_b = comparison.steps
+    lengths = f"A has trained {plural(step_of_a, 'step')}, B {step_of_b}" if step_of_a != step_of_b else ""
+    if train.scalars or evaluations.scalars or (weights is not None and not weights.is_equal):
+        sentences = [_difference(comparison), lengths]
+        return "; ".join(filter(None, sentences)), DIFFERENT
+    if lengths:
+        return f"identical bit for bit as far as both go; {lengths}", DIFFERENT
+    if weights is None:
+        return "identical bit for bit in all logged values; the weights were not compared", IDENTICAL
+    state = f"weights and optimizer of step {weights.steps[0]}"
+    if train.steps or evaluations.steps:
+        return f"identical bit for bit: all logged values, {state}", IDENTICAL
+    return f"identical bit for bit: {state}; no step was logged by both", IDENTICAL
+
+
+def _weights_of_one_step(comparison: Comparison) -> "CheckpointDifference | None":
+    """Return how the weights differ, if they are of the same step: others must differ."""
+    weights = comparison.weights
+    return weights if weights is not None and weights.steps[0] == weights.steps[1] else None
+
+
+def _difference(comparison: Comparison) -> str:
+    """Return in a sentence how two runs differ that do: only by rounding, or from which step on."""
+    scalars = [*comparison.train.scalars, *comparison.evaluations.scalars]
+    judged = [scalar for scalar in scalars if kind_of(scalar.name) in _JUDGED]
+    weights = _weights_of_one_step(comparison)
+    distances = [scalar.largest for scalar in judged]
+    if weights is not None:
+        distances.append(weights.relative if weights.has_same_tensors else math.inf)
+    largest = max(distances, default=0.0)
+    is_small = 0 < largest <= comparison.rounding
+    changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
+    start = _start(comparison)
+    if is_small and not changes:
+        return f"the same up to rounding, {start}; the largest relative difference is {largest:.2g}"
+    sentence = f"different {start}{_cause(comparison.train)}"
+    if is_small:
+        sentence += f"; by {largest:.2g} at most, which is little, but settings that change the result differ: "
+        sentence += listed(changes, most=4)
+    elif judged and not changes and max(scalar.relative for scalar in judged) <= comparison.rounding:
+        sentence += "; it begins as small as rounding does, and grows"
+    return sentence
+
+
+def _start(comparison: Comparison) -> str:
+    """Return from where on the runs differ: `from step 3 on (loss)`."""
+    log, where = comparison.train, ""
+    if not log.scalars:
+        log, where = comparison.evaluations, ", in evaluations alone"
+    if not log.scalars:
+        assert comparison.weights is not None
+        return f"in the checkpoints of step {comparison.weights.steps[0]} alone (all logged values are equal)"
+    step = log.scalars[0].step
+    names = [scalar.name for scalar in log.scalars if scalar.step == step]
+    return f"from step {step} on{where} ({listed(names)})"
+
+
+def _cause(train: LogDifference) -> str:
+    """Return where to look for the cause, after a colon; empty where the log does not tell."""
+    if not train.scalars:
+        return ""
+    step = train.scalars[0].step
+    kinds = {kind_of(scalar.name) for scalar in train.scalars if scalar.step == step}
+    before = train.step_before(step)
+    if "lr" in kinds:
+        return ": look at the learning rate and its schedule"
+    if "loss" in kinds and step == 1:
+        return ": look at the data, the initial weights, the loss and the precision"
+    if "grad_norm" in kinds and step == 1:
+        return ": the loss is equal, look at the backward (precision, micro-batches, recomputation)"
+    if before == step - 1 and kinds & {"loss", "grad_norm"}:
+        return f": look at the update of step {before} (the optimizer, its options) and the samples of step {step}"
+    if before is None:
+        return ": no earlier step was logged by both, runs with every.log=1 tell more" if step > 1 else ""
+    return f": all was equal in step {before}, runs with every.log=1 tell more" if before < step - 1 else ""

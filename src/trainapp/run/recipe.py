@@ -1,0 +1,267 @@
+"""The recipe of a run: how it trains, as it was built. Printed in at most six lines when it starts, and saved as
+recipe.json.
+
+The program's defaults differ from those of a plain script: a schedule with warm-up, clipping, no weight decay on norms
+and biases, sizes filled in from the data. Nobody should have to find that out by comparing losses.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainapp.checkpoint.train_state import Update
+from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
+from trainapp.files import atomic_write, strict_json
+from trainapp.losses.losses import unchecked
+from trainapp.optim.precision import Precision
+from trainapp.training.session import Session
+from trainapp.units import listed, plural
+
+RECIPE = "recipe.json"
+MOST_FILLED = 6  # settings named on the line
+
+
+def recipe_of(session: Session) -> dict[str, Any]:
+    """Return the recipe in plain values. Of a mode that does not train: only the model and the precision."""
+    recipe: dict[str, Any] = {"model": _model(session), "precision": _precision(session)}
+    if session.config.mode not in ("train", "lr_find"):
+        return recipe
+    objective = session.objective
+    recipe |= {
+        "batch": _batch(session),
+        "filled_from_data": dict(session.filled),
+        "task": _task_name(session),
+        "task_arguments": dict(session.config.task_arguments),
+        "objective": f"{objective.direction} {objective.metric}" if session.config.has_best else None,
+        "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
+        "grad_clip": session.config.train.grad_clip,
+        "schedule": _schedule(session),
+        "checks": dict(session.checks),
+    }
+    return recipe
+
+
+def write(run_dir: Path, recipe: dict[str, Any]) -> None:
+    """Write recipe.json. Raises OSError if it cannot be written."""
+    with atomic_write(run_dir / RECIPE) as file:
+        file.write(strict_json(recipe, indent=1) + "\n")
+
+
+def lines_of(recipe: dict[str, Any]) -> list[str]:
+    """Return the recipe as at most six lines."""
+    model = _model_text(recipe)
+    if "batch" not in recipe:
+        return [model, _precision_text(recipe["precision"])]
+    return [
+        f"{model}; {_batch_text(recipe['batch'])}",
+        f"data: {_filled_text(recipe)}",
+        f"optimizer: {_optimizers_text(recipe)}",
+        f"schedule: {_schedule_text(recipe['schedule'])}",
+        f"precision: {_precision_text(recipe['precision'])}",
+        f"checks: {_checks_text(recipe['checks'])}",
+    ]
+
+
+# --- the model and its batches
+
+
+def _model(session: Session) -> dict[str, Any]:
+    """Return the model's class, size and device. Of a shard, `numel` counts the whole tensor."""
+    model, device = session.state.model, session.state.device
+    name = session.config.model.target.rpartition(".")[2]
+    if not name[0].isupper():  # a function that builds the model
+        name = type(model).__name__.removeprefix("FSDP")
+    parameters = list(model.parameters())
+    return {
+        "class": name,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _model_text(recipe: dict[str, Any]) -> str:
+    model = recipe["model"]
+    device = model["device"]
+    if model["device_name"]:
+        device += f" ({model['device_name']})"
+    size = _count_text(model["parameters"])
+    text = f"{model['class']} with {size} parameters on {device}, {recipe['precision']['mode']}"
+    if "batch" in recipe and model["trained_parameters"] < model["parameters"]:
+        share = 100 * model["trained_parameters"] / model["parameters"]
+        text += f"; {model['trained_parameters']} of {model['parameters']} parameters are trained ({share:.2f}%)"
+    return text
+
+
+def _count_text(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
+def _batch(session: Session) -> dict[str, Any]:
+    batches, micro_size = session.batches, session.sizes.train.size
+    steps_per_epoch = batches.steps_left()
+    return {
+        "global_size": session.config.batch.global_size,
+        "micro_size": micro_size,
+        "accumulation": batches.accumulation(micro_size),
+        "ranks": batches.world,
+        "has_micro_schedule": session.config.batch.micro_schedule is not None,
+        "samples": None if steps_per_epoch is None else batches.samples,
+        "steps_per_epoch": steps_per_epoch,
+    }
+
+
+def _batch_text(batch: dict[str, Any]) -> str:
+    text = (
+        f"global batch {batch['global_size']} = micro-batch {batch['micro_size']} x "
+        f"{batch['accumulation']} accumulated x {plural(batch['ranks'], 'rank')}"
+    )
+    if batch["has_micro_schedule"]:
+        text += " (the sizes are those of batch.micro_schedule)"
+    if batch["samples"] is None:
+        return f"{text}; a stream"
+    return f"{text}; {batch['samples']} samples, {batch['steps_per_epoch']} steps per epoch"
+
+
+def _filled_text(recipe: dict[str, Any]) -> str:
+    filled = [f"{setting}={value}" for setting, value in recipe["filled_from_data"].items()]
+    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "sets no size of the model"
+    text = f"{sizes}; task {recipe['task']}"
+    if recipe["task_arguments"]:
+        text += f" with {listed(f'{name}={value}' for name, value in recipe['task_arguments'].items())}"
+    if recipe["objective"] is None:
+        return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
+    return f"{text}, best is {recipe['objective']}"
+
+
+def _task_name(session: Session) -> str:
+    """Return the name of the evaluated task's function or class."""
+    task = unchecked(session.task)
+    while isinstance(task, functools.partial):
+        task = task.func
+    return getattr(task, "__name__", type(task).__name__)
+
+
+# --- optimizer and schedule
+
+
+def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
+    """Return an optimizer's class, and its groups with their options and parameters."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in update.optimizer.param_groups:
+        groups.append(
+            {
+                "lr": float(group.get("initial_lr", group["lr"])),
+                "weight_decay": group.get("weight_decay"),
+                "tensors": len(group["params"]),
+                "largest_dimensions": max((parameter.ndim for parameter in group["params"]), default=0),
+                "names": [name_of.get(id(parameter), "?") for parameter in group["params"]],
+            }
+        )
+    return {"update": update.name, "class": type(update.optimizer).__name__, "groups": groups}
+
+
+def _optimizers_text(recipe: dict[str, Any]) -> str:
+    texts = []
+    for optimizer in recipe["optimizers"]:
+        prefix = f"{optimizer['update']}: " if optimizer["update"] else ""
+        texts.append(f"{prefix}{optimizer['class']}, {_rates_text(optimizer)}{_decay_text(optimizer)}")
+    clip = recipe["grad_clip"]
+    texts.append("gradients are not clipped" if clip is None else f"gradients clipped to a norm of {clip:g}")
+    return "; ".join(texts)
+
+
+def _rates_text(optimizer: dict[str, Any]) -> str:
+    rates = [group["lr"] for group in optimizer["groups"]]
+    low, high = min(rates), max(rates)
+    return f"lr {high:g}" if low == high else f"lr {low:g} to {high:g}"
+
+
+def _decay_text(optimizer: dict[str, Any]) -> str:
+    """Return the weight decay and what is exempt from it, with a comma before; empty where the class has none."""
+    groups = [group for group in optimizer["groups"] if group["weight_decay"] is not None]
+    decays = sorted({group["weight_decay"] for group in groups})
+    if not groups:
+        return ""
+    if decays == [0]:
+        return ", no weight decay"
+    largest = f"{decays[-1]:g}" if decays[-1] == min(d for d in decays if d) else f"up to {decays[-1]:g}"
+    exempt = [group for group in groups if not group["weight_decay"]]
+    if not exempt:
+        return f", weight decay {largest} on all parameters"
+    count = sum(group["tensors"] for group in exempt)
+    if all(group["largest_dimensions"] <= 1 for group in exempt):
+        return f", weight decay {largest} except on {count} norms and biases"
+    return f", weight decay {largest} except on {count} tensors, such as {listed(exempt[0]['names'], 2)}"
+
+
+def _schedule(session: Session) -> dict[str, Any]:
+    settings = session.config.schedule
+    return {
+        "name": settings.shape if settings.target is None else settings.target,
+        "warmup_steps": session.state.updates[0].schedule.warmup_steps,
+        "final_factor": settings.final if settings.target is None and settings.shape != "constant" else None,
+        "total_steps": session.limits.length.total_steps,
+    }
+
+
+def _schedule_text(schedule: dict[str, Any]) -> str:
+    text = schedule["name"]
+    if schedule["final_factor"] is not None:
+        text += f", down to {schedule['final_factor']:g} x lr at step {schedule['total_steps']}"
+    if schedule["warmup_steps"]:
+        text += f", after {plural(schedule['warmup_steps'], 'step')} of warm-up"
+    return text
+
+
+# --- precision and checks
+
+
+def _precision(session: Session) -> dict[str, Any]:
+    precision: Precision = session.state.precision
+    return {
+        "mode": precision.mode,
+        "computes_in": str(precision.compute_dtype).removeprefix("torch."),
+        "is_emulated": precision.is_emulated,
+        "weights": sorted({str(p.dtype).removeprefix("torch.") for p in session.state.model.parameters()}),
+        "draws": session.config.train.draws,
+    }
+
+
+_COMPUTATION = {
+    "fp32": "fp32 throughout",
+    "tf32": "matmuls and convolutions in TF32 where the GPU has it, all else in fp32",
+    "bf16": "matmuls and convolutions in bf16 (autocast)",
+    "bf16_pure": "weights, gradients, matmuls and convolutions in bf16",
+    "fp16": "matmuls and convolutions in fp16 (autocast), with a loss scale",
+    "int8": "linear layers of blocks in int8, other matmuls and convolutions in bf16 (autocast)",
+    "fp8": "linear layers of blocks in fp8, other matmuls and convolutions in bf16 (autocast)",
+}
+
+
+def _precision_text(precision: dict[str, Any]) -> str:
+    text = _COMPUTATION[precision["mode"]]
+    if precision["mode"] not in ("fp32", "tf32", "bf16_pure"):
+        text += f"; weights in {' and '.join(precision['weights'])}"
+    if precision["is_emulated"]:
+        text += (
+            f"; this CPU has no instructions for {precision['computes_in']}, so they compute in fp32 on rounded "
+            "operands: about as fast as fp32"
+        )
+    return text
+
+
+def _checks_text(checks: dict[str, str]) -> str:
+    """Return the outcomes, each once, with the names of all checks that have it."""
+    names_of: dict[str, list[str]] = {}
+    for name, outcome in checks.items():
+        names_of.setdefault(outcome, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {outcome}" for outcome, names in names_of.items()) or "none"

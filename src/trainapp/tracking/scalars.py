@@ -1,0 +1,10 @@
+"""The names of what the log records besides metrics: see `training.events` and `Meter.scalars`. Imports no torch."""
+
+OF_THE_STEP = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps"})
+OF_THE_MACHINE = frozenset({"data_wait", "samples_per_second", "tokens_per_second", "mfu"})  # another run has others
+_PREFIXES_OF_THE_MACHINE = ("memory/", "batch/")  # batch/: how a step is cut, which follows from the memory
+
+
+def is_of_machine(name: str) -> bool:
+    """Return whether a logged scalar tells how a run computed (time, memory, micro-batches), not what."""
+    return name in OF_THE_MACHINE or name.startswith(_PREFIXES_OF_THE_MACHINE)

@@ -1,0 +1,129 @@
+"""A micro-batch that the model cannot run, as BatchNorm cannot run a single value per channel: no later one has so few.
+
+The step is rolled back as after an out-of-memory error, so that the run is bit for bit one that knew it from the start.
+"""
+
+import json
+
+import pytest
+import runs
+from faults import Fault
+from harness import Record, Recorded
+
+from trainapp.errors import TrainingStopped
+
+from .conftest import prepared, tiny
+
+NORMED = (*runs.own_model("own_models.NormedPoint"), "data=digits", "user_packages=[own_models]")
+DECLARED = (*runs.own_model("own_models.NormedPair"), *NORMED[-2:])
+ODD = {"batch.global_size": 17, "batch.micro_size": 2}
+ONE = "Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])"
+
+
+def failures(recorded: Recorded) -> list[tuple[int, int, int, int]]:
+    """Of each failure its step, the samples of an error of the model, and the sizes before and after."""
+    return [(f.step, f.too_few, f.old_size, f.new_size) for f in recorded.failures]
+
+
+def as_if_known(run_dir, changes) -> Record:
+    """The record of a run whose model declares that it needs two samples."""
+    recorded = Recorded(tiny(run_dir, *DECLARED, changes=changes))
+    assert not recorded.failures
+    return recorded.record()
+
+
+def test_a_remainder_of_one_joins_another_micro_batch(tmp_path, caplog):
+    recorded = Recorded(tiny(tmp_path / "run", *NORMED, changes=ODD))
+    assert failures(recorded) == [(1, 1, 1, 2)]
+    first_step = [indices for step, _, indices in recorded.fetched if step == 0]
+    assert [len(indices) for indices in first_step] == [3] * 5 + [2]
+    assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", ODD)) == []
+    (line,) = [text for text in caplog.messages if "retrying" in text]
+    assert line == (
+        f"the model cannot run a single sample at step 1 in forward (norm) ({ONE}): no micro-batch has fewer than 2 "
+        "samples from now on, retrying the step with micro-batch 2"
+    )
+    assert not (tmp_path / "run" / "oom").exists()
+
+
+def test_only_the_last_step_of_an_epoch_leaves_one(tmp_path):
+    """1437 digits in steps of 64 leave 29, which are odd: known only then."""
+    changes = {"batch.global_size": 64, "batch.micro_size": 2, "train.max_steps": 24}
+    recorded = Recorded(tiny(tmp_path / "run", *NORMED, changes=changes))
+    assert failures(recorded) == [(23, 1, 1, 2)]
+    assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", changes)) == []
+
+
+def test_a_replay_of_the_schedule_is_the_same(tmp_path):
+    recorded = Recorded(tiny(tmp_path / "run", *NORMED, changes=ODD))
+    schedule = json.loads((tmp_path / "run" / "result.json").read_text())["micro_schedule"]
+    assert schedule == {"1": 2}
+    again = Recorded(tiny(tmp_path / "again", *NORMED, schedule={1: 2}, changes=ODD))
+    assert runs.differences(recorded.record(), again.record()) == []
+
+
+def test_the_search_comes_back_up_and_a_resume_knows_why(tmp_path):
+    """Memory runs out above 2 samples; 16, 8 and 2 come down to 1 with 17 samples, of which one is left over."""
+    saving = {"checkpointing.save": True, "checkpointing.resume": "auto", "train.max_steps": 2}
+    changes = {"batch.global_size": 17, "batch.micro_size": "auto", "schedule.shape": "constant", **saving}
+    fault = Fault("forward", 1, 0, above=2)
+    first = Recorded(tiny(tmp_path / "run", *NORMED, changes=changes), fault)
+    assert failures(first) == [(1, 0, 17, 8), (1, 0, 8, 4), (1, 0, 4, 2), (1, 1, 1, 2)]
+    second = Recorded(tiny(tmp_path / "run", *NORMED, changes={**changes, "train.max_steps": 4}))
+    assert second.failures == []
+    known = {**changes, "checkpointing.save": False, "checkpointing.resume": "none", "train.max_steps": 4}
+    wanted = as_if_known(tmp_path / "known", {**known, "batch.micro_size": 2})
+    assert runs.differences(second.record().state, wanted.state) == []
+
+
+def test_where_the_smallest_that_runs_does_not_fit_memory_ends_the_run(tmp_path, caplog):
+    fault = Fault("forward", 1, 0, above=1)
+    with pytest.raises(TrainingStopped) as caught:
+        Recorded(tiny(tmp_path, *NORMED, changes={"batch.micro_size": "auto"}), fault)
+    first, *table = str(caught.value).splitlines()
+    assert first == f"out of memory in forward with micro-batch 2: the model cannot run fewer samples ({ONE})."
+    assert any(line.startswith("parameters") for line in table)
+    assert [text.rpartition("micro-batch ")[2] for text in caplog.messages if "retrying" in text] == [
+        "16 -> 8, retrying the step",
+        "8 -> 4, retrying the step",
+        "4 -> 2, retrying the step",
+        "2 -> 1, retrying the step",
+        "2",
+    ]
+
+
+def test_a_size_of_the_users_that_the_model_cannot_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        Recorded(tiny(tmp_path, *NORMED, changes={"batch.micro_size": 1}))
+    assert any("use batch.micro_size=2" in note for note in caught.value.__notes__)
+
+
+def test_a_step_of_one_sample_is_an_error(tmp_path):
+    """An epoch of 1437 digits ends on one of them."""
+    changes = {"batch.global_size": 4, "train.max_steps": 361, "every.log": None}
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        Recorded(tiny(tmp_path, *NORMED, changes=changes))
+    assert any("data.drop_last=true" in note for note in caught.value.__notes__)
+
+
+def test_an_error_that_more_samples_do_not_help_is_the_users(tmp_path, caplog):
+    """In the remainder of the first step, so that it might be for its few samples."""
+    changes = {"batch.global_size": 20, "batch.micro_size": 8}
+    bad = prepared(tiny(tmp_path / "a", *NORMED, changes=changes))
+    bad.close()
+    last = int(list(bad.batches.share(bad.state.progress).numbers)[-1])
+    with pytest.raises(ValueError, match="this digit is refused"):
+        Recorded(tiny(tmp_path / "b", *NORMED, f"+model.bad={last}", changes=changes))
+    assert sum("retrying" in text for text in caplog.messages) <= 3
+
+
+@pytest.mark.slow
+def test_a_loss_that_needs_four_samples(tmp_path):
+    """Doubled until it runs: 1, 2, 4."""
+    changes = {"batch.global_size": 16, "batch.micro_size": "auto"}
+    overrides = (*runs.own_model("own_models.Quads"), "data=digits", "user_packages=[own_models]")
+    recorded = Recorded(tiny(tmp_path, *overrides, changes=changes), Fault("forward", 1, 0, above=4))
+    assert failures(recorded) == [(1, 0, 16, 8), (1, 0, 8, 4)]
+    recorded = Recorded(tiny(tmp_path / "b", *overrides, schedule={1: 4, 3: 1}, changes=changes))
+    assert failures(recorded) == [(3, 1, 1, 2), (3, 2, 2, 4)]
+    assert {len(indices) % 4 for _, _, indices in recorded.fetched} == {0}

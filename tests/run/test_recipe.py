@@ -1,0 +1,57 @@
+"""The recipe: what a run says of itself when it starts."""
+
+import json
+
+import pytest
+import runs
+
+from trainapp.run import recipe
+
+MLP = runs.MODELS["mlp"]
+
+
+def recipe_of(run_dir, *overrides):
+    run = runs.closed(run_dir, *overrides)
+    facts = recipe.recipe_of(run)
+    return facts, dict(line.partition(": ")[::2] for line in recipe.lines_of(facts)[1:])
+
+
+def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_have(tmp_path):
+    facts, lines = recipe_of(tmp_path, *MLP, "train.max_steps=40", "schedule.warmup=4", "optimizer.weight_decay=0.05")
+    assert list(lines) == ["data", "optimizer", "schedule", "precision", "checks"]
+    assert "weight decay 0.05 except on 3 norms and biases; gradients clipped to a norm of 1" in lines["optimizer"]
+    assert lines["schedule"] == "cosine, down to 0 x lr at step 40, after 4 steps of warm-up"
+    assert "task classification, best is max accuracy" in lines["data"]
+    (optimizer,) = facts["optimizers"]
+    assert [len(group["names"]) for group in optimizer["groups"]] == [3, 3]
+    assert all(name.endswith("bias") for name in optimizer["groups"][1]["names"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line", "text"),
+    [
+        (("optimizer.weight_decay=0",), "optimizer", "no weight decay"),
+        (("train.grad_clip=null",), "optimizer", "gradients are not clipped"),
+        (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.01"), "optimizer", "Rprop, lr 0.01; gradients"),
+        (("optimizer.groups=[{match: head, lr: 1e-4}]", "optimizer.lr=1e-3"), "optimizer", "lr 0.0001 to 0.001"),
+        (("schedule=constant",), "schedule", "constant"),
+        (("precision=bf16",), "precision", "matmuls and convolutions in bf16 (autocast); weights in float32"),
+    ],
+)
+def test_what_a_setting_changes_is_said(tmp_path, overrides, line, text):
+    _, lines = recipe_of(tmp_path, *MLP, *overrides)
+    assert text in lines[line]
+
+
+def test_parameters_that_are_not_trained_are_counted(tmp_path):
+    run = runs.closed(tmp_path, *MLP, "model.freeze=[head]")
+    first, *_ = recipe.lines_of(recipe.recipe_of(run))
+    assert "parameters are trained (" in first
+
+
+def test_a_run_writes_it(tmp_path):
+    runs.run(tmp_path, *MLP, "train.max_steps=1")
+    written = json.loads((tmp_path / recipe.RECIPE).read_text())
+    assert written["schedule"]["total_steps"] == 1
+    assert written["model"]["class"] == "MLP"
+    assert written["grad_clip"] == 1.0
