@@ -77,8 +77,8 @@ def test_a_run_that_was_resumed(tmp_path):
 def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
     # Negative control.
 
-    def forgetting(run, restart, saved):
-        return initial_sizes(run, restart, saved and saved | {"used": {}})
+    def forgetting(run, restart, saved, changed):
+        return initial_sizes(run, restart, saved and saved | {"used": {}}, changed)
 
     monkeypatch.setattr(runner, "initial_sizes", forgetting)
     changes = {"schedule.shape": "constant"}
