@@ -10,7 +10,7 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import cut, pieces_of
+from trainapp.data.batch import cut, pieces_of, size_for
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.sampler import Permutation
 from trainapp.data.sets.digits import Digits
@@ -283,3 +283,53 @@ def test_cut_keeps_every_sample_in_order():
             assert [i for piece in pieces for i in piece] == list(range(samples))
             assert len(pieces) == size
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_no_micro_batch_has_fewer_samples_than_the_model_needs():
+    """A smaller size before a larger one; without a need, or a need that is met, the size itself."""
+    for fewest in range(1, 7):
+        for samples in range(1, 40):
+            for size in range(fewest, 45):
+                chosen = size_for(samples, size, fewest)
+                parts = cut(range(samples), chosen)
+                assert samples < fewest or min(map(len, parts)) >= fewest
+                assert chosen <= size or all(
+                    min(map(len, cut(range(samples), smaller))) < fewest for smaller in range(fewest, size + 1)
+                )
+                if min(map(len, cut(range(samples), size))) >= fewest:
+                    assert chosen == size
+
+
+def test_ranks_have_as_many_micro_batches_though_the_model_needs_several_samples():
+    """Where another rank has a sample more, some may be empty; none has too few."""
+    for fewest in range(1, 6):
+        for samples in range(fewest, 40):
+            for count in range(1, 12):
+                parts = cut(range(samples), -(-samples // count), count, fewest)
+                assert [i for part in parts for i in part] == list(range(samples))
+                assert len(parts) >= count
+                assert all(not part or len(part) >= fewest for part in parts)
+
+
+@pytest.mark.parametrize("samples", [65, 130])
+def test_a_dummy_has_as_many_samples_as_the_model_needs(samples):
+    """65 samples on two ranks are 33 and 32: in threes, since none may be alone, and as often on both."""
+
+    class Rank(SingleRank):
+        world = 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+    sizes = []
+    for rank in (0, 1):
+        options = {"global_size": samples, "seed": 0, "device": torch.device("cpu")}
+        batches = TrainBatches(Digits("train"), ranks=Rank(rank), **options)
+        micros = list(batches.micro_batches(Progress(), [2], fewest=[2]))
+        assert all(len(micro.data["inputs"]) == micro.samples >= 2 for micro in micros)
+        assert sum(micro.samples for micro in micros if micro.real) == samples // 2 + (samples % 2 and rank == 0)
+        sizes.append(len(micros))
+    assert sizes[0] == sizes[1]
+    micro = next(batches.micro_batches(Progress(), [8], fewest=[2]))
+    dummy = list(pieces_of(micro, [range(8), range(0)], fewest=2))[1]
+    assert (dummy.real, dummy.samples, len(dummy.data["inputs"])) == (False, 2, 2)

@@ -10,11 +10,12 @@ import itertools
 import json
 
 import pytest
+import runs
 import torch
 from faults import Fault
 
 from .cells import Record, train, train_counting_wrappers, train_short_but, train_without_recovery, train_without_reset
-from .conftest import Cell, needs_reset
+from .conftest import TINY, Cell, needs_reset
 from .pool import CellFailed
 from .test_equality import error, errors, together
 
@@ -337,3 +338,20 @@ def test_nothing_of_the_old_wrapper_stays(cell):
     faults = [Fault("backward", step, 60, rank=1) for step in (1, 3)]
     counts = cell.run(2, "parallel=ddp", *WHOLE, faults=faults, function=train_counting_wrappers)
     assert counts == [(3, 0), (3, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [33, 34])
+def test_too_few_samples_for_the_model(cell, share):
+    """BatchNorm of a single sample, left over on both ranks, or cut off on one as the other has a micro-batch more."""
+    tiny = (*TINY, *runs.own_model("own_models.NormedPoint"), "data=digits", "user_packages=[own_models]")
+    declared = (*TINY, *runs.own_model("own_models.NormedPair"), *tiny[-2:])
+    settings = ("parallel=ddp", f"batch.global_size={share}", "batch.micro_size=2")
+    records = cell.run(2, *settings, tiny=tiny)
+    wanted = cell.run(2, *settings, tiny=declared)
+    for record, other in zip(records, wanted, strict=True):
+        assert [(failure.step, failure.too_few) for failure in record.failures] == [(1, 1)]
+        assert other.failures == []
+        assert record.losses == other.losses
+        assert torch.equal(record.weights, other.weights)
+    assert together(records) == together(wanted)
