@@ -32,3 +32,9 @@ class Reported(SystemExit):
 def add_note(error: BaseException, note: str) -> None:
     """Add a line to the error's traceback (shown from Python 3.11 on)."""
     setattr(error, "__notes__", [*getattr(error, "__notes__", []), note])  # noqa: B010  # `BaseException.add_note` is newer
+
+
+def summary_of(error: BaseException) -> str:
+    """An error's type and the first line of its message, for a report."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}".removesuffix(": ")

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.stateful import Owner, Stateful, can_be_held
+from trainapp.stateful import Owner, Stateful, can_be_held, memory_of
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
     foreach_copy_,
@@ -92,7 +92,7 @@ class Structure:
                     else:
                         self.leaves.append(tensor)
                     with torch.no_grad():
-                        named[".".join(filter(None, (root, path, name)))] = local(tensor)
+                        named[".".join(filter(None, (root, path, name)))] = memory_of(local(tensor))
         self.unsure = {**self.parameters, **self.constants}  # checksummed: the version counter misses some writes
 
     def is_current(self) -> bool:
@@ -214,7 +214,7 @@ class Snapshot:
             versions=now.versions(),
             need_gradients=list(map(_NEEDS_GRADIENT, now.leaves)),
             copies=self._copies_of_changing(parameters),
-            constants=self._copies_of_constants([*now.constants.values(), *filter(_is_kept, held)]),
+            constants=self._copies_of_constants([*now.constants.values(), *map(memory_of, filter(_is_kept, held))]),
             arrays=[(value, value.copy()) for value in held if type(value) is np.ndarray],
             sums=self._sums() if self._steps_to_verify else {},
         )
@@ -480,5 +480,6 @@ def _is_kept(value: Any) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor has memory that can be copied: not sparse, meta or fake."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    """Whether the tensor has memory that can be copied: not sparse, nested, meta or fake."""
+    is_usual = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_usual and not tensor.is_nested and not tensor.is_meta

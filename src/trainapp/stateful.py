@@ -180,7 +180,13 @@ def can_be_held(tensor: Tensor) -> bool:
     return not (is_lazy(tensor) or tensor.is_inference() or is_expanded(tensor))
 
 
+def memory_of(tensor: Tensor) -> Tensor:
+    """The tensor or, of a nested one, its values: torch copies no nested tensor into another's memory."""
+    return tensor.values() if tensor.is_nested else tensor
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether elements share memory, so that the tensor cannot be filled."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    has_strides = tensor.layout is torch.strided and not tensor.is_nested
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if has_strides else ()
     return any(stride == 0 and size > 1 for size, stride in pairs)

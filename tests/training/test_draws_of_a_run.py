@@ -54,6 +54,28 @@ def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, name):
     assert gradient > 1e-2
 
 
+GRAPH = (*runs.own_model("own_graphs.GraphNet"), "data=digits", "user_packages=[own_graphs]", "task=own_graphs.total")
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_those_of_a_graph_network_with_a_sparse_matrix_do_not(tmp_path, layout):
+    """Its draws have the nodes first, and the samples second."""
+    graph = (*runs.STEPS_ONLY, *GRAPH, f"+model.layout={layout}")
+    loss, gradient, ledger = differences(tmp_path / "own", *graph, BY_SAMPLE)
+    assert max(loss, gradient) < 1e-5
+    assert not ledger.depends
+    assert differences(tmp_path / "torchs", *graph, OF_TORCH)[0] > 1e-4
+
+
+def test_an_out_of_memory_error_changes_nothing_in_a_graph_network(tmp_path):
+    settings = (*GRAPH, BY_SAMPLE, "every.eval=2", "train.max_steps=2", "batch.global_size=256")
+    runs.run(tmp_path / "free", *settings, "batch.micro_size=256", "batch.eval_micro_size=360")
+    runs.run(tmp_path / "limited", *settings, "memory.limit=1MiB")
+    assert helpers.incidents(tmp_path / "limited")
+    logged = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("free", "limited")]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["VAE", "Diffusion"])
 def test_evaluations_do_not_depend_on_the_micro_batch(tmp_path, name):
     """Nor does a second evaluation of the same weights differ from the first."""

@@ -282,6 +282,30 @@ def test_halves_are_known_by_their_values():
     assert trials.joints_of((whole["x"], table), [(half["x"], table) for half in halves]) == [0, None]
 
 
+ROWS = torch.arange(1.0, 13.0).view(4, 3) * (torch.arange(12).view(4, 3) % 3 != 1)
+BATCHED = {
+    "coo": lambda rows: rows.to_sparse(),
+    "csr": lambda rows: rows.to_sparse_csr(),
+    "nested": lambda rows: torch.nested.nested_tensor([row[: 1 + int(row[0]) % 3] for row in rows]),
+    "jagged": lambda rows: torch.nested.nested_tensor(
+        [row[: 1 + int(row[0]) % 3] for row in rows], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+def test_so_are_those_of_sparse_and_nested_tensors(kind):
+    make = BATCHED[kind]
+    whole, a, b = make(ROWS), make(ROWS[:2]), make(ROWS[2:])
+    assert trials.joints_of(whole, [a, b]) == [0]
+    assert not trials.joints_of(whole, [b, a])
+    assert not trials.joints_of(whole, [whole, whole])
+    swapped = trials.joined(whole, [b, a], [0])
+    assert swapped.layout is whole.layout
+    assert trials.joints_of(swapped, [b, a]) == [0]
+    assert trials.joints_of((ROWS, whole), [(ROWS[:2], whole), (ROWS[2:], whole)]) == [0, None]  # one for all batches
+
+
 class Calls:
     """Where a check does not look."""
 
@@ -301,7 +325,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.assembly.checks.problem_of", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.assembly.checks.outcome_of", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
 
@@ -324,8 +348,8 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
         "fp32": functools.partial(trials.Trials, *arguments),
         "bf16": functools.partial(trials.Trials, *arguments, **half),
     }
-    check = functools.partial(checks.problem_of, mode=mode_of(task), ledger=Ledger())
-    return trials.first_that_works([known[way] for way in ways], check)
+    check = functools.partial(checks.outcome_of, mode=mode_of(task), ledger=Ledger())
+    return trials.first_that_works([trials.Way(way, known[way]) for way in ways], check).result.problem
 
 
 def entropy_of_mean(logits, *_):
@@ -578,6 +602,130 @@ def test_metrics_are_compared_too(name):
     function, message = METRICS[name]
     problem = found(metric_of(function), own_tasks.Net(10))
     assert problem is None if message is None else message in problem
+
+
+def errors(logits, targets):
+    """Squared, per sample."""
+    return (logits.float() - F.one_hot(targets, 10)).square().mean(1)
+
+
+def psnr(errors):
+    return -10 * errors.log10()
+
+
+def f1(logits, targets):
+    """Of even digits, by their probability."""
+    predicted, true = logits.softmax(1)[:, ::2].sum(1), targets % 2 == 0
+    return 2 * (predicted * true).sum() / (predicted.sum() + true.sum())
+
+
+# What is published, and the same of a batch times the number of its samples.
+PER_SAMPLE_METRICS = {
+    "accuracy": lambda logits, targets: (logits.argmax(1) == targets).sum(),
+    "accuracy, mean times n": lambda logits, targets: right(logits, targets).mean() * len(targets),
+    "top-5": lambda logits, targets: (logits.topk(5, 1).indices == targets[:, None]).any(1).float().sum(),
+    "MAE": lambda logits, targets: (logits - F.one_hot(targets, 10)).abs().mean(1).sum(),
+    "MSE": lambda logits, targets: errors(logits, targets).mean() * len(targets),
+    "RMSE": lambda logits, targets: errors(logits, targets).sqrt().sum(),
+    "PSNR": lambda logits, targets: psnr(errors(logits, targets)).sum(),
+    "negative log-likelihood": lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"),
+    "bias": lambda logits, targets: (logits[:, 0].float() - targets / 10).sum(),
+    "bias of large numbers": lambda logits, targets: ((1e3 + logits[:, 0].float()) - (1e3 + targets / 10)).sum(),
+    "bias by NumPy": lambda logits, targets: float((logits[:, 0].float().numpy().astype("f") - 0.1).sum()),
+    "in words of a mask": lambda logits, targets: ((logits.sigmoid().round() == 1).float().mean(1)).sum(),
+}
+OF_THE_BATCH = {
+    "PSNR": lambda logits, targets: psnr(errors(logits, targets).mean()) * len(targets),
+    "RMSE": lambda logits, targets: errors(logits, targets).mean().sqrt() * len(targets),
+    "F1": lambda logits, targets: f1(logits, targets) * len(targets),
+    "perplexity": lambda logits, targets: F.cross_entropy(logits, targets).exp() * len(targets),
+    "R2": lambda logits, targets: (1 - errors(logits, targets).sum() / targets.double().var()) * len(targets),
+}
+
+
+class Normalised(own_tasks.Net):
+    """With BatchNorm and a head of equal weights: all classes are as likely, up to rounding."""
+
+    def __init__(self, num_classes: int, equal: bool):
+        super().__init__(num_classes)
+        self.norm = nn.BatchNorm1d(16)
+        if equal:
+            nn.init.constant_(self.head.weight, 0.01)
+            nn.init.constant_(self.head.bias, 0.0)
+
+    def features(self, inputs):
+        return self.norm(super().features(inputs))
+
+
+PRECISIONS = pytest.mark.parametrize("way", ["double", "fp32", "bf16"])
+
+
+@PRECISIONS
+@pytest.mark.parametrize("name", PER_SAMPLE_METRICS)
+@pytest.mark.parametrize("equal", [False, True], ids=["random head", "equal weights"])
+def test_honest_metrics_pass(name, way, equal):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        samples = trials.first_samples(Digits("train"), range(4 * seed, 4 * seed + 4), 0)
+        assert found(metric_of(PER_SAMPLE_METRICS[name]), Normalised(10, equal), [way], samples) is None
+
+
+@pytest.mark.parametrize("way", ["double", "fp32"])
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_a_metric_of_the_batch_times_its_samples_is_refused(name, way):
+    """Its sum over micro-batches is another one for each size: some by less than 1%."""
+    for later in (False, True):
+        torch.manual_seed(0)
+        function = OF_THE_BATCH[name]
+
+        def called_later(logits, targets, function=function):
+            return lambda: function(logits, targets)
+
+        problem = found(metric_of(called_later if later else function), Normalised(10, equal=False), [way])
+        assert "the metric mine is" in problem
+        assert "but a sum is required" in problem
+
+
+def test_the_objective_may_not_depend_on_memory(tmp_path):
+    def of(name):
+        return (*OWN, f"task=test_loss_check.{name}", "objective=max psnr")
+
+    message = runs.refusal(tmp_path, *of("with_psnr_of_the_batch"))
+    assert message.startswith("task=test_loss_check.with_psnr_of_the_batch: the metric psnr is not a sum over samples")
+    assert "return the sum of the samples' own values" in message
+    runs.prepare(tmp_path, *of("with_psnr")).close()
+
+
+def with_psnr(model, batch):
+    logits = model(batch["inputs"])
+    value = psnr(errors(logits, batch["targets"])).sum()
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {"psnr": value}
+
+
+def with_psnr_of_the_batch(model, batch):
+    loss, count, _ = with_psnr(model, batch)
+    value = psnr(errors(model(batch["inputs"]), batch["targets"]).mean()) * count
+    return loss, count, {"psnr": value}
+
+
+def test_rounding_changes_what_is_computed_and_nothing_else():
+    torch.manual_seed(0)
+    values = torch.randn(2, 3, dtype=torch.float64)
+    before, mask = values.clone(), values > 0
+
+    def rounded(function, seed=0):
+        with trials.Rounding(torch.device("cpu"), seed):
+            return function()
+
+    changed = rounded(lambda: values * 2)
+    assert 0 < (changed - 2 * values).abs().max() <= 2e-7 * values.abs().max() * 2
+    assert not torch.equal(changed, rounded(lambda: values * 2, seed=1))
+    assert torch.equal(rounded(lambda: values.view(3, 2).t()), values.view(3, 2).t())  # a view
+    assert torch.equal(values, before)
+    assert torch.equal(rounded(lambda: mask.float().sum()), mask.float().sum())  # an integer
+    assert torch.equal(rounded(lambda: torch.full((3,), 0.3)), torch.full((3,), 0.3))  # not computed
+    cancelling = rounded(lambda: ((values + 1e3) - 1e3 - values).sum())
+    assert 1e-6 < abs(cancelling) < 1e-2
 
 
 class Priors(own_tasks.Net):

@@ -3,34 +3,36 @@
 Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
 as in `cat([view, view])`: the loss of the four is that of their halves only if rows are read as they are meant. This is
-seen best in fp64, with noise on the parameters.
+seen best in fp64, with noise on the parameters. What was found, and what could not be tried and why, is in
+`Parts.checks`.
 """
 
 import functools
-import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.checks import Mode, excess, modes_of, size_of
+from trainapp.assembly.checks import Mode, excess, is_known, modes_of, size_of, without_values
 from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
+from trainapp.draws import belong_to_samples
+from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import Drawing, Drawn, Ledger, Place, places_of
-from trainapp.torch_private import has_values
+from trainapp.rng import Drawing, Drawn, Ledger, Place, places_of, topic_of
 from trainapp.training.evaluate import EVALUATION
+from trainapp.units import listed
 
 # A deviation of the loss above it shows that rows are read wrong, in fp64 and otherwise.
 CLOSE, CLOSE_IN_FP32 = 1e-5, 1e-3
 NOISE = 0.3
+BY_DEFAULT = "the first dimension of their number is theirs"  # of draws that are not known
 Places = dict[int, Place]
-log = logging.getLogger(__name__)
 
 
 def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledger:
@@ -38,22 +40,83 @@ def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledg
     a Snapshot covers. Raises errors of reading a stream.
     """
     ledger = Ledger()
-    modes = [mode for mode in modes_of(parts, model) if mode.training or mode.work == EVALUATION]
-    modes = [mode for mode in modes if not needs_whole_batch(mode.task)]
-    if modes and all(map(has_values, model.parameters())):  # with parallel.fsdp.meta_init there are no values yet
-        samples = parts.first_samples(config.train.seed)
-        for mode in modes if samples is not None and samples.same else ():
-            compute = _of_embeddings if has_embeddings(mode.task) else None
-            ways = functools.partial(ways_of, mode.task, config, parts, model, compute=compute)
-            try:
-                shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
-                candidates = first_that_works(ways(noise=None), shapes) or []
-                choose = functools.partial(_choose, mode=mode, ledger=ledger, candidates=candidates)
-                first_that_works(ways(noise=NOISE) if candidates else [], choose)
-            except Exception as error:  # the first step raises it again, with its traceback
-                log.debug("train.draws: nothing is learnt of %s: %s", mode.task.setting, error)
+    tried = []
+    for mode in modes_of(parts):
+        if not mode.training and mode.work != EVALUATION:  # an update's task is not evaluated
+            continue
+        if reason := _reason_to_skip(config, parts, model, mode):
+            parts.note_check(mode.check("draws"), reason)
+        else:
+            tried.append(mode)
+    samples = parts.first_samples(config.train.seed) if tried else None
+    for mode in tried:
+        if samples is None:
+            text = f"not tried: {parts.samples_error}"
+        elif not samples.same:
+            text = f"not tried: a batch is not its halves joined; {BY_DEFAULT}"
+        else:
+            text = _learn(config, parts, model, mode, ledger)
+        parts.note_check(mode.check("draws"), text)
     (first, *_) = ranks.all_gather_object(ledger)
     return first
+
+
+def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) -> str:
+    """Why nothing is learnt of a mode, the same on all ranks; "" if it is."""
+    if not belong_to_samples(config.train.draws, parts.device):
+        return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {parts.device.type}"
+    if parts.resumes:
+        return "those of the resumed checkpoint"
+    if is_known(mode, model):
+        return "all belong to samples: trainapp's own task and model"
+    if needs_whole_batch(mode.task):
+        return "of the whole batch: the task declares whole_batch, it is never cut"
+    reason = without_values(model)
+    return f"not tried: {reason}; {BY_DEFAULT}" if reason else ""
+
+
+def _learn(config: Config, parts: Parts, model: nn.Module, mode: Mode, ledger: Ledger) -> str:
+    """Add a mode's draws to the ledger. Returns what was found, in words."""
+    compute = _of_embeddings if has_embeddings(mode.task) else None
+    ways = functools.partial(ways_of, mode.task, config, parts, model, compute=compute)
+    try:
+        shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
+        candidates, others = first_that_works(ways(noise=None), shapes).result
+    except Exception as error:  # the first step raises it again, with its traceback
+        return f"not known: {summary_of(error)}; {BY_DEFAULT}"
+    text = _in_words(ledger, mode, others)
+    try:
+        if candidates:
+            choose = functools.partial(_choose, mode=mode, ledger=ledger, candidates=candidates)
+            first_that_works(ways(noise=NOISE), choose)
+    except Exception as error:
+        text += f", by their shapes alone: {summary_of(error)}"
+    if _topic(mode) in ledger.depends:
+        text += ", but the loss does not add up: perhaps not each to its own"
+    return text
+
+
+def _in_words(ledger: Ledger, mode: Mode, others: list[str]) -> str:
+    """Whose draws are whose. others: what else is drawn, in words."""
+    places = ledger.places[mode.work].values()
+    texts = []
+    if shared := sorted({_kernel(place) for place in places if place.axis is None and not place.varies}):
+        texts.append(f"shared by all samples: {listed(shared)}")
+    if varying := sorted({_kernel(place) for place in places if place.varies}):
+        texts.append(f"of the micro-batch: {listed(varying)}")
+    texts.extend(others)
+    if any(place.axis is not None for place in places):
+        texts.append("the others belong to samples" if texts else "all belong to samples")
+    return "; ".join(texts) or "none"
+
+
+def _kernel(place: Place) -> str:
+    return place.kernel.partition(".")[0]
+
+
+def _topic(mode: Mode) -> str:
+    """Under which the ledger notes that draws cannot be assigned."""
+    return f"draws of {mode.work}"
 
 
 def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
@@ -65,12 +128,18 @@ def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int
     return total, 1, {}
 
 
-def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> list[Places]:
-    """Add what is drawn to the ledger. Returns the ways to read it."""
+def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> tuple[list[Places], list[str]]:
+    """Add what is drawn to the ledger. Returns the ways to read it, and what else is drawn, in words."""
     logs = {"ab": dict[int, Drawn](), "a": dict[int, Drawn]()}
     positions = {batch: trial.samples.positions(batch) for batch in logs}
+    noted = Ledger()
+    others: list[str] = []
     for batch, drawn in logs.items():
-        trial(batch, mode.training, Drawing((0,), positions[batch], Ledger(), mode.work, drawn))
+        sums = trial(batch, mode.training, Drawing((0,), positions[batch], noted, mode.work, drawn))
+        if sums.drawn and not others:
+            others.append("Python's or NumPy's of the micro-batch")
+    # A generator of its own, fused kernels; whose the other draws are is not known to this ledger.
+    others += [text for topic, text in noted.depends.items() if not topic.startswith(topic_of(""))]
     (whole, part), (number, of_part) = logs.values(), map(len, positions.values())
     ledger.places[mode.work] = places = places_of(whole, part, number, of_part)
     if len(whole) != len(part):
@@ -78,10 +147,11 @@ def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> list[Places]:
             f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {of_part}: later "
             "draws depend on the micro-batch"
         )
+        others.append("their number depends on the micro-batch")
     if all(own.axis is None for own in places.values()):
-        return []
-    others = {draw: own._replace(apart=own.rows > 1) for draw, own in places.items()}
-    return [places] if others == places else [places, others]
+        return [], others
+    turned = {draw: own._replace(apart=own.rows > 1) for draw, own in places.items()}
+    return [places] if turned == places else [places, turned], others
 
 
 def _choose(trial: Trials, mode: Mode, ledger: Ledger, candidates: list[Places]) -> None:
@@ -98,7 +168,7 @@ def _choose(trial: Trials, mode: Mode, ledger: Ledger, candidates: list[Places])
         raise ArithmeticError("the loss is not finite")
     ledger.places[mode.work] = candidates[deviations.index(smallest)]
     if smallest > (CLOSE if trial.dtype is torch.float64 else CLOSE_IN_FP32):
-        ledger.depends[f"draws of {mode.work}"] = (
+        ledger.depends[_topic(mode)] = (
             f"the loss of {trial.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
             "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
         )

@@ -63,11 +63,10 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
-        if config.mode == "train" and not parts.resumes:  # a resumed run has its checkpoint's
-            ledger = learned_draws.learnt(config, parts, model, ranks)
-    if config.mode == "train" and config.train.check_loss:
+    if config.mode == "train":
+        ledger = learned_draws.learnt(config, parts, model, ranks)
         checks.require_sum(config, parts, model, ranks, ledger)
-        if config.memory.loss_chunk is not None and components.knows_loss and not is_meta:
+        if config.memory.loss_chunk is not None and components.knows_loss:
             _require_same_forward(config, model, parts)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
@@ -181,10 +180,18 @@ def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: b
 
 def _require_same_forward(config: Config, model: nn.Module, parts: Parts) -> None:
     """Raises UserError unless the loss in chunks agrees with the model's forward on two samples."""
+    name = "loss in chunks"
+    if not config.train.check_loss:
+        parts.note_check(name, "not compared: train.check_loss=false")
+        return
+    if reason := checks.without_values(model):
+        parts.note_check(name, f"not compared: {reason}")
+        return
     with preserved_rng(parts.device), parts.numerics.autocast:
         batch = map_tensors(lambda tensor: tensor.to(parts.device), parts.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
+    parts.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
 
 
 def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:

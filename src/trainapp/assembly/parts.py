@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.data.stream_reader import is_stream
-from trainapp.errors import UserError
+from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import attribute
 from trainapp.memory import device as device_memory
 from trainapp.memory.device import DeviceMemory
@@ -24,6 +25,7 @@ from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.training.session import EvalSets
 
+LONGEST = 100  # characters of a check's outcome
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +48,7 @@ class Parts:
     initial_device: str | None = None
     resumes: bool = False
     samples: Samples | None = None  # see `first_samples`
+    samples_error: str = ""  # why there are none
     filled: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
 
@@ -59,19 +62,24 @@ class Parts:
 
     def first_samples(self, seed: int) -> Samples | None:
         """The first samples of training, to compare; None if there are too few, or if they cannot be fetched, which the
-        first step reports. Raises errors of reading a stream, which come only once.
+        first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
         data, indices = self.batches.source.first(SAMPLES)
-        if self.samples is None:
+        if self.samples is None and not self.samples_error:
             stateful = Stateful(data=data)
             for module in stateful.modules.values():
                 module.to(self.device)
             try:
                 with Snapshot.of(stateful).undone():
                     self.samples = first_samples(data, indices, seed)
+                self.samples_error = "" if self.samples else "fewer than two samples"
             except Exception as error:
-                log.debug("the first samples cannot be compared: %s", error)
+                self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"
         return self.samples
+
+    def note_check(self, name: str, outcome: str) -> None:
+        """Record what was checked before the first step, in a line."""
+        self.checks[name] = shorten(outcome, LONGEST, placeholder=" ...")
 
     def close(self) -> None:
         """End the reader processes."""

@@ -4,6 +4,7 @@
     whole, first, second = trial("ab"), trial("a"), trial("b")
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
+What could not be tried is told in words, for `Parts.checks`: nothing is left out in silence.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,17 +24,20 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
+from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
-from trainapp.rng import preserved_rng, seed_from
+from trainapp.rng import Drawing, preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful, held_tensors
-from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers
+from trainapp.stateful import Stateful, held_tensors, is_expanded
+from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers, storage_id, strided_parts
 from trainapp.units import listed
 
 SAMPLES = 4
 MOST_COPIED = 64 * 2**20  # bytes of a model that is copied whole
+DOUBLE = "fp64"  # the precision of copies
+_ROUNDED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # torch multiplies no fp8
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -57,13 +62,14 @@ class Samples(NamedTuple):
 
 class Sums(NamedTuple):
     """The task's loss, count and metrics for a batch. drawn: whether the call drew from NumPy's or Python's global
-    generator, or from one of theirs in an attribute.
+    generator, or from one of theirs in an attribute. metrics_error: why there are no metrics; "" if they could be read.
     """
 
     loss: float
     divisor: float
     metrics: Mapping[str, float]
     drawn: bool
+    metrics_error: str = ""
 
 
 def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
@@ -92,20 +98,43 @@ def joints_of(batch: Any, parts: Sequence[Any]) -> list[int | None]:
         return []
     joints: list[int | None] = []
     for whole, *pieces in zip(*of_each, strict=True):
-        if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (whole, *pieces)):
-            return []
-        is_same = all(torch.equal(whole, piece) for piece in pieces)
-        found = (dim for dim in range(whole.ndim) if not is_same and _are_joined(whole, pieces, dim))
+        is_same = all(_is_equal(whole, piece) for piece in pieces)
+        found = (dim for dim in range(whole.dim()) if not is_same and _are_joined(whole, pieces, dim))
         joints.append(next(found, None))
         if joints[-1] is None and not is_same:
             return []
     return joints if any(joint is not None for joint in joints) else []
 
 
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of a batch are equal, also sparse and nested ones, for which torch has no `equal`."""
+    if (a.layout, a.dtype, a.is_nested, a.dim()) != (b.layout, b.dtype, b.is_nested, b.dim()):
+        return False
+    if a.is_nested:
+        rows, others = a.unbind(), b.unbind()
+        return len(rows) == len(others) and all(map(torch.equal, rows, others))
+    if a.layout is torch.sparse_coo:
+        a, b = a.coalesce(), b.coalesce()
+    return a.shape == b.shape and all(map(torch.equal, strided_parts(a), strided_parts(b)))
+
+
 def _are_joined(whole: Tensor, pieces: list[Tensor], dimension: int) -> bool:
     with contextlib.suppress(RuntimeError):  # other shapes
-        return torch.equal(whole, torch.cat(pieces, dimension))
+        return _is_equal(whole, _concatenated(pieces, dimension))
     return False
+
+
+def _concatenated(tensors: Sequence[Tensor], dimension: int) -> Tensor:
+    """`torch.cat`, also for what it does not take: compressed sparse tensors, and nested ones by their rows."""
+    first = tensors[0]
+    if first.is_nested:
+        rows = [row for tensor in tensors for row in tensor.unbind()]
+        if dimension:
+            raise RuntimeError("nested tensors are joined in their first dimension")
+        return torch.nested.as_nested_tensor(rows, layout=first.layout)
+    if first.layout in (torch.sparse_csr, torch.sparse_csc):
+        return torch.cat([tensor.to_sparse_coo() for tensor in tensors], dimension).to_sparse(layout=first.layout)
+    return torch.cat(list(tensors), dimension)
 
 
 def joined(batch: Any, parts: Sequence[Any], joints: Sequence[int | None]) -> Any:
@@ -114,7 +143,7 @@ def joined(batch: Any, parts: Sequence[Any], joints: Sequence[int | None]) -> An
 
     def replaced(tensor: Tensor) -> Tensor:
         joint, *own = next(pieces)
-        return tensor if joint is None else torch.cat(own, joint)
+        return tensor if joint is None else _concatenated(own, joint)
 
     return map_tensors(replaced, batch)
 
@@ -159,7 +188,7 @@ class Trials:
         name: str,
         training: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
-        observed: "Observed | None" = None,
+        observed: "Observed | Rounding | None" = None,
     ) -> Sums:
         """The task's results for a batch. training: in training mode, except for BatchNorm. within, observed: around
         the task. Raises the task's errors.
@@ -170,22 +199,29 @@ class Trials:
             with preserved_rng(self.device), self._around(), evaluation_mode(evaluated):
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
-                with within or contextlib.nullcontext(), observed or contextlib.nullcontext():
-                    loss, count, metrics = self._compute(batch)
-                if observed is not None:
-                    observed.writes = bool(self.snapshot.changed())
+                with within or contextlib.nullcontext():
+                    with observed or contextlib.nullcontext():
+                        loss, count, metrics = self._compute(batch)
+                    if isinstance(observed, Observed):
+                        observed.writes = self.snapshot.changed()
+                        observed.epsilon_of_loss = observed.epsilon
+                    with observed or contextlib.nullcontext():  # again: functions among the metrics compute now
+                        sums, error = self._sums_of(metrics)
                 drawn = before != self._generator_states()
-                return Sums(float(loss), float(count), self._sums_of(metrics), drawn)
+                return Sums(float(loss), float(count), sums, drawn, error)
         finally:
             self.snapshot.restore()
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=True)
 
-    def _sums_of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        with contextlib.suppress(Exception):  # the first logged step raises it again
-            return {name: float(value) for name, value in evaluate_metrics(metrics, self._stateful_metrics).items()}
-        return {}
+    def _sums_of(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+        """The metrics, and why there are none; the first logged step raises the error again."""
+        try:
+            found = evaluate_metrics(metrics, self._stateful_metrics)
+            return {name: float(value) for name, value in found.items()}, ""
+        except Exception as error:
+            return {}, summary_of(error)
 
     def _generator_states(self) -> bytes:
         states = [random.getstate(), np.random.get_state(), *(owner.copy() for owner in self._generators)]
@@ -194,13 +230,14 @@ class Trials:
 
 class Observed(DispatchMode):
     """Watches the operations inside. Attributes: `draws`, whether any draws random numbers, from whatever generator;
-    `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results; `writes`, whether the
-    call has changed the model's or the task's state.
+    `epsilon`, the relative rounding error of the coarsest floating-point dtype in their results, and `epsilon_of_loss`,
+    the same before the metrics were computed; `writes`, what the call has changed of the model's or the task's state.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws, self.epsilon, self.writes = False, 0.0, False
+        self.draws, self.epsilon, self.epsilon_of_loss = False, 0.0, 0.0
+        self.writes: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -210,6 +247,49 @@ class Observed(DispatchMode):
         return result
 
 
+class Rounding(DispatchMode):
+    """Changes every new floating-point result inside by its rounding error, at random: each number by one epsilon of
+    its dtype, of fp32 at least. By how much the outcome changes is then how far rounding may take it, whatever cancels
+    out or is compared in between (Parker 1997, Monte Carlo arithmetic). Integers are exact, such as masks and counts.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        arguments = list(filter(_is_plain, tensors_in([list(args), kwargs or {}])))
+        if any(tensor.is_floating_point() for tensor in arguments):
+            aliased = {storage_id(tensor.untyped_storage()) for tensor in arguments}
+            for tensor in filter(_is_plain, tensors_in(result)):
+                is_new = storage_id(tensor.untyped_storage()) not in aliased  # no view, and not written in place
+                if is_new and tensor.dtype in _ROUNDED and not is_expanded(tensor):
+                    self._round(tensor)
+        return result
+
+    def _round(self, tensor: Tensor) -> None:
+        epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
+        with Drawing.suspended():
+            options: dict[str, Any] = {"device": tensor.device, "generator": self._generator, "dtype": torch.int8}
+            bits = torch.randint(0, 2, tensor.shape, **options)
+        is_exact = (tensor == tensor.round()) & (tensor.abs() < 0.25 / epsilon)  # larger numbers have no fractions
+        change = (2 * bits - 1).to(tensor.dtype).masked_fill_(is_exact, 0)
+        tensor.mul_(1 + epsilon * change)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor has one storage of its own kind: not a sparse or nested one, or another subclass."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+class Way(NamedTuple):
+    """A way to call a task. precision: in words."""
+
+    precision: str
+    trials: Callable[[], Trials]
+
+
 def ways_of(
     task: CheckedTask,
     config: Config,
@@ -217,7 +297,7 @@ def ways_of(
     model: nn.Module,
     noise: float | None = 0.0,
     **options: Any,
-) -> list[Callable[[], Trials]]:
+) -> list[Way]:
     """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
     samples. noise: in small models' copies in fp64, see `in_double`; None: no copies. options: of `Trials`.
     """
@@ -227,41 +307,55 @@ def ways_of(
     arguments: Any = (task, model, parts.samples, parts.device, config.train.seed, metrics)
     new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
     as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
-    if noise is None or not _is_small(task, model):
-        return [new, as_trained]
-    double = functools.partial(in_double, *arguments, noise=noise, compute=options.get("compute"))
-    return [double, new, as_trained]
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    ways = [Way("fp32" if dtypes <= {torch.float32} else "the model's dtype", new), Way("as trained", as_trained)]
+    if noise is not None and _is_small(task, model):
+        double = functools.partial(in_double, *arguments, noise=noise, compute=options.get("compute"))
+        ways.insert(0, Way(DOUBLE, double))
+    return ways
 
 
-def first_that_works(ways: Sequence[Callable[[], Trials]], use: Callable[[Trials], T]) -> T | None:
-    """What `use` returns for the first trial that raises no error; None without any. Raises the error of the last."""
-    for number, way in enumerate(ways, start=1):
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """The first result that raised no error. precision: of its way. failures: why not a more precise one, by way."""
+
+    result: T
+    precision: str
+    failures: dict[str, str]
+
+
+def first_that_works(ways: Sequence[Way], use: Callable[[Trials], T]) -> Tried[T]:
+    """What `use` returns for the first trial that raises no error. Raises the error of the last of them."""
+    failures: dict[str, str] = {}
+    for precision, new in ways:
         try:
             with uncompiled():
-                found = use(trial := way())
+                result = use(trial := new())
         except Exception as error:
-            if number == len(ways):
+            failures[precision] = summary_of(error)
+            if len(failures) == len(ways):
                 raise
-            log.debug("trying another precision: %s", error)
             continue
         if lost := trial.snapshot.lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
-        return found
-    return None
+        return Tried(result, precision, failures)
+    raise ValueError("no way to call the task")
 
 
 def _is_small(task: CheckedTask, model: nn.Module) -> bool:
-    return sum(tensor.nbytes for tensor in held_tensors([model, task.unchecked])) <= MOST_COPIED
+    parts = (part for tensor in held_tensors([model, task.unchecked]) for part in strided_parts(tensor))
+    return sum(part.nbytes for part in parts) <= MOST_COPIED
 
 
 def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float, **options: Any) -> Trials:
     """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
-    what cannot be converted, such as a tensor in an attribute, fails when called. arguments, options: of `Trials`.
+    what cannot be converted, such as a tensor in a closure, fails when called. arguments, options: of `Trials`.
 
     noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before it.
     """
-    originals = {id(module) for module in Stateful(model=model, task=task.unchecked).modules.values()}
-    doubled, own = copy.deepcopy((model, task.unchecked))
+    modules = Stateful(model=model, task=task.unchecked).modules.values()
+    originals = {id(module) for module in modules}
+    doubled, own = copy.deepcopy((model, task.unchecked), _copies_in_double([model, *modules], task, model))
     for module in (doubled, *Stateful(model=doubled, task=own).modules.values()):
         if id(module) not in originals:  # such as a global variable's, which a copied function shares
             module.double()
@@ -273,6 +367,22 @@ def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float
                 parameter.add_(drawn.to(parameter.device), alpha=noise)
     task = CheckedTask(own, task.setting)
     return Trials(task, doubled, *arguments, around=_double_by_default, to=torch.float64, **options)
+
+
+def _copies_in_double(modules: Sequence[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:
+    """By id, for `copy.deepcopy`: the tensors in attributes, which `module.double()` does not reach, and those that it
+    cannot copy (2.13: compressed sparse and nested ones).
+    """
+    registered = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    copies = {}
+    for tensor in held_tensors([model, task.unchecked]):
+        is_common = tensor.layout is torch.strided and not tensor.is_nested
+        if not is_common or (id(tensor) not in registered and tensor.is_floating_point()):
+            copied = tensor.detach().clone()
+            if tensor.is_floating_point():
+                copied = copied.double().requires_grad_(tensor.requires_grad)
+            copies[id(tensor)] = copied
+    return copies
 
 
 @contextlib.contextmanager

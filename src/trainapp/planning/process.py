@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainapp.config import schema
 from trainapp.config.schema import Config
-from trainapp.errors import UserError
+from trainapp.errors import UserError, summary_of
 
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
@@ -191,8 +191,7 @@ def main() -> None:
         outcome = error
     except Exception as error:
         log.debug("%s: no answer", function, exc_info=True)
-        first_line = str(error).strip().partition("\n")[0]
-        outcome = NoAnswer(f"{type(error).__name__}: {first_line}".removesuffix(": "))
+        outcome = NoAnswer(summary_of(error))
     pickle.dump(outcome, answer)
     answer.close()
     sys.stderr.flush()
