@@ -99,7 +99,8 @@ def entered_by_a_settled_step(run_dir: Path) -> set[str]:
         finally:
             sys.setprofile(None)
             session.close()
-    return entered
+    # Entered where the CPU lacks instructions for 16 bits and an earlier test of this process has computed in them.
+    return entered - {"optim/emulated_kernels.py"}
 
 
 def test_the_architecture_page_lists_the_files_of_a_settled_step(tmp_path):

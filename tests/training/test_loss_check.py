@@ -19,6 +19,7 @@ from trainapp.assembly import checks, trials
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.losses import losses
+from trainapp.optim.emulated_kernels import install_for
 from trainapp.rng import Ledger
 from trainapp.training.evaluate import EVALUATION
 
@@ -343,6 +344,7 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
     """What the check finds, trying these ways one after another."""
     arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
     half = {"around": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
+    install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     known = {
         "double": functools.partial(trials.in_double, *arguments, noise=0.0),
         "fp32": functools.partial(trials.Trials, *arguments),
