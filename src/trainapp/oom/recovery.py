@@ -31,7 +31,7 @@ from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
-# What models raise for too few samples; not RuntimeErrors about anything but the computation.
+# What models raise for too few samples. Not UserErrors, nor signals.
 OF_MODELS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
 
 
@@ -128,7 +128,7 @@ def change_size(session: Session, failure: OomReport) -> None:
         return
     ranks = SingleRank() if failure.alone else session.ranks
     changed = sizes.failed(ranks, not failure.by_peer, Failure(failure.demand, failure.too_few))
-    failure.is_constant = any(search.asks_the_same for search in sizes.searches.values())
+    failure.is_constant = sizes.search(sizes.current_bucket).asks_the_same
     if changed is None:
         raise TrainingStopped(final_message(session, failure))
     failure.old_size, failure.new_size = changed
@@ -198,7 +198,9 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
             f"the driver's:\n  {session.config.command}"
         )
     sizes = _sizes_of(session, failure)
-    changed = sizes.failed(SingleRank(), failure=Failure(failure.demand, failure.too_few))
+    # Work without a size starts again with a smaller one all the same: a new process may have more memory for it.
+    demand = failure.demand if failure.phase.depends_on_size else None
+    changed = sizes.failed(SingleRank(), failure=Failure(demand, failure.too_few))
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed

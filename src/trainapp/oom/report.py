@@ -247,12 +247,12 @@ def final_message(session: Session, report: OomReport) -> str:
 
 def _why_no_smaller(session: Session, report: OomReport) -> str:
     setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
-    if losses.needs_whole_batch(session.task):
-        return f"its loss needs the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
     if report.resident:
         return "what is in memory before any sample exceeds the limit, so no other size can help"
     if not report.phase.depends_on_size:
         return "what it asks for does not depend on the micro-batch"
+    if losses.needs_whole_batch(session.task):
+        return f"its loss needs the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
     if report.is_constant:
         return f"what it asks for does not depend on the micro-batch{_why_split_needs_more(session, report)}"
     embeds = losses.has_embeddings(session.task) and not report.evaluating

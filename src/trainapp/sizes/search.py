@@ -8,7 +8,7 @@ largest size that worked and the smallest that failed is tried. The search ends 
 more (below 20 samples: one more).
 
 Going down ends where the model itself cannot run so few samples. Where what is asked for does not get smaller with the
-micro-batch, the smallest is tried next, and at once decides.
+micro-batch, the smallest is tried next: if that fails, too, none can fit.
 """
 
 import math
