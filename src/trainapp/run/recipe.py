@@ -47,7 +47,7 @@ def recipe_of(session: Session) -> dict[str, Any]:
 def write(run_dir: Path, recipe: dict[str, Any]) -> None:
     """Write recipe.json. Raises OSError if it cannot be written."""
     with atomic_write(run_dir / RECIPE) as file:
-        file.write(strict_json(recipe, indent=1) + "\n")
+        file.write(strict_json(recipe, indent=1, default=str) + "\n")
 
 
 def lines_of(recipe: dict[str, Any]) -> list[str]:
