@@ -88,7 +88,11 @@ def test_an_option_that_is_chosen_beside_it(composed):
 
 
 def test_an_option_that_the_command_line_chooses(composed):
-    assert composed(OWN_SGD, "optimizer=sgd").optimizer.arguments == SGD_OPTION
+    """Not in silence: the user may expect the option's own class."""
+    with pytest.raises(UserError, match="optimizer=sgd: experiment/mine names a class of its own"):
+        composed(OWN_SGD, "optimizer=sgd")
+    chosen = composed(OWN_SGD, "optimizer=sgd", "optimizer._target_=mine.SGD").optimizer
+    assert (chosen.target, chosen.arguments) == ("mine.SGD", SGD_OPTION)
 
 
 def test_an_option_that_is_built_on_another(composed, tmp_path):

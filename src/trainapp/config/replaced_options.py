@@ -20,6 +20,7 @@ from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 GROUPS = ("data", "model", "optimizer", "schedule")
@@ -60,6 +61,10 @@ class _Option:
     entries: list[ResultDefault]  # the option, and what its own defaults list adds to it
 
     @property
+    def name(self) -> str:
+        return self.config_path.rpartition("/")[2]
+
+    @property
     def class_setting(self) -> str:
         return f"{self.package}._target_"
 
@@ -86,15 +91,28 @@ class _Composition:
         return options
 
     def is_replaced(self, option: _Option) -> bool:
-        """Whether a class is named after the option, and the option was not chosen beside it."""
+        """Whether a class is named after the option, and the option was not chosen beside it. Raises
+        ConfigCompositionException for an option on the command line whose class a file replaces.
+        """
+        is_on_command_line = any(_sets(override, option.class_setting) for override in self._overrides)
+        naming = self._files_naming_a_class_after(option)
         if any(_chooses(override, option) for override in self._overrides):
+            if naming and not is_on_command_line:
+                raise ConfigCompositionException(
+                    f"{option.key}={option.name}: {naming[-1].config_path} names a class of its own, "
+                    f"{option.class_setting}, which would be built with the settings of this option; leave the option "
+                    f"out, or also set {option.class_setting}"
+                )
             return False
-        if any(_sets(override, option.class_setting) for override in self._overrides):
+        if is_on_command_line:
             return True
-        all_entries = self._defaults.defaults
-        position = max(all_entries.index(entry) for entry in option.entries)
-        naming = [entry for entry in all_entries[position + 1 :] if self._sets(entry, option.class_setting)]
         return bool(naming) and naming[-1].config_path != self._chosen_in(option)
+
+    def _files_naming_a_class_after(self, option: _Option) -> list[ResultDefault]:
+        """Return the files behind the option in the defaults list that set the class of its group."""
+        entries = self._defaults.defaults
+        position = max(entries.index(entry) for entry in option.entries)
+        return [entry for entry in entries[position + 1 :] if self._sets(entry, option.class_setting)]
 
     def leave_out(self, option: _Option) -> None:
         """Compose without the option. Overrides of its settings then add them, as if each had a `++`, and need not
