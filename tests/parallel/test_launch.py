@@ -32,7 +32,7 @@ def reference(tmp_path_factory) -> Path:
 
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
-        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "report.html", "result.json",
+        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "recipe.json", "report.html", "result.json",
         "tensorboard", "trainapp.log",
     }  # fmt: skip
     assert [path.name for path in (reference / "ranks").iterdir()] == ["rank_1.log"]
