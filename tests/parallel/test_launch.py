@@ -32,8 +32,8 @@ def reference(tmp_path_factory) -> Path:
 
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
-        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "recipe.json", "report.html", "result.json",
-        "tensorboard", "trainapp.log",
+        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "recipe.json", "report.html",
+        "result.json", "tensorboard", "trainapp.log",
     }  # fmt: skip
     assert [path.name for path in (reference / "ranks").iterdir()] == ["rank_1.log"]
     log = (reference / "trainapp.log").read_text()
