@@ -554,7 +554,8 @@ def test_a_resumed_run_that_dies_leaves_no_result_of_the_stop(tmp_path, monkeypa
     monkeypatch.setattr(Engine, "commit", None)
     with pytest.raises(TypeError):
         runs.run(tmp_path, *EVALUATED)
-    assert not (tmp_path / "result.json").exists()
+    assert "failed" in helpers.result(tmp_path)
+    assert "ended" not in helpers.result(tmp_path)
 
 
 def test_a_stopped_evaluation_of_a_run_shows_no_numbers(undisturbed, tmp_path, monkeypatch, capsys):

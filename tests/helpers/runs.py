@@ -16,9 +16,10 @@ from torch import nn
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.files import CONF
+from trainapp.files import CONF, json_object
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
+from trainapp.report.run_files import state_of
 from trainapp.run import runner, trained
 from trainapp.signals import StopRequest
 from trainapp.training import loop, transaction
@@ -145,7 +146,7 @@ def refusal(run_dir: Path, *overrides: str) -> str:
         run(run_dir, *overrides)
     message = str(refused.value)
     assert "\n" not in message
-    assert not (run_dir / "result.json").exists()
+    assert state_of(json_object(run_dir / "result.json")) in ("", "failed")
     return message
 
 

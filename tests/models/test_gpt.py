@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+from trainapp.errors import UserError
 from trainapp.models import gpt
 from trainapp.models.gpt import GPT, Attention, Rotary
 
@@ -182,8 +183,8 @@ def test_a_wrong_position_shows(model, monkeypatch):
 
 
 def test_more_tokens_than_there_are_positions(model):
-    message = r"25 tokens are more than model\.context_length=24"
-    with pytest.raises(ValueError, match=message):
+    message = r"model\.context_length=24: the batch has sequences of 25 tokens"
+    with pytest.raises(UserError, match=message):
         model(torch.zeros(1, 25, dtype=torch.int64))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         in_parts(model, torch.zeros(1, 25, dtype=torch.int64), [20, 5])

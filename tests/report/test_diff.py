@@ -198,6 +198,7 @@ def test_recipes_are_compared_where_both_have_one(first, tmp_path, capsys):
         shutil.copytree(first, tmp_path / name)
     recipe = {"clip": 1.0, "optimizers": [{"class": "AdamW", "names": ["w"] * 40 + ["x"]}], "same": 1}
     (tmp_path / "a/recipe.json").write_text(json.dumps(recipe))
+    (tmp_path / "b/recipe.json").unlink()
     lines, _, _ = shown(capsys, tmp_path / "a", tmp_path / "b")
     assert "entries of the recipe: not compared, not both have a recipe.json" in lines
     recipe["optimizers"][0] |= {"class": "Muon", "names": ["w"] * 40 + ["y"]}
