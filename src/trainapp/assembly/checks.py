@@ -11,7 +11,7 @@ is repeated. (That changes small terms of pairs and unbiased variances, too: tho
 The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
 Metrics are held to the same, since an objective may be one of them: near rounding in fp64, too. One that does not add
-up is computed again with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
+up is recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
 
 Costs six forwards in each mode, three of a large model, more if they do not add up. A stream's samples are read once,
 and kept for training. What was compared, and what could not be and why, is in `Parts.checks` by mode.

@@ -58,7 +58,7 @@ def require_several_ranks(config: Config, world_size: int, setting: str) -> None
     """
     if config.parallel.strategy == "fsdp" and world_size == 1:
         raise UserError(
-            f"parallel=fsdp with {setting}: a single rank has nobody to share the model with, so nothing would be "
+            f"parallel=fsdp with {setting}: a single rank cannot share the model, so nothing would be "
             "sharded, and settings of parallel.fsdp would have no effect; start more ranks, or use parallel=single "
             "(without torchrun or srun), where optimizer.offload=true or activation_checkpointing=auto saves memory "
             "on a GPU"

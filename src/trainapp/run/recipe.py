@@ -2,7 +2,7 @@
 recipe.json.
 
 The program's defaults differ from those of a plain script: a schedule with warm-up, clipping, no weight decay on norms
-and biases, sizes filled in from the data. Nobody should have to find that out by comparing losses.
+and biases, sizes filled in from the data. Users should not have to find that out by comparing losses.
 """
 
 import functools
