@@ -77,8 +77,10 @@ def test_saved_on_some_ranks_resumed_on_others(cell, saved, saver, reader):
 
 DROPOUT = ("model.dropout=0.1",)
 # An optimizer with plain and late state, which one rank can read, too.
-LATE = ("optimizer._target_=foreign.LateMomentum", "~optimizer.betas", "~optimizer.eps", "user_packages=[foreign]")
-LATE = (*LATE, "train.max_steps=6")
+LATE = (
+    "optimizer._target_=foreign.LateMomentum", "~optimizer.betas", "~optimizer.eps", "optimizer.weight_decay=null",
+    "user_packages=[foreign]", "train.max_steps=6",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_plans_have_a_table_of_their_own(tmp_path):
 def test_limits_of_a_sweep(tmp_path):
     """By time, and by the number of failures; both are continued by the same command."""
     (tmp_path / "mine.py").write_text(NET)
-    long = (*MINE, "train.max_steps=100000", "train.seed=0,1", "sweep.max_time=6s", "every.eval=null")
+    long = (*MINE, "train.max_steps=100000", "train.seed=0,1", "sweep.max_time=12s", "every.eval=null")
     done = run_cli(*SWEEP, *long, cwd=tmp_path)
     assert done.returncode == 75, done.stdout
     assert "sweep.max_time: the running jobs save and end" in done.stdout
