@@ -144,6 +144,24 @@ def test_an_error_that_is_not_about_a_name_keeps_its_words():
     assert command_line.explain(ValueError("something else"), []) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {width: ???}\n", "line 2, column 16: not valid YAML: expected the node content, but found '?'; inside"),
+        ("train: {seed: 1\n", "line 3, column 1: not valid YAML: expected ',' or '}'"),
+        ("train: {seed: 1, seed: 2}\n", "not valid YAML: found duplicate key seed"),
+    ],
+)
+def test_a_file_that_is_not_yaml(tmp_path, text, message):
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment/mine.yaml"
+    file.write_text(f"# @package _global_\n{text}")
+    with pytest.raises(UserError) as raised:
+        compose.from_command_line(["experiment=mine"], config_dir=tmp_path)
+    assert str(raised.value).startswith(str(file))
+    assert message in str(raised.value)
+
+
 def test_changes_take_the_place_and_the_mark_of_what_they_change():
     given = ["-m", "++model.width=8", "+model.note=a,b", "~data.drop_last", "model=mlp"]
     changed = command_line.with_changes(given, ["model.width=16", "model.note=a,b,c", "seed=1"])

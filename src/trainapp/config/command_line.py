@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import yaml
 from hydra.conf import HydraConf
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -194,6 +195,10 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
             instead = f"choose one, or a class with {group}._target_=CLASS" if needed else "for none, leave it out"
             return f"{override}: an option is chosen by its name; {instead}"
         return f"{override or error}: an option is chosen by its name; `trainapp --help` lists them"
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
+        quoted = "; inside braces, ??? needs quotes" if error.problem and "'?'" in error.problem else ""
+        return f"{place}: not valid YAML: {error.problem}{quoted}"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
