@@ -10,8 +10,10 @@ from trainapp.run import recipe
 MLP = runs.MODELS["mlp"]
 
 
-def recipe_of(run_dir, *overrides):
+def recipe_of(run_dir, *overrides, checks=None):
     run = runs.closed(run_dir, *overrides)
+    if checks is not None:
+        run.checks = checks
     facts = recipe.recipe_of(run)
     return facts, dict(line.partition(": ")[::2] for line in recipe.lines_of(facts)[1:])
 
@@ -21,7 +23,7 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
     assert list(lines) == ["data", "optimizer", "schedule", "precision", "checks"]
     assert "weight decay 0.05 except on 3 norms and biases; gradients clipped to a norm of 1" in lines["optimizer"]
     assert lines["schedule"] == "cosine, down to 0 x lr at step 40, after 4 steps of warm-up"
-    assert "task classification, best is max accuracy" in lines["data"]
+    assert "task classification, best checkpoint by max accuracy" in lines["data"]
     (optimizer,) = facts["optimizers"]
     assert [len(group["names"]) for group in optimizer["groups"]] == [3, 3]
     assert all(name.endswith("bias") for name in optimizer["groups"][1]["names"])
@@ -47,6 +49,43 @@ def test_parameters_that_are_not_trained_are_counted(tmp_path):
     run = runs.closed(tmp_path, *MLP, "model.freeze=[head]")
     first, *_ = recipe.lines_of(recipe.recipe_of(run))
     assert "parameters are trained (" in first
+
+
+@pytest.mark.parametrize(
+    ("checks", "line"),
+    [
+        ({}, "none"),
+        (
+            dict.fromkeys(("draws", "draws in training", "loss", "loss in training"), "no check needed, since X"),
+            "the loss and random draws in evaluation and training: no check needed, since X",
+        ),
+        (
+            {"draws": "none", "draws in training": "none", "loss": "adds up over 4 samples", "loss in training": "not so"},
+            "the loss in evaluation adds up over 4 samples; the loss in training is not so; "
+            "no random draws in evaluation and training",
+        ),
+        (
+            {"draws": "not tried: X", "draws in training": "all belong to samples", "loss in chunks": "is computed so"},
+            "the loss in chunks is computed so; random draws in evaluation are not tried: X; "
+            "random draws in training all belong to samples",
+        ),
+        (
+            {"loss": "is", "loss of update a": "A", "loss of update a in training": "A"},
+            "the loss in evaluation: is; the loss of update a in evaluation, of update a in training: A",
+        ),
+    ],
+)
+def test_checks_are_told_in_plain_english(tmp_path, checks, line):
+    _, lines = recipe_of(tmp_path, *MLP, checks=checks)
+    assert lines["checks"] == line
+
+
+def test_a_long_outcome_is_shortened_on_the_line_alone(tmp_path):
+    text = "not compared: LookupError: " + 100 * "a long message "
+    facts, lines = recipe_of(tmp_path, *MLP, checks={"loss": text})
+    assert facts["checks"]["loss"] == text
+    assert lines["checks"].endswith("a long message ...")
+    assert len(lines["checks"]) < 150
 
 
 def test_a_run_writes_it(tmp_path):

@@ -7,6 +7,7 @@ and biases, sizes filled in from the data. Users should not have to find that ou
 
 import functools
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from trainapp.training.session import Session
 from trainapp.units import listed, plural
 
 MOST_FILLED = 6  # settings named on the line
+LONGEST = 120  # characters of a check's outcome on the line
 
 
 def recipe_of(session: Session) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def _model_text(recipe: dict[str, Any]) -> str:
     if model["device_name"]:
         device += f" ({model['device_name']})"
     size = _count_text(model["parameters"])
+    # report/run_files.py recognises this line by " parameters on ", which no other line may contain.
     text = f"{model['class']} with {size} parameters on {device}, {recipe['precision']['mode']}"
     if "batch" in recipe and model["trained_parameters"] < model["parameters"]:
         share = 100 * model["trained_parameters"] / model["parameters"]
@@ -132,13 +135,13 @@ def _batch_text(batch: dict[str, Any]) -> str:
 
 def _filled_text(recipe: dict[str, Any]) -> str:
     filled = [f"{setting}={value}" for setting, value in recipe["filled_from_data"].items()]
-    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "sets no size of the model"
+    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "no model size filled in"
     text = f"{sizes}; task {recipe['task']}"
     if recipe["task_arguments"]:
         text += f" with {listed(f'{name}={value}' for name, value in recipe['task_arguments'].items())}"
     if recipe["objective"] is None:
         return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
-    return f"{text}, best is {recipe['objective']}"
+    return f"{text}, best checkpoint by {recipe['objective']}"
 
 
 def _task_name(session: Session) -> str:
@@ -253,15 +256,45 @@ def _precision_text(precision: dict[str, Any]) -> str:
         text += f"; weights in {' and '.join(precision['weights'])}"
     if precision["is_emulated"]:
         text += (
-            f"; this CPU has no instructions for {precision['computes_in']}, so they compute in fp32 on rounded "
-            "operands: about as fast as fp32"
+            f"; emulated: this CPU has no {precision['computes_in']} instructions, so matmuls and convolutions compute in "
+            "fp32 on rounded operands, about as fast as fp32"
         )
     return text
 
 
 def _checks_text(checks: dict[str, str]) -> str:
-    """Return the outcomes, each once, with the names of all checks that have it."""
-    names_of: dict[str, list[str]] = {}
-    for name, outcome in checks.items():
-        names_of.setdefault(outcome, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {outcome}" for outcome, names in names_of.items()) or "none"
+    """Return the outcomes, each once, with all that was checked with it: the loss first, then the random draws."""
+    modes_of: dict[str, dict[str, list[str]]] = {}  # by outcome and subject
+    for name in sorted(checks, key=lambda name: name.startswith("draws")):
+        subject, _, mode = name.partition(" ")
+        modes_of.setdefault(checks[name], {}).setdefault(subject, []).append(mode)
+    clauses = []
+    for outcome, modes_by_subject in modes_of.items():
+        subjects_of: dict[str, list[str]] = {}  # subjects with the same outcome in the same modes share a clause
+        for subject, modes in modes_by_subject.items():
+            subjects_of.setdefault(_modes_text(modes), []).append(subject)
+        clauses.extend(_check_text(subjects, modes, outcome) for modes, subjects in subjects_of.items())
+    return "; ".join(clauses) or "none"
+
+
+def _modes_text(modes: list[str]) -> str:
+    """Return `in evaluation and training`, `in chunks` or the like. modes: as in the names of `checks`."""
+    texts = []
+    for mode in modes:
+        is_named = mode.endswith(("in training", "in chunks"))
+        texts.append(mode if is_named else f"{mode} in evaluation".lstrip())
+    if texts[:2] == ["in evaluation", "in training"]:
+        texts[:2] = ["in evaluation and training"]
+    return ", ".join(texts)
+
+
+def _check_text(subjects: list[str], modes: str, outcome: str) -> str:
+    """Return one clause: an outcome that begins with a verb continues the subject, any other follows a colon."""
+    if subjects == ["draws"] and outcome == "none":
+        return f"no random draws {modes}"
+    text = " and ".join("the loss" if subject == "loss" else "random draws" for subject in subjects) + f" {modes}"
+    if outcome.startswith("not "):
+        text += " is" if subjects == ["loss"] else " are"
+    elif not outcome.startswith(("adds up ", "is ", "all belong ")):
+        text += ":"
+    return f"{text} {shorten(outcome, LONGEST, placeholder=' ...')}"
