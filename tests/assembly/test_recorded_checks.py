@@ -322,7 +322,7 @@ def test_a_forward_that_writes_state(tmp_path):
 @pytest.mark.parametrize(
     ("task", "note"),
     [
-        ("not_a_number", "adds up over 4 samples, as do count and metrics (not mine: not finite or not in all batches)"),
+        ("not_a_number", "adds up over 4 samples, as do count and metrics (not mine: not finite or not in all"),
         ("with_a_metric_that_fails", "adds up over 4 samples, as does its count (metrics: KeyError: 'masks'), in fp64"),
     ],
 )

@@ -40,8 +40,8 @@ def test_a_remainder_of_one_joins_another_micro_batch(tmp_path, caplog):
     assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", ODD)) == []
     (line,) = [text for text in caplog.messages if "retrying" in text]
     assert line == (
-        f"the model cannot run a single sample at step 1 in forward (norm) ({ONE}): no micro-batch has fewer than 2 "
-        "samples from now on, retrying the step with micro-batch 2"
+        f"the model cannot run a single sample at step 1 in forward (norm) ({ONE}): from now on every micro-batch "
+        "of this shape has at least 2 samples; retrying the step with micro-batch 2"
     )
     assert not (tmp_path / "run" / "oom").exists()
     assert recorded.result.oom_restarts == 0

@@ -60,8 +60,8 @@ def test_parameters_that_are_not_trained_are_counted(tmp_path):
             "the loss and random draws in evaluation and training: no check needed, since X",
         ),
         (
-            {"draws": "none", "draws in training": "none", "loss": "adds up over 4 samples", "loss in training": "not so"},
-            "the loss in evaluation adds up over 4 samples; the loss in training is not so; "
+            {"draws": "none", "draws in training": "none", "loss": "adds up over 4", "loss in training": "not X"},
+            "the loss in evaluation adds up over 4; the loss in training is not X; "
             "no random draws in evaluation and training",
         ),
         (

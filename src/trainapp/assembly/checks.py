@@ -5,13 +5,13 @@ of its batch depends on the micro-batch. Neither shows in a curve. The results f
 compared with those for their two halves, without gradients, before the first step in evaluation and in training mode
 (with BatchNorm in evaluation mode).
 
-So that little is hidden by rounding, model and task are copied in fp64 if they are small; what cannot run in fp64 runs
+To keep rounding from hiding a difference, a small model and its task are copied to fp64; what cannot run in fp64 runs
 in fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one
 is repeated. (That changes small terms of pairs and unbiased variances, too: those below 0.1% of the loss go unnoticed.)
 The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
-Metrics are held to the same, since an objective may be one of them: near rounding in fp64, too. One that does not add
-up is recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
+Metrics are checked as strictly, since an objective may be one: in fp64, to near rounding. One that does not add up is
+recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
 
 Costs six forwards in each mode, three of a large model, more if they do not add up. A stream's samples are read once,
 and kept for training. What was compared, and what could not be and why, is in `Parts.checks` by mode.

@@ -93,7 +93,8 @@ def initial_sizes(
     is_anew |= _begin(evaluation, EVALUATION, attempt, restart, saved_for_evaluation, changed)
     if is_anew:
         log.info(
-            "micro-batch sizes are searched anew; the checkpoint's were found with other settings: %s", listed(changed)
+            "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
+            listed(changed),
         )
     # The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
     oom_restarts = max(record.get("oom_restarts", 0) for record in (saved, restart))

@@ -256,8 +256,8 @@ def _precision_text(precision: dict[str, Any]) -> str:
         text += f"; weights in {' and '.join(precision['weights'])}"
     if precision["is_emulated"]:
         text += (
-            f"; emulated: this CPU has no {precision['computes_in']} instructions, so matmuls and convolutions compute in "
-            "fp32 on rounded operands, about as fast as fp32"
+            f"; emulated: this CPU has no {precision['computes_in']} instructions, so matmuls and convolutions compute "
+            "in fp32 on rounded operands, about as fast as fp32"
         )
     return text
 

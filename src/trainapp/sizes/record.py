@@ -53,7 +53,7 @@ class Sizes:
         return own | {"used": used} | self._counts()
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
-        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the numbers of
+        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the counts of
         recoveries. Raises OSError if it cannot be written.
         """
         failed = {
