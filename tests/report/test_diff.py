@@ -96,6 +96,14 @@ def test_other_micro_batches_are_rounding_alone(first, tmp_path, capsys):
     assert '  sizes by step  {"1": 16} -> {"1": 5}' in lines
 
 
+def test_what_depends_on_the_micro_batch_is_the_cause(tmp_path, capsys):
+    resnet = (*runs.MODELS["resnet"], "train.max_steps=2", "every.log=1", "batch.global_size=16")
+    runs.run(tmp_path / "whole", *resnet)
+    runs.run(tmp_path / "cut", *resnet, "batch.micro_size=4")
+    _, sentence, _ = shown(capsys, tmp_path / "whole", tmp_path / "cut")
+    assert "the sizes of the micro-batches differ, and in training, BatchNorm normalises each micro-batch" in sentence
+
+
 def test_a_setting_that_changes_little_is_not_called_rounding(first, tmp_path, capsys):
     runs.run(tmp_path, *MLP, "optimizer.weight_decay=0.0501")
     _, sentence, _ = shown(capsys, first, tmp_path)

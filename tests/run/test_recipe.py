@@ -36,13 +36,41 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
         (("train.grad_clip=null",), "optimizer", "gradients are not clipped"),
         (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.01"), "optimizer", "Rprop, lr 0.01; gradients"),
         (("optimizer.groups=[{match: head, lr: 1e-4}]", "optimizer.lr=1e-3"), "optimizer", "lr 0.0001 to 0.001"),
+        (("optimizer=sgd",), "optimizer", "SGD, lr 0.1, momentum 0.9, nesterov"),
+        (("optimizer.betas=[0.8,0.9]",), "optimizer", "betas (0.8, 0.9)"),
         (("schedule=constant",), "schedule", "constant"),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=10"),
+            "schedule",
+            "torch.optim.lr_scheduler.StepLR(step_size=10), advanced in every step",
+        ),
+        (
+            ("schedule=plateau", "schedule.patience=1", "every.eval=2"),
+            "schedule",
+            "min_lr=0.0), advanced by max accuracy after each evaluation",
+        ),
         (("precision=bf16",), "precision", "matmuls and convolutions in bf16 (autocast); weights in float32"),
     ],
 )
 def test_what_a_setting_changes_is_said(tmp_path, overrides, line, text):
     _, lines = recipe_of(tmp_path, *MLP, *overrides)
     assert text in lines[line]
+
+
+def test_the_precision_is_that_of_the_models_weights(tmp_path):
+    own = ("model._target_=own_tasks.in_double", "task=own_tasks.cross_entropy_in_double", "user_packages=[own_tasks]")
+    facts, lines = recipe_of(tmp_path, "data=digits", *own)
+    assert lines["precision"] == "no autocast: as the model's weights, in float64"
+    assert facts["precision"]["computes_in"] == "float64"
+    assert "task own_tasks.cross_entropy_in_double," in lines["data"]
+
+
+def test_batchnorm_and_the_tasks_of_updates_are_named(tmp_path):
+    _, lines = recipe_of(tmp_path / "norm", *runs.MODELS["resnet"])
+    assert lines["checks"].endswith("; results depend on the micro-batch, by 20 BatchNorm layers")
+    updates = "updates=[{name: a, task: auto, parameters: [head]}, {name: b, task: auto, parameters: [layers]}]"
+    _, lines = recipe_of(tmp_path / "updates", *MLP, updates)
+    assert "task classification for a and classification for b" in lines["data"]
 
 
 def test_parameters_that_are_not_trained_are_counted(tmp_path):

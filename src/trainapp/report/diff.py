@@ -33,7 +33,8 @@ class Comparison:
     """Two runs and how they differ. a, b: their directories.
 
     steps: how many steps A and B have trained, up to the compared one. settings, recipe, micro_batches: None where the
-    files of one of the runs do not tell. weights: None if they were not compared, for the reason `no_weights`.
+    files of one of the runs do not tell. dependence: why other micro-batch sizes give another result, where the runs
+    know it and their sizes differ. weights: None if they were not compared, for the reason `no_weights`.
     rounding: the largest relative difference that counts as rounding.
     """
 
@@ -46,6 +47,7 @@ class Comparison:
     train: LogDifference
     evaluations: LogDifference
     micro_batches: list[Pair] | None
+    dependence: list[str]
     weights: "CheckpointDifference | None"
     no_weights: str
     rounding: float
@@ -87,6 +89,7 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
         train=differences.logs(train_of_a, train_of_b),
         evaluations=differences.logs(evaluations_of_a, evaluations_of_b),
         micro_batches=differences.micro_batches(a, b),
+        dependence=differences.dependence_on_micro_batch(a, b),
         weights=weights,
         no_weights=no_weights,
         rounding=_ROUNDING_FP32 if differences.precisions(a, b) <= _ROUNDED_AS_FP32 else _ROUNDING,
@@ -264,8 +267,14 @@ def _difference(comparison: Comparison) -> str:
     changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
     start = _start(comparison)
     if is_small and not changes:
-        return f"the same up to rounding, {start}; the largest relative difference is {largest:.2g}"
-    sentence = f"different {start}{_cause(comparison.train)}"
+        return (
+            f"the same up to rounding, {start}; the largest relative difference of loss, lr, grad_norm and all weights "
+            f"together is {largest:.2g}"
+        )
+    cause = _cause(comparison.train)
+    if comparison.dependence:
+        cause = f": the sizes of the micro-batches differ, and {comparison.dependence[0]}"
+    sentence = f"different {start}{cause}"
     if is_small:
         sentence += f"; within rounding ({largest:.2g} at most), but these settings change the result: "
         sentence += listed(changes, most=4)
