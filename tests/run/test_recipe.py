@@ -8,6 +8,7 @@ import runs
 from trainapp.run import recipe
 
 MLP = runs.MODELS["mlp"]
+PARTS = {"a": "head", "b": "layers"}  # names of updates, and of parameters
 
 
 def recipe_of(run_dir, *overrides, checks=None):
@@ -68,9 +69,9 @@ def test_the_precision_is_that_of_the_models_weights(tmp_path):
 def test_batchnorm_and_the_tasks_of_updates_are_named(tmp_path):
     _, lines = recipe_of(tmp_path / "norm", *runs.MODELS["resnet"])
     assert lines["checks"].endswith("; results depend on the micro-batch, by 20 BatchNorm layers")
-    updates = "updates=[{name: a, task: auto, parameters: [head]}, {name: b, task: auto, parameters: [layers]}]"
-    _, lines = recipe_of(tmp_path / "updates", *MLP, updates)
-    assert "task classification for a and classification for b" in lines["data"]
+    updates = ", ".join(f"{{name: {name}, task: classification, parameters: [{part}]}}" for name, part in PARTS.items())
+    _, lines = recipe_of(tmp_path / "updates", *MLP, f"updates=[{updates}]")
+    assert "task classification for a, classification for b;" in lines["data"]
 
 
 def test_parameters_that_are_not_trained_are_counted(tmp_path):
