@@ -142,7 +142,9 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     assert process.returncode == TO_BE_CONTINUED, errors
     assert "Traceback" not in errors
     # On a busy machine it is said when the step has ended.
-    assert len(re.findall(rf"{signal.Signals(number).name}: finishing the \w+; again to leave at once", errors)) == 1
+    again = "press Ctrl-C" if number == signal.SIGINT else "send the signal"
+    said = rf"{signal.Signals(number).name}: finishing the \w+; {again} again to quit immediately"
+    assert len(re.findall(said, errors)) == 1
     assert re.search(f"{signal.Signals(number).name}: saved [0-9.]+ s after it", errors)
     saved = list((run_dir / "checkpoints").glob("step_*"))
     assert len(saved) == 1
@@ -244,7 +246,8 @@ def test_signals_are_heard_while_c_code_runs(leaves):
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGTERM)
-            said = "leaving; nothing is lost" if leaves else "finishing the step; again to leave at once"
+            finishing = "finishing the step; send the signal again to quit immediately"
+            said = "leaving; nothing is lost" if leaves else finishing
             assert line_with("SIGTERM", process) == f"SIGTERM: {said}\n"
             if not leaves:
                 time.sleep(1.5)  # longer than the patience

@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first signal asks the run to stop, the second ends
 it at once.
 
-Python calls a handler in the main thread only, and not while C code holds it (a backward, a collective), so that two
-signals may become one call. A thread on the wakeup pipe, the listener, therefore says what a signal will do, and obeys
-the second.
+Python runs handlers in the main thread only, and not while it is inside C code (a backward, a collective), so two
+signals may arrive as one call. A thread on the wakeup pipe, the listener, therefore announces what a signal will do,
+and acts on the second.
 
 An exception that a handler raises can be lost: Python discards one that leaves a `__del__` or the callback of a weak
 reference, and a bare `except:` may drop it. While it propagates, and while a `finally` cleans up, the exception object
@@ -153,7 +153,7 @@ class StopRequest:
             self.facts = {"signal": named(number), "during": self.at_work().name, "seconds": None}
 
     def _handle(self, number: int, frame: object) -> None:
-        """In the main thread, between two lines of Python."""
+        """Handle a signal; runs in the main thread, between two bytecodes."""
         if os.getpid() != self._process or self.signal is not None:
             return
         self._note(number)
@@ -202,7 +202,7 @@ class StopRequest:
                     first, first_at = number, time.monotonic()
                     self._note(number)
                     now = self.at_work()
-                    says = f"finishing the {now.name}; again to leave at once"
+                    says = f"finishing the {now.name}; {how_to_quit(number)}"
                     log.warning("%s: %s", named(number), "leaving; nothing is lost" if now.may_end else says)
                 elif number in SIGNALS and time.monotonic() - first_at >= ECHO:
                     self._exit(number, "a second signal")
@@ -250,6 +250,12 @@ def _unraisable_stops_hidden() -> Iterator[None]:
     finally:
         if sys.unraisablehook is report:  # else the user's code has set its own
             sys.unraisablehook = former
+
+
+def how_to_quit(number: int) -> str:
+    """Return what ends the process at once after its first signal, for a message."""
+    again = "press Ctrl-C again" if number == signal.SIGINT else "send the signal again"
+    return f"{again} to quit immediately"
 
 
 def named(number: int) -> str:

@@ -89,7 +89,7 @@ def test_an_option_that_is_chosen_beside_it(composed):
 
 def test_an_option_that_the_command_line_chooses(composed):
     """Not in silence: the user may expect the option's own class."""
-    with pytest.raises(UserError, match="optimizer=sgd: experiment/mine names a class of its own"):
+    with pytest.raises(UserError, match=r"optimizer=sgd: experiment/mine sets optimizer\._target_, whose class"):
         composed(OWN_SGD, "optimizer=sgd")
     chosen = composed(OWN_SGD, "optimizer=sgd", "optimizer._target_=mine.SGD").optimizer
     assert (chosen.target, chosen.arguments) == ("mine.SGD", SGD_OPTION)

@@ -275,3 +275,30 @@ def balanced(model, batch):
     logits, *others = model(batch["inputs"])
     losses = F.cross_entropy(logits, batch["targets"], reduction="sum")
     return losses + 0.1 * len(logits) * importance(logits, *others), len(logits), {}
+
+
+def in_double(num_classes: int) -> nn.Module:
+    return Net(num_classes).double()
+
+
+def cross_entropy_in_double(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    logits = model(batch["inputs"].double()) * model.log_vars.exp().sum()
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+class OwnTrain(Net):
+    """With a method that has torch's name for another thing."""
+
+    def train(self, inputs: Tensor, targets: Tensor) -> None:
+        raise NotImplementedError
+
+
+class InAList(nn.Module):
+    """Its layers are in a plain list, where torch does not find them."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.layers = [nn.Linear(64, num_classes)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers[0](inputs.flatten(1))

@@ -26,7 +26,7 @@ def failures(tmp_path):
 
 
 def leave(run_dir, recoveries):
-    (run_dir / RESTART).write_text(json.dumps({"micro": {}, "oom_restarts": recoveries}))
+    (run_dir / RESTART).write_text(json.dumps({"micro": {}, "recoveries": recoveries}))
 
 
 def fail(run_dir, error, step=3):
@@ -39,7 +39,7 @@ def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
     for recoveries in range(1, 7):
         leave(tmp_path, recoveries)
         assert failures.decide() is Restart.FREE
-        assert take_restart(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
+        assert take_restart(tmp_path, True, SingleRank()) == {"micro": {}, "recoveries": recoveries}
     assert failures.decide() is Restart.COUNTED  # nothing was left, as by killed workers
     assert failures.count == 1
     assert failures.for_memory == 6
@@ -76,7 +76,7 @@ def test_a_repeated_error_is_refused_whatever_was_left(tmp_path, failures):
         fail(tmp_path, OSError("a slow disk"), step)
         assert failures.decide() is Restart.COUNTED
     fail(tmp_path, OSError("a slow disk"), 4)
-    (tmp_path / RESTART).write_text(json.dumps({"oom_restarts": 1}))
+    (tmp_path / RESTART).write_text(json.dumps({"recoveries": 1}))
     assert failures.decide() is Restart.REFUSED
     assert failures.incurable == "OSError: a slow disk (at step 4)"
 

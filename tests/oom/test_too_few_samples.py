@@ -40,10 +40,11 @@ def test_a_remainder_of_one_joins_another_micro_batch(tmp_path, caplog):
     assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", ODD)) == []
     (line,) = [text for text in caplog.messages if "retrying" in text]
     assert line == (
-        f"the model cannot run a single sample at step 1 in forward (norm) ({ONE}): no micro-batch has fewer than 2 "
-        "samples from now on, retrying the step with micro-batch 2"
+        f"the model cannot run a single sample at step 1 in forward (norm) ({ONE}): from now on every micro-batch "
+        "of this shape has at least 2 samples; retrying the step with micro-batch 2"
     )
     assert not (tmp_path / "run" / "oom").exists()
+    assert recorded.result.oom_restarts == 0
 
 
 def test_only_the_last_step_of_an_epoch_leaves_one(tmp_path):
@@ -69,8 +70,10 @@ def test_the_search_comes_back_up_and_a_resume_knows_why(tmp_path):
     fault = Fault("forward", 1, 0, above=2)
     first = Recorded(tiny(tmp_path / "run", *NORMED, changes=changes), fault)
     assert failures(first) == [(1, 0, 17, 8), (1, 0, 8, 4), (1, 0, 4, 2), (1, 1, 1, 2)]
+    assert first.result.oom_restarts == 3
     second = Recorded(tiny(tmp_path / "run", *NORMED, changes={**changes, "train.max_steps": 4}))
     assert second.failures == []
+    assert second.result.oom_restarts == 3
     known = {**changes, "checkpointing.save": False, "checkpointing.resume": "none", "train.max_steps": 4}
     wanted = as_if_known(tmp_path / "known", {**known, "batch.micro_size": 2})
     assert runs.differences(second.record().state, wanted.state) == []

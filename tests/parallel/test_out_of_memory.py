@@ -355,3 +355,14 @@ def test_too_few_samples_for_the_model(cell, share):
         assert record.losses == other.losses
         assert torch.equal(record.weights, other.weights)
     assert together(records) == together(wanted)
+
+
+@pytest.mark.slow
+def test_too_few_samples_where_ranks_do_not_vote(cell, tmp_path):
+    """The restart is no error out of memory, but is left as a recovery: otherwise it would count as a crash."""
+    settings = ("parallel=ddp", "parallel.vote_on_oom=never", "batch.global_size=33", "batch.micro_size=2")
+    tiny = (*TINY, *runs.own_model("own_models.NormedPoint"), "data=digits", "user_packages=[own_models]")
+    with pytest.raises(CellFailed, match=r"ended\nexit code 82"):
+        cell.run(2, *settings, tiny=tiny, run_dir=tmp_path / "run")
+    left = json.loads((tmp_path / "run" / "restart.json").read_text())
+    assert (left["oom_restarts"], left["recoveries"]) == (0, 1)

@@ -84,7 +84,7 @@ def test_another_update_is_named(first, tmp_path, capsys):
 def test_where_steps_were_not_logged_the_cause_is_not_guessed(first, tmp_path, capsys):
     runs.run(tmp_path / "4", *MLP, "optimizer.weight_decay=5", "every.log=4")
     _, sentence, _ = shown(capsys, first, tmp_path / "4")
-    assert sentence.endswith(": no earlier step was logged by both, runs with every.log=1 tell more")
+    assert sentence.endswith(": no earlier step was logged by both; rerun with every.log=1 to see the exact step")
 
 
 def test_other_micro_batches_are_rounding_alone(first, tmp_path, capsys):
@@ -96,11 +96,19 @@ def test_other_micro_batches_are_rounding_alone(first, tmp_path, capsys):
     assert '  sizes by step  {"1": 16} -> {"1": 5}' in lines
 
 
+def test_what_depends_on_the_micro_batch_is_the_cause(tmp_path, capsys):
+    resnet = (*runs.MODELS["resnet"], "train.max_steps=2", "every.log=1", "batch.global_size=16")
+    runs.run(tmp_path / "whole", *resnet)
+    runs.run(tmp_path / "cut", *resnet, "batch.micro_size=4")
+    _, sentence, _ = shown(capsys, tmp_path / "whole", tmp_path / "cut")
+    assert "the sizes of the micro-batches differ, and in training, BatchNorm normalises each micro-batch" in sentence
+
+
 def test_a_setting_that_changes_little_is_not_called_rounding(first, tmp_path, capsys):
     runs.run(tmp_path, *MLP, "optimizer.weight_decay=0.0501")
     _, sentence, _ = shown(capsys, first, tmp_path)
     assert sentence.startswith("different from step 2 on")
-    assert sentence.endswith("settings that change the result differ: optimizer.weight_decay")
+    assert sentence.endswith("these settings change the result: optimizer.weight_decay")
 
 
 def test_a_run_with_retries_and_its_replay_are_identical(tmp_path, capsys):
@@ -167,14 +175,14 @@ def test_what_one_of_the_runs_lacks_is_said(first, tmp_path, capsys):
     lines, sentence, code = shown(capsys, first, running)
     assert any(line.startswith("B ") and line.endswith("not finished") for line in lines)
     assert "evaluations: not compared, no step was logged by both" in lines
-    assert "micro-batches and retries: not compared, not both have ended" in lines
+    assert "micro-batches and retries: not compared, at least one run has not ended" in lines
     assert "weights of step 2: 6 tensors equal bit for bit, 0 not" in lines
     assert sentence == "identical bit for bit as far as both go; A has trained 4 steps, B 2"
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "metrics.jsonl").touch()
     _, sentence, code = shown(capsys, first, begun)
-    assert sentence.startswith("nothing could be compared")
+    assert sentence.startswith("nothing to compare")
     assert code == NOTHING_COMPARED
 
 
@@ -200,7 +208,7 @@ def test_recipes_are_compared_where_both_have_one(first, tmp_path, capsys):
     (tmp_path / "a/recipe.json").write_text(json.dumps(recipe))
     (tmp_path / "b/recipe.json").unlink()
     lines, _, _ = shown(capsys, tmp_path / "a", tmp_path / "b")
-    assert "entries of the recipe: not compared, not both have a recipe.json" in lines
+    assert "entries of the recipe: not compared, at least one run has no recipe.json" in lines
     recipe["optimizers"][0] |= {"class": "Muon", "names": ["w"] * 40 + ["y"]}
     (tmp_path / "b/recipe.json").write_text(json.dumps(recipe | {"clip": None}))
     lines, _, code = shown(capsys, tmp_path / "a", tmp_path / "b")
@@ -262,7 +270,7 @@ def test_on_the_command_line(tmp_path):
         ([], "give the directories of two runs"),
         (["empty", "empty", "empty"], "give the directories of two runs"),
         (["empty", "nowhere"], "nowhere: there is no such directory"),
-        (["empty", "empty"], "no run is here; name the directories of two runs"),
+        (["empty", "empty"], "not a run directory; give the directories of two runs"),
         (["empty", "empty", "--step", "last"], "last must be the step of a checkpoint, or best"),
         (["empty", "empty", "--stop"], "unrecognized arguments: --stop"),
     ],

@@ -95,7 +95,7 @@ def test_sizes_found_with_other_settings_are_not_used(begin, caplog):
     assert (sizes.train.size, sizes.evaluation.size) == (64, 128)
     sizes = begin(saved=SOURCES["saved"], budget=2 * BUDGET)
     assert (sizes.train.size, sizes.evaluation.size) == (64, 128)
-    why = "micro-batch sizes are searched anew; the checkpoint's were found with other settings:"
+    why = "searching the micro-batch size from scratch, since this has changed since the checkpoint:"
     assert caplog.messages == [f"{why} {changed[0]}", f"{why} memory limit: 1.0 GiB before, 2.0 GiB now"]
 
 
@@ -165,16 +165,16 @@ def test_a_resume_with_another_technique_searches_as_a_fresh_run(tmp_path, caplo
     first = runs.run(tmp_path / "run", *own)
     fresh = runs.run(tmp_path / "fresh", *own, "activation_checkpointing=full")
     assert first.micro_size < fresh.micro_size < 16
-    assert "searched anew" not in caplog.text
+    assert "from scratch" not in caplog.text
 
     resumed = runs.run(tmp_path / "run", *longer, "activation_checkpointing=full")
     assert resumed.micro_size == fresh.micro_size
-    (line,) = [message for message in caplog.messages if "searched anew" in message]
-    assert line.endswith("other settings: activation_checkpointing.mode: none before, full now")
+    (line,) = [message for message in caplog.messages if "from scratch" in message]
+    assert line.endswith("since the checkpoint: activation_checkpointing.mode: none before, full now")
 
     again = runs.run(tmp_path / "fresh", *longer, "activation_checkpointing=full")
     assert (again.micro_schedule, again.oom_restarts) == (fresh.micro_schedule, fresh.oom_restarts)
-    assert caplog.text.count("searched anew") == 1
+    assert caplog.text.count("from scratch") == 1
 
 
 def test_the_share_of_a_rank(begin):

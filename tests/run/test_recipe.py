@@ -8,10 +8,13 @@ import runs
 from trainapp.run import recipe
 
 MLP = runs.MODELS["mlp"]
+PARTS = {"a": "head", "b": "layers"}  # names of updates, and of parameters
 
 
-def recipe_of(run_dir, *overrides):
+def recipe_of(run_dir, *overrides, checks=None):
     run = runs.closed(run_dir, *overrides)
+    if checks is not None:
+        run.checks = checks
     facts = recipe.recipe_of(run)
     return facts, dict(line.partition(": ")[::2] for line in recipe.lines_of(facts)[1:])
 
@@ -21,7 +24,7 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
     assert list(lines) == ["data", "optimizer", "schedule", "precision", "checks"]
     assert "weight decay 0.05 except on 3 norms and biases; gradients clipped to a norm of 1" in lines["optimizer"]
     assert lines["schedule"] == "cosine, down to 0 x lr at step 40, after 4 steps of warm-up"
-    assert "task classification, best is max accuracy" in lines["data"]
+    assert "task classification, best checkpoint by max accuracy" in lines["data"]
     (optimizer,) = facts["optimizers"]
     assert [len(group["names"]) for group in optimizer["groups"]] == [3, 3]
     assert all(name.endswith("bias") for name in optimizer["groups"][1]["names"])
@@ -34,7 +37,19 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
         (("train.grad_clip=null",), "optimizer", "gradients are not clipped"),
         (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.01"), "optimizer", "Rprop, lr 0.01; gradients"),
         (("optimizer.groups=[{match: head, lr: 1e-4}]", "optimizer.lr=1e-3"), "optimizer", "lr 0.0001 to 0.001"),
+        (("optimizer=sgd",), "optimizer", "SGD, lr 0.1, momentum 0.9, nesterov"),
+        (("optimizer.betas=[0.8,0.9]",), "optimizer", "betas (0.8, 0.9)"),
         (("schedule=constant",), "schedule", "constant"),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=10"),
+            "schedule",
+            "torch.optim.lr_scheduler.StepLR(step_size=10), advanced in every step",
+        ),
+        (
+            ("schedule=plateau", "schedule.patience=1", "every.eval=2"),
+            "schedule",
+            "min_lr=0.0), advanced by max accuracy after each evaluation",
+        ),
         (("precision=bf16",), "precision", "matmuls and convolutions in bf16 (autocast); weights in float32"),
     ],
 )
@@ -43,10 +58,63 @@ def test_what_a_setting_changes_is_said(tmp_path, overrides, line, text):
     assert text in lines[line]
 
 
+def test_the_precision_is_that_of_the_models_weights(tmp_path):
+    own = ("model._target_=own_tasks.in_double", "task=own_tasks.cross_entropy_in_double", "user_packages=[own_tasks]")
+    facts, lines = recipe_of(tmp_path, "data=digits", *own)
+    assert lines["precision"] == "no autocast: as the model's weights, in float64"
+    assert facts["precision"]["computes_in"] == "float64"
+    assert "task own_tasks.cross_entropy_in_double," in lines["data"]
+
+
+def test_batchnorm_and_the_tasks_of_updates_are_named(tmp_path):
+    _, lines = recipe_of(tmp_path / "norm", *runs.MODELS["resnet"])
+    assert lines["checks"].endswith("; results depend on the micro-batch, by 20 BatchNorm layers")
+    updates = ", ".join(f"{{name: {name}, task: classification, parameters: [{part}]}}" for name, part in PARTS.items())
+    _, lines = recipe_of(tmp_path / "updates", *MLP, f"updates=[{updates}]")
+    assert "task classification for a, classification for b;" in lines["data"]
+
+
 def test_parameters_that_are_not_trained_are_counted(tmp_path):
     run = runs.closed(tmp_path, *MLP, "model.freeze=[head]")
     first, *_ = recipe.lines_of(recipe.recipe_of(run))
     assert "parameters are trained (" in first
+
+
+@pytest.mark.parametrize(
+    ("checks", "line"),
+    [
+        ({}, "none"),
+        (
+            dict.fromkeys(("draws", "draws in training", "loss", "loss in training"), "no check needed, since X"),
+            "the loss and random draws in evaluation and training: no check needed, since X",
+        ),
+        (
+            {"draws": "none", "draws in training": "none", "loss": "adds up over 4", "loss in training": "not X"},
+            "the loss in evaluation adds up over 4; the loss in training is not X; "
+            "no random draws in evaluation and training",
+        ),
+        (
+            {"draws": "not tried: X", "draws in training": "all belong to samples", "loss in chunks": "is computed so"},
+            "the loss in chunks is computed so; random draws in evaluation are not tried: X; "
+            "random draws in training all belong to samples",
+        ),
+        (
+            {"loss": "is", "loss of update a": "A", "loss of update a in training": "A"},
+            "the loss in evaluation: is; the loss of update a in evaluation, of update a in training: A",
+        ),
+    ],
+)
+def test_checks_are_told_in_plain_english(tmp_path, checks, line):
+    _, lines = recipe_of(tmp_path, *MLP, checks=checks)
+    assert lines["checks"] == line
+
+
+def test_a_long_outcome_is_shortened_on_the_line_alone(tmp_path):
+    text = "not compared: LookupError: " + 100 * "a long message "
+    facts, lines = recipe_of(tmp_path, *MLP, checks={"loss": text})
+    assert facts["checks"]["loss"] == text
+    assert lines["checks"].endswith("a long message ...")
+    assert len(lines["checks"]) < 150
 
 
 def test_a_run_writes_it(tmp_path):

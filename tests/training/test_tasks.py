@@ -92,6 +92,8 @@ class Unregistered(torch.nn.Module):
 
 
 MODELS_REFUSED = {
+    "own_tasks.InAList": r"model: InAList has no parameters, .*nn.ModuleList",
+    "own_tasks.OwnTrain": r"model: it \(OwnTrain\) has a method train\(inputs.*replaces torch's train\(mode=True\)",
     "Frozen": r"model: Frozen has no parameter that requires a gradient",
     "LazyButUnused": r"model: the shapes of spare are lazy and a forward of the first two samples does not give them",
     "Unregistered": r"the loss depends on 2 parameters that are not among model\.parameters\(\)",
@@ -100,7 +102,8 @@ MODELS_REFUSED = {
 
 @pytest.mark.parametrize("name", MODELS_REFUSED)
 def test_models_that_are_refused(tmp_path, name):
-    assert re.search(MODELS_REFUSED[name], runs.refusal(tmp_path, *model_of(f"test_tasks.{name}"), "data=digits"))
+    target = name if "." in name else f"test_tasks.{name}"
+    assert re.search(MODELS_REFUSED[name], runs.refusal(tmp_path, *model_of(target), "data=digits"))
 
 
 def test_lazy_modules_get_their_shapes_from_the_data(tmp_path):

@@ -5,13 +5,13 @@ of its batch depends on the micro-batch. Neither shows in a curve. The results f
 compared with those for their two halves, without gradients, before the first step in evaluation and in training mode
 (with BatchNorm in evaluation mode).
 
-So that little is hidden by rounding, model and task are copied in fp64 if they are small; what cannot run in fp64 runs
+To keep rounding from hiding a difference, a small model and its task are copied to fp64; what cannot run in fp64 runs
 in fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one
 is repeated. (That changes small terms of pairs and unbiased variances, too: those below 0.1% of the loss go unnoticed.)
 The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
-Metrics are held to the same, since an objective may be one of them: near rounding in fp64, too. One that does not add
-up is recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
+Metrics are checked as strictly, since an objective may be one: in fp64, to near rounding. One that does not add up is
+recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
 
 Costs six forwards in each mode, three of a large model, more if they do not add up. A stream's samples are read once,
 and kept for training. What was compared, and what could not be and why, is in `Parts.checks` by mode.
@@ -56,6 +56,7 @@ SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it 
 FLOOR = 0.1  # per count: a loss whose summands cancel out has their rounding errors
 NOISE = 0.1  # standard deviation of what is added to parameters
 REPEATS = 8  # computations with other rounding; of two numbers that are close, the larger one changes in some of them
+NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 
 
@@ -128,7 +129,7 @@ def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, le
 def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) -> str:
     """Why a mode is not compared, the same on all ranks; "" if it is."""
     if is_known(mode, model):
-        return "known to add up: trainapp's own task and model"
+        return NO_CHECK_NEEDED
     if not config.train.check_loss:
         return "not compared: train.check_loss=false"
     if has_embeddings(mode.task):
@@ -162,7 +163,7 @@ def _outcome(config: Config, parts: Parts, model: nn.Module, mode: Mode, ledger:
     except Exception as error:
         return Outcome(None, f"{text}; with noise: {summary_of(error)}")
     if with_noise.text == outcome.text:
-        return Outcome(with_noise.problem, f"{text}, with noise too")
+        return Outcome(with_noise.problem, f"{text}, with noise too" if outcome.is_compared else text)
     return Outcome(with_noise.problem, f"{text}; with noise: {with_noise.text}")
 
 
@@ -235,12 +236,12 @@ class Comparison(NamedTuple):
     rounded: tuple[Mapping[str, float], ...] = ()
 
     def compared(self) -> str:
-        """What has been compared, in words."""
+        """What has been compared, in words that continue "the loss"."""
         whole = self.results["ab"]
         if not self.samples.same:
-            return f"no mean of {self.samples.number} samples; no more is compared: a batch is not its halves joined"
-        has_metrics = bool(whole.metrics)
-        text = f"loss{', count and metrics' if has_metrics else ' and count'} add up over {self.samples.number} samples"
+            return f"is no mean of {self.samples.number} samples; no more is compared: a batch is not its halves joined"
+        others = "do count and metrics" if whole.metrics else "does its count"
+        text = f"adds up over {self.samples.number} samples, as {others}"
         if whole.metrics_error:
             text += f" (metrics: {whole.metrics_error})"
         elif skipped := [name for name in whole.metrics if not self._has_numbers(name)]:

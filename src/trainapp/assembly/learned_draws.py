@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.checks import Mode, excess, is_known, modes_of, size_of, without_values
+from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, excess, is_known, modes_of, size_of, without_values
 from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
@@ -31,7 +31,7 @@ from trainapp.units import listed
 # A deviation of the loss above it shows that rows are read wrong, in fp64 and otherwise.
 CLOSE, CLOSE_IN_FP32 = 1e-5, 1e-3
 NOISE = 0.3
-BY_DEFAULT = "the first dimension of their number is theirs"  # of draws that are not known
+BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of draws that are not known
 Places = dict[int, Place]
 
 
@@ -68,7 +68,7 @@ def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) 
     if parts.resumes:
         return "those of the resumed checkpoint"
     if is_known(mode, model):
-        return "all belong to samples: trainapp's own task and model"
+        return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
         return "of the whole batch: the task declares whole_batch, it is never cut"
     reason = without_values(model)

@@ -156,11 +156,26 @@ def _constructed(config: Config, parts: Parts) -> nn.Module:
             f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
         )
     model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec=spec)
+    _require_training_switch(model)
     compare_sizes(config, components, spec)
     without_cache(model)
     if spec.values.get("packed") and is_of_transformers(model):
         require_documents_apart(model)
     return model
+
+
+def _require_training_switch(model: nn.Module) -> None:
+    """Raises UserError for a module whose `train` is another function than torch's, such as a training loop."""
+    for name, module in model.named_modules():
+        try:
+            inspect.signature(module.train).bind(True)
+        except TypeError:
+            place = f"its module {name}" if name else "it"
+            raise UserError(
+                f"model: {place} ({type(module).__name__}) has a method train{inspect.signature(module.train)}, which "
+                "replaces torch's train(mode=True), by which models are switched between training and evaluation; give "
+                "it another name"
+            ) from None
 
 
 def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: bool = False) -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 from dataclasses import dataclass, field
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful
 from trainapp.training.session import EvalSets
 
-LONGEST = 100  # characters of a check's outcome
 log = logging.getLogger(__name__)
 
 
@@ -78,8 +76,8 @@ class Parts:
         return self.samples
 
     def note_check(self, name: str, outcome: str) -> None:
-        """Record what was checked before the first step, in a line."""
-        self.checks[name] = shorten(outcome, LONGEST, placeholder=" ...")
+        """Record what was checked before the first step, in words that continue the name: see `run.recipe`."""
+        self.checks[name] = outcome
 
     def close(self) -> None:
         """End the reader processes."""

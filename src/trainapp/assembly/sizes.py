@@ -29,7 +29,7 @@ def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
 
 
 def _differs(written: Written, spec: Spec) -> bool:
-    """Whether the user's value is not the data's. 0 says nothing: a model of 0 classes is one without a last layer."""
+    """Whether the user's value is not the data's. 0 counts as unset: it means a model without a head."""
     value, known = written.value, spec.values[written.name]
     if not (_is_plain(value) and _is_plain(known)):
         return False
@@ -59,9 +59,10 @@ def _require_outputs(task: Any, different: list[Written], spec: Spec) -> None:
     too_small = [written for written in different if written.name == name and _is_less(written.value, needed)]
     if too_small and len(too_small) == sum(written.name == name for written in spec.written):
         settings = ", ".join(f"{written.setting}={written.value}" for written in too_small)
+        them = "it" if len(too_small) == 1 else "them"
         raise UserError(
-            f"{settings}: the data has {name}={needed}, so a target of {needed - 1} would be out of range; leave it "
-            f"out, which takes the data's, or set at least {needed}"
+            f"{settings}: the data has {name}={needed}, so a target of {needed - 1} would be out of range; remove "
+            f"{them} to use the data's size, or set at least {needed}"
         )
 
 
@@ -70,8 +71,8 @@ def _require_context(spec: Spec) -> None:
     for written in spec.written:
         if written.name == CONTEXT and _differs(written, spec):
             raise UserError(
-                f"{written.setting}={written.value}: the data has sequences of {spec.values[CONTEXT]} tokens; leave it "
-                f"out, which takes the data's, or lower data.{CONTEXT}"
+                f"{written.setting}={written.value}: the data has sequences of {spec.values[CONTEXT]} tokens; remove "
+                f"it to use the data's size, or lower data.{CONTEXT}"
             )
 
 

@@ -4,7 +4,7 @@
     whole, first, second = trial("ab"), trial("a"), trial("b")
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
-What could not be tried is told in words, for `Parts.checks`: nothing is left out in silence.
+Whatever cannot be tried is recorded in `Parts.checks` with the reason.
 """
 
 import contextlib

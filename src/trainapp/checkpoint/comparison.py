@@ -149,7 +149,7 @@ def _compare_tensors(
             distance = _Distance()
             distance.measure(tensor_of_a, tensor_of_b)
             if is_equal:
-                distance.largest = distance.squares = 0.0  # of infinite values, too
+                distance.largest = distance.squares = 0.0  # inf - inf is nan: equal infinities have distance 0
                 difference.equal += 1
             else:
                 difference.weights.append(_tensor_difference(name, tensor_of_a, tensor_of_b, distance))
@@ -177,7 +177,9 @@ def _is_weight(name: str) -> bool:
 
 
 def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterator[list[str]]:
-    """The names in parts whose tensors take at most about `_AT_ONCE` bytes; a larger tensor is alone."""
+    """Yield groups of names whose tensors together take at most about `_AT_ONCE` bytes; a larger tensor forms its own
+    group.
+    """
     part: list[str] = []
     bytes_of_part = 0
     for name in names:

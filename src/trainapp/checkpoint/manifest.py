@@ -31,7 +31,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_any_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the verified manifest, of any format. One without a digest is from an earlier version, and accepted.
+    """Return the verified manifest, of any format. A manifest without a digest was written by an earlier version and is
+    accepted.
 
     Raises OSError if it cannot be read, ValueError if it is damaged.
     """

@@ -99,9 +99,9 @@ class _Composition:
         if any(_chooses(override, option) for override in self._overrides):
             if naming and not is_on_command_line:
                 raise ConfigCompositionException(
-                    f"{option.key}={option.name}: {naming[-1].config_path} names a class of its own, "
-                    f"{option.class_setting}, which would be built with the settings of this option; leave the option "
-                    f"out, or also set {option.class_setting}"
+                    f"{option.key}={option.name}: {naming[-1].config_path} sets {option.class_setting}, whose class "
+                    f"would get this option's settings; drop the option, or set {option.class_setting} on the command "
+                    "line too"
                 )
             return False
         if is_on_command_line:

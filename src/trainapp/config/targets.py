@@ -139,8 +139,8 @@ class Written(NamedTuple):
 
 @dataclass
 class Spec:
-    """What the data know about the model, for parameters of these names that the user leaves unset: those of the
-    model's class and of the `_target_`s in its arguments.
+    """What the data's `spec` says about the model, for parameters of these names that the user leaves unset: those of
+    the model's class and of the `_target_`s in its arguments.
 
     values: by parameter name, such as `num_classes`. filled: what was filled in, by setting, such as
     `model.config.vocab_size`. written: what the user has set instead.

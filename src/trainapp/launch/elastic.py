@@ -141,7 +141,7 @@ class Failures:
             return Restart.REFUSED
         self._before = set(left)
         # Free only if the count has risen: workers that end before they read restart.json would restart forever.
-        recoveries = json_object(self.run_dir / RESTART).get("oom_restarts", 0)
+        recoveries = json_object(self.run_dir / RESTART).get("recoveries", 0)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
             self.for_memory += 1

@@ -139,8 +139,8 @@ def change_size(session: Session, failure: OomReport) -> None:
     if failure.too_few:
         session.attempt.too_few = "" if failure.by_peer else f" ({failure.message})"
         failure.action = (
-            f"no micro-batch has fewer than {failure.old_size + 1} samples from now on, retrying the step with "
-            f"micro-batch {failure.new_size}"
+            f"from now on every micro-batch of this shape has at least {failure.old_size + 1} samples; retrying the "
+            f"step with micro-batch {failure.new_size}"
         )
 
 
@@ -198,7 +198,7 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
             f"the driver's:\n  {session.config.command}"
         )
     sizes = _sizes_of(session, failure)
-    # Work without a size starts again with a smaller one all the same: a new process may have more memory for it.
+    # Work without a size also restarts with a smaller one: a new process may have more memory for it.
     demand = failure.demand if failure.phase.depends_on_size else None
     changed = sizes.failed(SingleRank(), failure=Failure(demand, failure.too_few))
     if changed is None:

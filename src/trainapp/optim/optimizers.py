@@ -44,6 +44,11 @@ def build_optimizer(
     """
     kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     takes = inspect.signature(kind).parameters
+    if next(model.parameters(), None) is None:
+        raise UserError(
+            f"model: {type(model).__name__} has no parameters, so there is nothing to train; keep layers in "
+            "attributes, an nn.ModuleList or an nn.ModuleDict: those in a plain list or dict are not found"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "

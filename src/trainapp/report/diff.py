@@ -25,6 +25,7 @@ _ROUNDED_AS_FP32 = frozenset({"fp32", "tf32"})
 _JUDGED = ("loss", "lr", "grad_norm")  # continuous: a metric such as accuracy jumps where a rounding decides
 _MOST_ROWS = 10  # per table
 _LONGEST = 60  # characters of a value
+_FINER_LOG = "rerun with every.log=1 to see the exact step"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Comparison:
     """Two runs and how they differ. a, b: their directories.
 
     steps: how many steps A and B have trained, up to the compared one. settings, recipe, micro_batches: None where the
-    files of one of the runs do not tell. weights: None if they were not compared, for the reason `no_weights`.
+    files of one of the runs do not tell. dependence: why other micro-batch sizes give another result, where the runs
+    know it and their sizes differ. weights: None if they were not compared, for the reason `no_weights`.
     rounding: the largest relative difference that counts as rounding.
     """
 
@@ -45,6 +47,7 @@ class Comparison:
     train: LogDifference
     evaluations: LogDifference
     micro_batches: list[Pair] | None
+    dependence: list[str]
     weights: "CheckpointDifference | None"
     no_weights: str
     rounding: float
@@ -58,7 +61,7 @@ def show(a: Path, b: Path, which: int | str | None) -> int:
     """
     for run in (a, b):
         if not run_files.is_run(run):
-            raise UserError(f"trainapp diff: {run}: no run is here; name the directories of two runs")
+            raise UserError(f"trainapp diff: {run}: not a run directory; give the directories of two runs")
     comparison = compare(a, b, which)
     sentence, code = verdict(comparison)
     for line in lines_of(comparison):
@@ -86,6 +89,7 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
         train=differences.logs(train_of_a, train_of_b),
         evaluations=differences.logs(evaluations_of_a, evaluations_of_b),
         micro_batches=differences.micro_batches(a, b),
+        dependence=differences.dependence_on_micro_batch(a, b),
         weights=weights,
         no_weights=no_weights,
         rounding=_ROUNDING_FP32 if differences.precisions(a, b) <= _ROUNDED_AS_FP32 else _ROUNDING,
@@ -117,10 +121,10 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     pairs = None if changes is None else [Pair(change.name, change.before, change.now) for change in changes]
     yield from _pairs_section("settings", pairs, "no file has the settings of both in the same form")
     yield from _pairs_section("versions and hosts", comparison.environment)
-    yield from _pairs_section("entries of the recipe", comparison.recipe, "not both have a recipe.json")
+    yield from _pairs_section("entries of the recipe", comparison.recipe, "at least one run has no recipe.json")
     yield from _log_section("training", comparison.train)
     yield from _log_section("evaluations", comparison.evaluations)
-    yield from _pairs_section("micro-batches and retries", comparison.micro_batches, "not both have ended")
+    yield from _pairs_section("micro-batches and retries", comparison.micro_batches, "at least one run has not ended")
     yield from _weights_section(comparison)
 
 
@@ -225,7 +229,7 @@ def verdict(comparison: Comparison) -> tuple[str, int]:
     train, evaluations = comparison.train, comparison.evaluations
     weights = _weights_of_one_step(comparison)
     if not train.steps and not evaluations.steps and weights is None:
-        nothing = "nothing could be compared: no step was logged by both, and no checkpoint is of the same step"
+        nothing = "nothing to compare: the runs logged no common step, and have no checkpoints of the same step"
         return nothing, NOTHING_COMPARED
     step_of_a, step_of_b = comparison.steps
     lengths = f"A has trained {plural(step_of_a, 'step')}, B {step_of_b}" if step_of_a != step_of_b else ""
@@ -243,13 +247,15 @@ def verdict(comparison: Comparison) -> tuple[str, int]:
 
 
 def _weights_of_one_step(comparison: Comparison) -> "CheckpointDifference | None":
-    """Return how the weights differ, if they are of the same step: others must differ."""
+    """Return the difference of the weights if both checkpoints are of the same step, or None: weights of different
+    steps differ anyway.
+    """
     weights = comparison.weights
     return weights if weights is not None and weights.steps[0] == weights.steps[1] else None
 
 
 def _difference(comparison: Comparison) -> str:
-    """Return in a sentence how two runs differ that do: only by rounding, or from which step on."""
+    """Return one sentence: whether runs that differ do so by rounding alone, or from which step on."""
     scalars = [*comparison.train.scalars, *comparison.evaluations.scalars]
     judged = [scalar for scalar in scalars if kind_of(scalar.name) in _JUDGED]
     weights = _weights_of_one_step(comparison)
@@ -261,13 +267,19 @@ def _difference(comparison: Comparison) -> str:
     changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
     start = _start(comparison)
     if is_small and not changes:
-        return f"the same up to rounding, {start}; the largest relative difference is {largest:.2g}"
-    sentence = f"different {start}{_cause(comparison.train)}"
+        return (
+            f"the same up to rounding, {start}; the largest relative difference of loss, lr, grad_norm and all weights "
+            f"together is {largest:.2g}"
+        )
+    cause = _cause(comparison.train)
+    if comparison.dependence:
+        cause = f": the sizes of the micro-batches differ, and {comparison.dependence[0]}"
+    sentence = f"different {start}{cause}"
     if is_small:
-        sentence += f"; by {largest:.2g} at most, which is little, but settings that change the result differ: "
+        sentence += f"; within rounding ({largest:.2g} at most), but these settings change the result: "
         sentence += listed(changes, most=4)
     elif judged and not changes and max(scalar.relative for scalar in judged) <= comparison.rounding:
-        sentence += "; it begins as small as rounding does, and grows"
+        sentence += "; the first difference is as small as rounding, then it grows"
     return sentence
 
 
@@ -300,5 +312,5 @@ def _cause(train: LogDifference) -> str:
     if before == step - 1 and kinds & {"loss", "grad_norm"}:
         return f": look at the update of step {before} (the optimizer, its options) and the samples of step {step}"
     if before is None:
-        return ": no earlier step was logged by both, runs with every.log=1 tell more" if step > 1 else ""
-    return f": all was equal in step {before}, runs with every.log=1 tell more" if before < step - 1 else ""
+        return f": no earlier step was logged by both; {_FINER_LOG}" if step > 1 else ""
+    return f": all was equal in step {before}; {_FINER_LOG}" if before < step - 1 else ""

@@ -140,6 +140,17 @@ def micro_batches(a: Path, b: Path) -> list[Pair] | None:
     return _pairs(*rows)
 
 
+def dependence_on_micro_batch(a: Path, b: Path) -> list[str]:
+    """Return why runs of these micro-batch sizes differ, as far as the runs know; empty for equal sizes."""
+    results = [json_object(run / run_files.RESULT) for run in (a, b)]
+    if results[0].get("micro_schedule") == results[1].get("micro_schedule"):
+        return []
+    reasons: dict[str, None] = {}  # in order, each once
+    for result in results:
+        reasons |= dict.fromkeys(result.get("depends_on_micro_batch", ()))
+    return list(reasons)
+
+
 def steps_of(run: Path, log: Mapping[str, Curve]) -> int:
     """Return how many steps a run has trained; of one that has not ended, the last that it has logged."""
     steps: int = json_object(run / run_files.RESULT).get("steps", _last_step(log))

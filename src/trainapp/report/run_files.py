@@ -26,6 +26,8 @@ CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "c
 MOST, POINTS = 2000, 24_000  # points per curve, and of all curves of a page, which take about 20 bytes each
 ROWS, CHARACTERS = 200, 500  # incidents per run, and the longest text of one and of a setting
 _LINE = re.compile(r"\[(?P<time>[\d-]+ [\d:]+)[^]]*\] (?P<level>[A-Z]+) (?P<text>.+)")
+# The page's head shows the recipe's first line, which `run.recipe` writes with " parameters on "; see `_log`. The other
+# lines of the recipe are notes.
 _SHOWN_ELSEWHERE = re.compile(r"step \d+(/\d+)? (\||evaluated )|out of memory at step|.* parameters on ")
 _OF_OOM = (
     *("step", "phase", "module", "requested", "used", "limit", "by_category", "rank", "old_size", "new_size"),

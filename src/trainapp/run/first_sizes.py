@@ -93,12 +93,14 @@ def initial_sizes(
     is_anew |= _begin(evaluation, EVALUATION, attempt, restart, saved_for_evaluation, changed)
     if is_anew:
         log.info(
-            "micro-batch sizes are searched anew; the checkpoint's were found with other settings: %s", listed(changed)
+            "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
+            listed(changed),
         )
-    # The checkpoint predates the latest errors, which `restart` counts.
-    restarts = max(known.get("oom_restarts", 0) for known in (saved, restart))
+    # The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
+    oom_restarts = max(record.get("oom_restarts", 0) for record in (saved, restart))
+    recoveries = max(record.get("recoveries", 0) for record in (saved, restart))
     autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    return Sizes(by_update, evaluation, Autotuner(autotunes), restarts)
+    return Sizes(by_update, evaluation, Autotuner(autotunes), oom_restarts, max(oom_restarts, recoveries))
 
 
 def _samples_per_evaluation(session: Session) -> int:

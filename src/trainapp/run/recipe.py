@@ -6,7 +6,9 @@ and biases, sizes filled in from the data. Users should not have to find that ou
 """
 
 import functools
+import inspect
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from torch import nn
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.files import atomic_write, strict_json
-from trainapp.losses.losses import unchecked
+from trainapp.losses.losses import Task, unchecked
+from trainapp.models.inspect import batchnorms
 from trainapp.optim.precision import Precision
 from trainapp.report.differences import RECIPE
 from trainapp.training.session import Session
 from trainapp.units import listed, plural
 
 MOST_FILLED = 6  # settings named on the line
+LONGEST = 120  # characters of a check's outcome on the line
 
 
 def recipe_of(session: Session) -> dict[str, Any]:
@@ -33,12 +37,14 @@ def recipe_of(session: Session) -> dict[str, Any]:
     recipe |= {
         "batch": _batch(session),
         "filled_from_data": dict(session.filled),
-        "task": _task_name(session),
+        "task": _task_name(session.task),
+        "tasks_by_update": {name: _task_name(task) for name, task in session.engine.tasks.items()},
         "task_arguments": dict(session.config.task_arguments),
         "objective": f"{objective.direction} {objective.metric}" if session.config.has_best else None,
         "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
         "grad_clip": session.config.train.grad_clip,
         "schedule": _schedule(session),
+        "batchnorm_layers": len(batchnorms(session.state.model)),
         "checks": dict(session.checks),
     }
     return recipe
@@ -59,9 +65,9 @@ def lines_of(recipe: dict[str, Any]) -> list[str]:
         f"{model}; {_batch_text(recipe['batch'])}",
         f"data: {_filled_text(recipe)}",
         f"optimizer: {_optimizers_text(recipe)}",
-        f"schedule: {_schedule_text(recipe['schedule'])}",
+        f"schedule: {_schedule_text(recipe)}",
         f"precision: {_precision_text(recipe['precision'])}",
-        f"checks: {_checks_text(recipe['checks'])}",
+        f"checks: {_checks_text(recipe)}",
     ]
 
 
@@ -90,6 +96,7 @@ def _model_text(recipe: dict[str, Any]) -> str:
     if model["device_name"]:
         device += f" ({model['device_name']})"
     size = _count_text(model["parameters"])
+    # report/run_files.py recognises this line by " parameters on ", which no other line may contain.
     text = f"{model['class']} with {size} parameters on {device}, {recipe['precision']['mode']}"
     if "batch" in recipe and model["trained_parameters"] < model["parameters"]:
         share = 100 * model["trained_parameters"] / model["parameters"]
@@ -132,24 +139,32 @@ def _batch_text(batch: dict[str, Any]) -> str:
 
 def _filled_text(recipe: dict[str, Any]) -> str:
     filled = [f"{setting}={value}" for setting, value in recipe["filled_from_data"].items()]
-    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "sets no size of the model"
-    text = f"{sizes}; task {recipe['task']}"
+    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "no model size filled in"
+    by_update = [f"{task} for {name}" for name, task in recipe["tasks_by_update"].items()]
+    text = f"{sizes}; task {listed(by_update or [recipe['task']])}"
     if recipe["task_arguments"]:
         text += f" with {listed(f'{name}={value}' for name, value in recipe['task_arguments'].items())}"
     if recipe["objective"] is None:
         return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
-    return f"{text}, best is {recipe['objective']}"
+    return f"{text}, best checkpoint by {recipe['objective']}"
 
 
-def _task_name(session: Session) -> str:
-    """Return the name of the evaluated task's function or class."""
-    task = unchecked(session.task)
-    while isinstance(task, functools.partial):
-        task = task.func
-    return getattr(task, "__name__", type(task).__name__)
+def _task_name(task: Task) -> str:
+    """Return the name of a task's function or class; of a user's, with its module."""
+    original = unchecked(task)
+    while isinstance(original, functools.partial):
+        original = original.func
+    named = original if hasattr(original, "__qualname__") else type(original)
+    if named.__module__.startswith("trainapp."):
+        return named.__qualname__
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 # --- optimizer and schedule
+
+
+_NOT_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "label")  # of a group; they have entries of their own
+_ALWAYS_SHOWN = ("betas", "momentum")
 
 
 def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
@@ -161,19 +176,30 @@ def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
             {
                 "lr": float(group.get("initial_lr", group["lr"])),
                 "weight_decay": group.get("weight_decay"),
+                "options": {name: value for name, value in group.items() if name not in _NOT_OPTIONS},
                 "tensors": len(group["params"]),
                 "largest_dimensions": max((parameter.ndim for parameter in group["params"]), default=0),
                 "names": [name_of.get(id(parameter), "?") for parameter in group["params"]],
             }
         )
-    return {"update": update.name, "class": type(update.optimizer).__name__, "groups": groups}
+    defaults = {}
+    for name, parameter in inspect.signature(type(update.optimizer)).parameters.items():
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return {
+        "update": update.name,
+        "class": type(update.optimizer).__name__,
+        "class_defaults": defaults,
+        "groups": groups,
+    }
 
 
 def _optimizers_text(recipe: dict[str, Any]) -> str:
     texts = []
     for optimizer in recipe["optimizers"]:
         prefix = f"{optimizer['update']}: " if optimizer["update"] else ""
-        texts.append(f"{prefix}{optimizer['class']}, {_rates_text(optimizer)}{_decay_text(optimizer)}")
+        options = f"{_rates_text(optimizer)}{_options_text(optimizer)}{_decay_text(optimizer)}"
+        texts.append(f"{prefix}{optimizer['class']}, {options}")
     clip = recipe["grad_clip"]
     texts.append("gradients are not clipped" if clip is None else f"gradients clipped to a norm of {clip:g}")
     return "; ".join(texts)
@@ -183,6 +209,20 @@ def _rates_text(optimizer: dict[str, Any]) -> str:
     rates = [group["lr"] for group in optimizer["groups"]]
     low, high = min(rates), max(rates)
     return f"lr {high:g}" if low == high else f"lr {low:g} to {high:g}"
+
+
+def _options_text(optimizer: dict[str, Any]) -> str:
+    """Return the first group's options that are not the class's defaults, each with a comma before."""
+    texts = []
+    for name, value in optimizer["groups"][0]["options"].items():
+        is_shown = name in _ALWAYS_SHOWN or value != optimizer["class_defaults"].get(name)
+        if not is_shown or not isinstance(value, bool | int | float | str | tuple | list):
+            continue
+        if value is True:
+            texts.append(name)
+        elif value:
+            texts.append(f"{name} {value}")
+    return "".join(f", {text}" for text in texts)
 
 
 def _decay_text(optimizer: dict[str, Any]) -> str:
@@ -205,16 +245,29 @@ def _decay_text(optimizer: dict[str, Any]) -> str:
 
 def _schedule(session: Session) -> dict[str, Any]:
     settings = session.config.schedule
+    schedule = session.state.updates[0].schedule
+    advances = "step"
+    if schedule.follows_evaluations:
+        advances = "evaluation"
     return {
         "name": settings.shape if settings.target is None else settings.target,
-        "warmup_steps": session.state.updates[0].schedule.warmup_steps,
+        "arguments": dict(settings.arguments),
+        "advances_with_each": advances,
+        "warmup_steps": schedule.warmup_steps,
         "final_factor": settings.final if settings.target is None and settings.shape != "constant" else None,
         "total_steps": session.limits.length.total_steps,
     }
 
 
-def _schedule_text(schedule: dict[str, Any]) -> str:
-    text = schedule["name"]
+def _schedule_text(recipe: dict[str, Any]) -> str:
+    schedule = recipe["schedule"]
+    text: str = schedule["name"]
+    if schedule["arguments"]:
+        text += f"({', '.join(f'{name}={value}' for name, value in schedule['arguments'].items())})"
+    if schedule["advances_with_each"] == "evaluation":
+        text += f", advanced by {recipe['objective']} after each evaluation"
+    elif "." in schedule["name"]:  # a class or function, which a script may advance once per epoch
+        text += ", advanced in every step"
     if schedule["final_factor"] is not None:
         text += f", down to {schedule['final_factor']:g} x lr at step {schedule['total_steps']}"
     if schedule["warmup_steps"]:
@@ -227,15 +280,20 @@ def _schedule_text(schedule: dict[str, Any]) -> str:
 
 def _precision(session: Session) -> dict[str, Any]:
     precision: Precision = session.state.precision
+    weights = sorted({str(p.dtype).removeprefix("torch.") for p in session.state.model.parameters()})
+    computes_in = str(precision.compute_dtype).removeprefix("torch.")
+    if precision.mode in _WITHOUT_AUTOCAST and weights:
+        computes_in = " and ".join(weights)
     return {
         "mode": precision.mode,
-        "computes_in": str(precision.compute_dtype).removeprefix("torch."),
+        "computes_in": computes_in,
         "is_emulated": precision.is_emulated,
-        "weights": sorted({str(p.dtype).removeprefix("torch.") for p in session.state.model.parameters()}),
+        "weights": weights,
         "draws": session.config.train.draws,
     }
 
 
+_WITHOUT_AUTOCAST = ("fp32", "tf32")
 _COMPUTATION = {
     "fp32": "fp32 throughout",
     "tf32": "matmuls and convolutions in TF32 where the GPU has it, all else in fp32",
@@ -249,19 +307,55 @@ _COMPUTATION = {
 
 def _precision_text(precision: dict[str, Any]) -> str:
     text = _COMPUTATION[precision["mode"]]
+    if precision["mode"] in _WITHOUT_AUTOCAST and precision["weights"] not in ([], ["float32"]):
+        text = f"no autocast: as the model's weights, in {' and '.join(precision['weights'])}"
     if precision["mode"] not in ("fp32", "tf32", "bf16_pure"):
         text += f"; weights in {' and '.join(precision['weights'])}"
     if precision["is_emulated"]:
         text += (
-            f"; this CPU has no instructions for {precision['computes_in']}, so they compute in fp32 on rounded "
-            "operands: about as fast as fp32"
+            f"; emulated: this CPU has no {precision['computes_in']} instructions, so matmuls and convolutions compute "
+            "in fp32 on rounded operands, about as fast as fp32"
         )
     return text
 
 
-def _checks_text(checks: dict[str, str]) -> str:
-    """Return the outcomes, each once, with the names of all checks that have it."""
-    names_of: dict[str, list[str]] = {}
-    for name, outcome in checks.items():
-        names_of.setdefault(outcome, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {outcome}" for outcome, names in names_of.items()) or "none"
+def _checks_text(recipe: dict[str, Any]) -> str:
+    """Return the outcomes, each once, with all that was checked with it: the loss first, then the random draws."""
+    checks = recipe["checks"]
+    modes_of: dict[str, dict[str, list[str]]] = {}  # by outcome and subject
+    for name in sorted(checks, key=lambda name: name.startswith("draws")):
+        subject, _, mode = name.partition(" ")
+        modes_of.setdefault(checks[name], {}).setdefault(subject, []).append(mode)
+    clauses: list[str] = []
+    for outcome, modes_by_subject in modes_of.items():
+        subjects_of: dict[str, list[str]] = {}  # subjects with the same outcome in the same modes share a clause
+        for subject, modes in modes_by_subject.items():
+            subjects_of.setdefault(_modes_text(modes), []).append(subject)
+        clauses.extend(_check_text(subjects, modes, outcome) for modes, subjects in subjects_of.items())
+    if recipe["batchnorm_layers"]:
+        layers = plural(recipe["batchnorm_layers"], "BatchNorm layer")
+        clauses.append(f"results depend on the micro-batch, by {layers}")
+    return "; ".join(clauses) or "none"
+
+
+def _modes_text(modes: list[str]) -> str:
+    """Return `in evaluation and training`, `in chunks` or the like. modes: as in the names of `checks`."""
+    texts = []
+    for mode in modes:
+        is_named = mode.endswith(("in training", "in chunks"))
+        texts.append(mode if is_named else f"{mode} in evaluation".lstrip())
+    if texts[:2] == ["in evaluation", "in training"]:
+        texts[:2] = ["in evaluation and training"]
+    return ", ".join(texts)
+
+
+def _check_text(subjects: list[str], modes: str, outcome: str) -> str:
+    """Return one clause: an outcome that begins with a verb continues the subject, any other follows a colon."""
+    if subjects == ["draws"] and outcome == "none":
+        return f"no random draws {modes}"
+    text = " and ".join("the loss" if subject == "loss" else "random draws" for subject in subjects) + f" {modes}"
+    if outcome.startswith("not "):
+        text += " is" if subjects == ["loss"] else " are"
+    elif not outcome.startswith(("adds up ", "is ", "all belong ")):
+        text += ":"
+    return f"{text} {shorten(outcome, LONGEST, placeholder=' ...')}"

@@ -195,9 +195,11 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 
     Returns the state for a new run if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
-    session.sizes.oom_restarts += 1
+    if not failure.by_peer:  # before the next line, which may end this worker: the restarted one resumes the counts
+        _count(session, failure)
     recovery.abort_on_all_ranks(session, failure)
-    session.memory.out_of_memory_count += not failure.too_few
+    if failure.by_peer:  # only now does this rank know whether its peer was out of memory
+        _count(session, failure)
     if failure.host:
         host.give_memory_back()
     recovery.roll_back(session, failure)
@@ -206,6 +208,13 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     recovery.change_size(session, failure)
     recovery.report(session, failure)
     return None
+
+
+def _count(session: Session, failure: OomReport) -> None:
+    session.sizes.recoveries += 1
+    if not failure.too_few:
+        session.sizes.oom_restarts += 1
+        session.memory.out_of_memory_count += 1
 
 
 def _carry_over(session: Session, failure: OomReport) -> CarriedOver:

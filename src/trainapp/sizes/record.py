@@ -25,7 +25,8 @@ class Sizes:
     by_update: dict[str, MicroBatchSizes]  # by the update's name, "" for a step's only update
     evaluation: MicroBatchSizes
     autotuner: Autotuner
-    oom_restarts: int  # the number of recoveries since the run began, over all its processes
+    oom_restarts: int  # recoveries from out-of-memory errors since the run began, over all its processes
+    recoveries: int  # these, and those from micro-batches with too few samples for the model
 
     def __post_init__(self) -> None:
         self.train = next(iter(self.by_update.values()))
@@ -49,10 +50,10 @@ class Sizes:
         """Primitives only, for a checkpoint."""
         used = {name: own.used for name, own in self.by_update.items()}
         own = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
-        return own | {"used": used, "oom_restarts": self.oom_restarts}
+        return own | {"used": used} | self._counts()
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
-        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the number of
+        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the counts of
         recoveries. Raises OSError if it cannot be written.
         """
         failed = {
@@ -61,7 +62,10 @@ class Sizes:
             if own is failing or any(search.fails is not None for search in own.searches.values())
         }
         with atomic_write(run_dir / RESTART) as file:
-            file.write(strict_json(failed | {"oom_restarts": self.oom_restarts}))
+            file.write(strict_json(failed | self._counts()))
+
+    def _counts(self) -> dict[str, int]:
+        return {"oom_restarts": self.oom_restarts, "recoveries": self.recoveries}
 
     def _by_key(self) -> dict[str, MicroBatchSizes]:
         return {key_of(name): own for name, own in self.by_update.items()} | {EVALUATION: self.evaluation}

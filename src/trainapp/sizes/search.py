@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 MARGIN = 0.98  # fraction tried of the size at which the line reaches the limit
 WORTH = 0.05  # smallest relative gain worth risking a failed step
-NOISE = 0.01  # of a request: what else may be in memory in one attempt and not in another, such as a sum per metric
+NOISE = 0.01  # fraction of a request by which memory in use may differ between two attempts, as by a sum per metric
 
 
 class Measured(NamedTuple):
@@ -44,10 +44,9 @@ class Demand(NamedTuple):
     is_of_update: bool = False  # whether the update of the parameters asked for it, which works on no samples
 
     def is_constant(self, before: "Demand | None") -> bool:
-        """Whether it evidently does not depend on the size. before: of the previous failure, at a larger size.
-
-        So if the same allocation failed before in a micro-batch of at least twice as many samples, none of them
-        smaller, and not even what fewer samples save around it, down to none, would make room.
+        """Return whether the request evidently does not shrink with the size: the same allocation failed before with at
+        least twice the samples, on average no shorter ones, and extrapolating what was saved to zero samples still does
+        not make room. before: the demand of the previous failure, at a larger size.
         """
         if self.is_fixed or before is None:
             return self.is_fixed

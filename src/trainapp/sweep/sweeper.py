@@ -26,7 +26,7 @@ from trainapp.errors import UserError
 from trainapp.files import json_object, shown, strict_json
 from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
-from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, named
+from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, how_to_quit, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of
 from trainapp.sweep.jobs import Job, Outcome, Slot
@@ -241,8 +241,10 @@ class _Sweeper:
             if self.stop and not has_said:
                 has_said = True
                 waits = "the launcher's jobs are left to run" if self.launcher else "the running jobs save and end"
-                name = "sweep.max_time" if self.stop == TIME_IS_UP else named(self.stop)
-                self._say(f"{name}: {waits}; again to leave at once")
+                if self.stop == TIME_IS_UP:
+                    self._say(f"sweep.max_time: {waits}")
+                else:
+                    self._say(f"{named(self.stop)}: {waits}; {how_to_quit(self.stop)}")
             if not (self.running or has_begun):
                 return
             self._show_progress()

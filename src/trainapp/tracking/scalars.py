@@ -1,7 +1,8 @@
-"""The names of what the log records besides metrics: see `training.events` and `Meter.scalars`. Imports no torch."""
+"""Names of the scalars that the program itself logs: see `training.events` and `Meter.scalars`. Imports no torch."""
 
 OF_THE_STEP = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps"})
-OF_THE_MACHINE = frozenset({"data_wait", "samples_per_second", "tokens_per_second", "mfu"})  # another run has others
+# Vary between identical runs.
+OF_THE_MACHINE = frozenset({"data_wait", "samples_per_second", "tokens_per_second", "mfu"})
 _PREFIXES_OF_THE_MACHINE = ("memory/", "batch/")  # batch/: how a step is cut, which follows from the memory
 
 
