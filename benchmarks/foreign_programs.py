@@ -3,7 +3,8 @@
 Each program's own training loop runs for some steps; then its port (foreign/) trains from the same weights on the same
 samples. The losses must agree to 1e-5, with and without a memory limit that makes the port retry with smaller
 micro-batches; a run that a signal interrupts and that continues must be equal bit for bit. Speeds are side by side:
-the median of the original's steps after the first five, and of the port's after the first tenth of a second run.
+the median of the original's steps after the first five, and of the port's after the first tenth
+of a second run, which saves nothing: the originals do not save, either.
 
     python benchmarks/foreign_programs.py CHECKOUT
     python benchmarks/foreign_programs.py CHECKOUT --programs vae mnist
@@ -155,7 +156,7 @@ def compare(port: Port, program: Program, original: Original) -> Figures:
     port.run("resumed", interrupt_at=in_all // 2 if in_all > 1 else port.steps // 2)
     resumed = port.run("resumed")
 
-    timed = port.run("timed", f"train.max_steps={3 * port.steps}", f"every.log={port.steps // 2}")
+    timed = port.run("timed", f"train.max_steps={3 * port.steps}", f"every.log={port.steps // 2}", "every.save=null")
     speeds = [line["samples_per_second"] / line["batch/global_size"] for line in metrics(timed)[1:]]
     return Figures(
         original=max(differences),

@@ -147,7 +147,10 @@ def test_an_error_that_is_not_about_a_name_keeps_its_words():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {width: ???}\n", "line 2, column 16: not valid YAML: expected the node content, but found '?'; inside"),
+        (
+            "model: {width: ???}\n",
+            "line 2, column 16: not valid YAML: expected the node content, but found '?'; inside",
+        ),
         ("train: {seed: 1\n", "line 3, column 1: not valid YAML: expected ',' or '}'"),
         ("train: {seed: 1, seed: 2}\n", "not valid YAML: found duplicate key seed"),
     ],

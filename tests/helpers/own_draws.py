@@ -116,6 +116,34 @@ class Shared(Own):
         return x * torch.rand(8)
 
 
+class Graph:
+    """A data set of a single sample, whose nodes are no samples."""
+
+    def __init__(self, split: str):
+        self.nodes = torch.arange(24.0).view(1, 12, 2)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"nodes": self.nodes[index]}
+
+
+class Nodes(nn.Module):
+    """Drops out values of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        return self.layer(F.dropout(nodes.squeeze(0), 0.5, self.training))
+
+
+def of_nodes(model, batch):
+    return model(batch["nodes"]).square().sum(), 12, {}
+
+
 class Contrasted(EmbeddingTask):
     """Each sample's embedding against all others'."""
 

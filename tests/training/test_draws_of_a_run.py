@@ -180,6 +180,13 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
     assert (found.draws, found.depends_on_micro_batch) == (None, [])
 
 
+def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):
+    """It cannot be cut, whatever its forward draws."""
+    graph = ("data._target_=own_draws.Graph", "model._target_=own_draws.Nodes", "task=own_draws.of_nodes")
+    settings = (*runs.STEPS_ONLY, *graph, "user_packages=[own_draws]", "batch.global_size=1", BY_SAMPLE)
+    assert not runs.run(tmp_path, *settings).depends_on_micro_batch
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [

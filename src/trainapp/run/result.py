@@ -81,10 +81,17 @@ def result_of(session: Session) -> Result:
         seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
         draws=("per_sample" if session.engine.draws_by_sample else "device") if session.engine.ledger.draws else None,
-        depends_on_micro_batch=list(session.engine.ledger.depends.values()),
+        depends_on_micro_batch=_dependence(session),
         stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
         ended=_why_ended(session),
     )
+
+
+def _dependence(session: Session) -> list[str]:
+    """Return what depends on the micro-batch; nothing does where the batch is a single sample, which cannot be cut."""
+    if session.config.batch.global_size == 1:
+        return []
+    return list(session.engine.ledger.depends.values())
 
 
 def _why_ended(session: Session) -> str | None:
