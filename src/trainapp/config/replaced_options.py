@@ -100,8 +100,8 @@ class _Composition:
             if naming and not is_on_command_line:
                 raise ConfigCompositionException(
                     f"{option.key}={option.name}: {naming[-1].config_path} sets {option.class_setting}, whose class "
-                    f"would get this option's settings; drop the option, or set {option.class_setting} on the command "
-                    "line too"
+                    f"would get this option's settings; keep the class and drop the option, or use the option and "
+                    f"remove {option.class_setting} there ('- override /{option.key}: {option.name}' in its defaults list)"
                 )
             return False
         if is_on_command_line:
