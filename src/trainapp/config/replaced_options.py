@@ -101,7 +101,7 @@ class _Composition:
                 raise ConfigCompositionException(
                     f"{option.key}={option.name}: {naming[-1].config_path} sets {option.class_setting}, whose class "
                     f"would get this option's settings; keep the class and drop the option, or use the option and "
-                    f"remove {option.class_setting} there ('- override /{option.key}: {option.name}' in its defaults list)"
+                    f"remove {option.class_setting} there ('- override /{option.key}: {option.name}' in its defaults)"
                 )
             return False
         if is_on_command_line:
