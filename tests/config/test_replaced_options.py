@@ -248,3 +248,13 @@ def test_a_decay_that_the_class_does_not_have(tmp_path):
     own = ("optimizer._target_=torch.optim.Rprop", "optimizer.weight_decay=0.1")
     with pytest.raises(UserError, match=r"optimizer\.weight_decay=0\.1: torch\.optim\.Rprop has no weight decay; use"):
         runs.run(tmp_path, *runs.MODELS["mlp"], *own)
+
+
+def test_an_option_that_a_later_experiment_chooses(composed, tmp_path):
+    """Its class is replaced by that of an earlier file, which is not done in silence, either."""
+    write(tmp_path, "experiment/base", "optimizer: {_target_: torch.optim.NAdam, lr: 1e-3}\n")
+    message = r"experiment/mine chooses optimizer=sgd: experiment/base sets optimizer\._target_, whose class"
+    with pytest.raises(UserError, match=message):
+        composed("defaults: [base, override /optimizer: sgd]\noptimizer: {lr: 0.5}\n")
+    chosen = composed("defaults: [base, override /optimizer: sgd]\noptimizer: {_target_: mine.SGD}\n").optimizer
+    assert (chosen.target, chosen.arguments) == ("mine.SGD", SGD_OPTION)

@@ -23,7 +23,7 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
     facts, lines = recipe_of(tmp_path, *MLP, "train.max_steps=40", "schedule.warmup=4", "optimizer.weight_decay=0.05")
     assert list(lines) == ["data", "optimizer", "schedule", "precision", "checks"]
     assert "weight decay 0.05 except on 3 norms and biases; gradients clipped to a norm of 1" in lines["optimizer"]
-    assert lines["schedule"] == "cosine, down to 0 x lr at step 40, after 4 steps of warm-up"
+    assert lines["schedule"] == "cosine, towards 0 x lr after step 40, with 4 steps of warm-up"
     assert "task classification, best checkpoint by max accuracy" in lines["data"]
     (optimizer,) = facts["optimizers"]
     assert [len(group["names"]) for group in optimizer["groups"]] == [3, 3]
@@ -44,6 +44,11 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
             ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=10"),
             "schedule",
             "torch.optim.lr_scheduler.StepLR(step_size=10), advanced in every step",
+        ),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1.0"),
+            "optimizer",
+            "AdamW, begins at lr 0.04, betas (0.95, 0.999)",
         ),
         (
             ("schedule=plateau", "schedule.patience=1", "every.eval=2"),

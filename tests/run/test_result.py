@@ -9,7 +9,7 @@ import pytest
 import runs
 from test_files import strict
 
-from trainapp.run.result import result_of
+from trainapp.run.result import print_summary, result_of
 from trainapp.training import loop
 
 MLP = (*runs.MODELS["mlp"], "model.depth=2", "train.max_steps=1")  # 64 x 16 + 16 parameters, and 16 x 10 + 10
@@ -124,3 +124,11 @@ def test_the_table_has_the_size_of_most_steps(tmp_path, capsys):
     assert ended.micro_size == 4
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batch")]
     assert row.split(maxsplit=1)[1] == "8 x 2 accumulated"
+
+
+def test_the_table_names_skipped_steps(tmp_path, capsys):
+    run = runs.prepare(tmp_path, *MLP)
+    loop.train(run)
+    run.state.progress.skipped = 3
+    print_summary(run, result_of(run))
+    assert "1 (16 samples), 3 more skipped: not finite, or no count" in capsys.readouterr().out

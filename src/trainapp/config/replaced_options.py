@@ -91,22 +91,26 @@ class _Composition:
         return options
 
     def is_replaced(self, option: _Option) -> bool:
-        """Whether a class is named after the option, and the option was not chosen beside it. Raises
-        ConfigCompositionException for an option on the command line whose class a file replaces.
+        """Return whether a class is named after the option, and the option was not chosen beside it. Raises
+        ConfigCompositionException for an option that is chosen over the class of a file: on the command line, or in a
+        later file.
         """
         is_on_command_line = any(_sets(override, option.class_setting) for override in self._overrides)
-        naming = self._files_naming_a_class_after(option)
-        if any(_chooses(override, option) for override in self._overrides):
-            if naming and not is_on_command_line:
-                raise ConfigCompositionException(
-                    f"{option.key}={option.name}: {naming[-1].config_path} sets {option.class_setting}, whose class "
-                    f"would get this option's settings; keep the class and drop the option, or use the option and "
-                    f"remove {option.class_setting} there ('- override /{option.key}: {option.name}' in its defaults)"
-                )
-            return False
+        is_chosen_there = any(_chooses(override, option) for override in self._overrides)
         if is_on_command_line:
-            return True
-        return bool(naming) and naming[-1].config_path != self._chosen_in(option)
+            return not is_chosen_there
+        naming = self._files_naming_a_class_after(option)
+        if not naming:
+            return False
+        chosen_in = self._chosen_in(option)
+        if is_chosen_there or self._is_later(chosen_in, naming[-1]):
+            raise ConfigCompositionException(_conflict(option, naming[-1], None if is_chosen_there else chosen_in))
+        return naming[-1].config_path != chosen_in
+
+    def _is_later(self, config_path: str | None, entry: ResultDefault) -> bool:
+        """Return whether a file comes after an entry in the defaults list."""
+        entries = self._defaults.defaults
+        return any(later.config_path == config_path for later in entries[entries.index(entry) + 1 :])
 
     def _files_naming_a_class_after(self, option: _Option) -> list[ResultDefault]:
         """Return the files behind the option in the defaults list that set the class of its group."""
@@ -158,6 +162,16 @@ class _Composition:
             assert loaded is not None
             self._contents[path] = OmegaConf.to_container(loaded.config, resolve=False)
         return _value_at(self._contents[path], entry.package or "", setting) is not None
+
+
+def _conflict(option: _Option, naming: ResultDefault, chosen_in: str | None) -> str:
+    """Return the message about an option over a class. chosen_in: the file that chooses it; None: the command line."""
+    chosen = f"{option.key}={option.name}" if chosen_in is None else f"{chosen_in} chooses {option.key}={option.name}"
+    return (
+        f"{chosen}: {naming.config_path} sets {option.class_setting}, whose class would get this option's settings; "
+        f"keep the class and drop the option, or use the option and remove {option.class_setting} there "
+        f"('- override /{option.key}: {option.name}' in its defaults)"
+    )
 
 
 def _chooses(override: Override, option: _Option) -> bool:

@@ -198,7 +198,9 @@ def _optimizers_text(recipe: dict[str, Any]) -> str:
     texts = []
     for optimizer in recipe["optimizers"]:
         prefix = f"{optimizer['update']}: " if optimizer["update"] else ""
-        options = f"{_rates_text(optimizer)}{_options_text(optimizer)}{_decay_text(optimizer)}"
+        # A scheduler of torch may have set a rate of its own to begin with, as OneCycleLR does.
+        begins = "begins at " if "." in recipe["schedule"]["name"] else ""
+        options = f"{begins}{_rates_text(optimizer)}{_options_text(optimizer)}{_decay_text(optimizer)}"
         texts.append(f"{prefix}{optimizer['class']}, {options}")
     clip = recipe["grad_clip"]
     texts.append("gradients are not clipped" if clip is None else f"gradients clipped to a norm of {clip:g}")
@@ -269,9 +271,9 @@ def _schedule_text(recipe: dict[str, Any]) -> str:
     elif "." in schedule["name"]:  # a class or function, which a script may advance once per epoch
         text += ", advanced in every step"
     if schedule["final_factor"] is not None:
-        text += f", down to {schedule['final_factor']:g} x lr at step {schedule['total_steps']}"
+        text += f", towards {schedule['final_factor']:g} x lr after step {schedule['total_steps']}"
     if schedule["warmup_steps"]:
-        text += f", after {plural(schedule['warmup_steps'], 'step')} of warm-up"
+        text += f", with {plural(schedule['warmup_steps'], 'step')} of warm-up"
     return text
 
 

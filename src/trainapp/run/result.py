@@ -195,7 +195,9 @@ def print_summary(session: Session, result: Result) -> None:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
-        rows += [("steps", f"{result.steps} ({result.samples} samples)"), ("time", f"{result.seconds:.1f} s")]
+        skipped = f", {progress.skipped} more skipped: not finite, or no count" if progress.skipped else ""
+        rows.append(("steps", f"{result.steps} ({result.samples} samples){skipped}"))
+        rows.append(("time", f"{result.seconds:.1f} s"))
         if progress.stopped or not session.meter.samples:
             rows.append(("ended by", result.ended))
         if session.meter.samples:  # in this process: a finished run may be restarted
