@@ -217,8 +217,10 @@ def _options_text(optimizer: dict[str, Any]) -> str:
     """Return the first group's options that are not the class's defaults, each with a comma before."""
     texts = []
     for name, value in optimizer["groups"][0]["options"].items():
-        is_shown = name in _ALWAYS_SHOWN or value != optimizer["class_defaults"].get(name)
-        if not is_shown or not isinstance(value, bool | int | float | str | tuple | list):
+        if not isinstance(value, bool | int | float | str | tuple | list):  # an array compares by element
+            continue
+        is_default = repr(value) == repr(optimizer["class_defaults"].get(name))
+        if is_default and name not in _ALWAYS_SHOWN:
             continue
         if value is True:
             texts.append(name)
