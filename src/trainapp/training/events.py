@@ -147,7 +147,7 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
 
 def note_dependence(session: Session, step: Step) -> None:
     """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
-    size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
+    size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
     written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
     statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from trainapp.data.batch import MicroBatch
-from trainapp.sizes.record import shape_of, shown
+from trainapp.sizes.record import shape_suffix, sizes_text
 from trainapp.training import events, exactness
 from trainapp.training.engine import Around, Engine, Totals
 from trainapp.training.evaluate import evaluate
@@ -106,11 +106,11 @@ def grow_micro_batch(session: Session, step: Step, news: bool) -> None:
     may_change = sizes.is_unvalidated or news
     was_searching = may_change and not sizes.search_has_ended
     for bucket, size in sizes.succeeded(session.ranks, news).items():
-        session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
+        session.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_suffix(sizes, bucket)}")
     if may_change and sizes.record(step.attempt):
         events.note_dependence(session, step)
     if was_searching and sizes.search_has_ended:
-        session.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
+        session.tracker.note(f"the search ended at step {step.number} with micro-batch {sizes_text(sizes)}")
 
 
 def update_weight_average(session: Session) -> None:

@@ -152,7 +152,7 @@ class Session:
         progress, limits, self.engine.phase = self.state.progress, self.limits, Phase.READ
         update = self.state.updates[progress.update]
         if update.name:  # if there are several
-            self.sizes.turn_to(update.name)
+            self.sizes.select_update(update.name)
         if not progress.update:
             self.attempt.logged = {}
         number, share = progress.step + 1, self.batches.share(progress)

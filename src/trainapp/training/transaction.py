@@ -40,7 +40,7 @@ def transaction(session: Session, step: Step) -> Iterator[None]:
     """
     sizes, engine = session.sizes, session.engine
     engine.phase, session.attempt.started = Phase.START, time.monotonic()  # no restore point yet
-    sizes.train.follow_schedule(step.attempt)
+    sizes.train.apply_schedule(step.attempt)
     with engine.alone(step.update):
         engine.begin(step)
         session.snapshot.take("all" if step.is_rehearsed else "written")
@@ -81,7 +81,7 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     """The coming step's samples, fetched and split to the size that fits: the same number on every rank."""
     batches, sizes = session.batches, session.sizes
     by_update = [own.size for own in sizes.by_update.values()]
-    fewest = [own.fewest for own in sizes.by_update.values()]
+    fewest = [own.fewest_samples for own in sizes.by_update.values()]
     of_step = batches.micro_batches(session.state.progress, by_update, session.state.every, fewest)
     fetched = session.meter.timed(of_step)
     cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
@@ -154,7 +154,7 @@ def watched(
             yield
         after = session.memory.lap()
     if is_typical and samples and before and after:
-        sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
+        sizes.record_peak(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
         _require_all_allocated(session, sizes)
 
