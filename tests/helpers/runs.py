@@ -120,7 +120,7 @@ def closed(run_dir: Path, *overrides: str) -> Session:
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.begin_update()._replace(is_logged=is_logged))
-    around = functools.partial(transaction.around, session)
+    around = functools.partial(transaction.micro_batch_context, session)
     return loop.accumulate(session.engine, transaction.micro_batches(session), around)
 
 

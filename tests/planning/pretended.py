@@ -145,7 +145,7 @@ def offloaded():
     found = []
     with mock.patch.object(offload, "LEAST", 1), inside():
         layers = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
-        for forward in (layers, offload.Offload(layers).around(layers)):
+        for forward in (layers, offload.Offload(layers).wrap_compute(layers)):
             with LiveTensors(devices=("cuda",)) as counter:
                 loss = forward(torch.ones(4, 64, device="cuda")).square().sum()
                 found.append(counter.live)

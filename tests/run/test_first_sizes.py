@@ -10,7 +10,7 @@ from trainapp.config import resume_rules
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run.first_sizes import determines_memory, initial_sizes
-from trainapp.sizes.micro_batches import Ran, Seen
+from trainapp.sizes.micro_batches import LargestRun, ShapeHistory
 from trainapp.sizes.record import Sizes
 from trainapp.techniques import catalogue
 
@@ -63,7 +63,7 @@ def test_the_first_that_is_known_decides(begin, first, second):
     (sources, overrides, size) = ORDER[min(first, second)]
     (others, more, _) = ORDER[max(first, second)]
     sizes = begin(*{*overrides, *more}, **{name: SOURCES[name] for name in (*sources, *others)})
-    sizes.train.follow_schedule(1)
+    sizes.train.apply_schedule(1)
     assert sizes.train.size == size
 
 
@@ -197,7 +197,7 @@ def test_the_share_of_a_rank(begin):
 def test_a_schedule_after_a_resume(begin, step, by_step):
     sizes = begin(SCHEDULE, attempts=step)
     for coming in range(step + 1, 10):
-        sizes.train.follow_schedule(coming)
+        sizes.train.apply_schedule(coming)
         if coming in by_step:
             assert sizes.train.size == by_step[coming]
 
@@ -205,7 +205,7 @@ def test_a_schedule_after_a_resume(begin, step, by_step):
 def test_what_failed_is_not_scheduled_again(begin):
     sizes = begin(SCHEDULE, restart=SOURCES["restart"], attempts=3)
     for coming in range(4, 8):
-        sizes.train.follow_schedule(coming)
+        sizes.train.apply_schedule(coming)
     assert sizes.train.size == 7
 
 
@@ -222,8 +222,8 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(begin, sou
     record = {source: {"micro": search, "eval_micro": search, "budget": BUDGET}}
     sizes = begin("oom.clean_steps=1", f"parallel.vote_on_oom={vote}", world=2, **record)
     for searched in (sizes.train, sizes.evaluation):
-        searched.seen[64] = Seen(Ran(8))
+        searched.history[64] = ShapeHistory(LargestRun(8))
         assert searched.succeeded(SingleRank()) == ({64: 20} if retries_in_place else {})
         assert searched.search_has_ended is not retries_in_place
-        searched.seen[64] = Seen(Ran(8))
+        searched.history[64] = ShapeHistory(LargestRun(8))
         assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step

@@ -6,7 +6,8 @@ import torch
 
 from trainapp.data.batch import MicroBatch
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes
+from trainapp.sizes.autotuner import Autotuner
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import loop
 
 

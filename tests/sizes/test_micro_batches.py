@@ -6,9 +6,16 @@ import torch
 
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import OUT_OF_MEMORY, Failure, MicroBatchSizes, Ran, Seen
-from trainapp.sizes.record import shape_of, shown
-from trainapp.sizes.search import Demand, Measured
+from trainapp.sizes.micro_batches import (
+    OUT_OF_MEMORY,
+    AttemptFailure,
+    LargestRun,
+    MicroBatchSizes,
+    RankReport,
+    ShapeHistory,
+)
+from trainapp.sizes.record import shape_suffix, sizes_text
+from trainapp.sizes.search import FailedAllocation, PeakSample
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
@@ -42,7 +49,7 @@ def test_a_shape_that_is_cut_unevenly_proves_its_size():
     sizes = MicroBatchSizes(64, grow=False)
     pieces(sizes, batch_of(64, 16))
     sizes.succeeded(SingleRank())
-    sizes.follow({16: 64, 1024: 24})
+    sizes.set_sizes({16: 64, 1024: 24})
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
         sizes.succeeded(SingleRank())
@@ -67,7 +74,7 @@ def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
     assert pieces(sizes, batch_of(20, 16)) == [20]
     assert pieces(sizes, batch_of(10, 16)) == [10]
     assert sizes.failed(SingleRank()) == (20, 10)
-    assert sizes.searches[16].fails == 20
+    assert sizes.searches[16].smallest_failing == 20
 
 
 class ThreeRanks(SingleRank):
@@ -83,22 +90,25 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first, third = ({16: Ran(30)}, 16, OUT_OF_MEMORY), ({16: Ran(31), 1024: Ran(7)}, 1024, OUT_OF_MEMORY)
+    first = RankReport({16: LargestRun(30)}, 16, OUT_OF_MEMORY)
+    third = RankReport({16: LargestRun(31), 1024: LargestRun(7)}, 1024, OUT_OF_MEMORY)
     sizes = MicroBatchSizes(64)
-    sizes.seen[16] = Seen(Ran(32))
+    sizes.history[16] = ShapeHistory(LargestRun(32))
     assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
-    assert {bucket: (s.size, s.fails) for bucket, s in sizes.searches.items()} == {16: (16, 32), 1024: (3, 7)}
+    bounds = {bucket: (search.size, search.smallest_failing) for bucket, search in sizes.searches.items()}
+    assert bounds == {16: (16, 32), 1024: (3, 7)}
 
 
 def test_ranks_decide_by_the_most_that_is_needed_and_the_least_room():
-    first, third = {16: Ran(32, 0, Measured(500, 900))}, {16: Ran(32, 0, Measured(400, 800)), 1024: Ran(7)}
+    first = {16: LargestRun(32, 0, PeakSample(500, 900))}
+    third = {16: LargestRun(32, 0, PeakSample(400, 800)), 1024: LargestRun(7)}
     sizes = MicroBatchSizes(64, clean_steps=1)
-    sizes.seen[16] = Seen(Ran(64))
+    sizes.history[16] = ShapeHistory(LargestRun(64))
     sizes.current_bucket = 16
     sizes.failed(SingleRank())
-    sizes.seen[16] = Seen(Ran(20))  # fewer samples than the others
+    sizes.history[16] = ShapeHistory(LargestRun(20))  # fewer samples than the others
     assert sizes.succeeded(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
-    assert sizes.in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
+    assert sizes.sizes_in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
 
 
 def test_only_full_micro_batches_are_measured():
@@ -106,8 +116,8 @@ def test_only_full_micro_batches_are_measured():
     assert pieces(sizes, batch_of(64, 16)) == [64]
     sizes.failed(SingleRank())
     assert pieces(sizes, batch_of(50, 16)) == [32, 18]
-    sizes.measured(18, resident=100, peak=200, limit=1100)
-    sizes.measured(32, resident=100, peak=600, limit=1100)
+    sizes.record_peak(18, resident=100, peak=200, limit=1100)
+    sizes.record_peak(32, resident=100, peak=600, limit=1100)
     assert sizes.succeeded(SingleRank()) == {16: 62}  # 64, less 2%
 
 
@@ -144,7 +154,7 @@ def test_sizes_survive_a_checkpoint():
     loaded = MicroBatchSizes(64)
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
-    assert loaded.searches[1024].fails == 64
+    assert loaded.searches[1024].smallest_failing == 64
     assert not loaded.is_validated(16)  # it must still be validated
 
 
@@ -153,14 +163,14 @@ def test_what_is_cut_again_loses_nothing():
     batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
     micro = fetched(batch, 10)
     list(sizes.cut(micro, SingleRank()))
-    sizes.follow(4)
+    sizes.set_sizes(4)
     cut = [piece.data for piece in sizes.cut(micro, SingleRank())]
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)
 
 
-TOO_FEW = Failure(too_few=1)
+TOO_FEW = AttemptFailure(unsupported_samples=1)
 
 
 def test_what_the_model_cannot_run_is_not_cut_off_again():
@@ -171,7 +181,7 @@ def test_what_the_model_cannot_run_is_not_cut_off_again():
     assert sizes.failed(SingleRank(), failure=TOO_FEW) == (1, 2)
     assert pieces(sizes, batch_of(7, 16)) == [3, 2, 2]
     assert sizes.succeeded(SingleRank()) == {}
-    assert sizes.in_force == {16: 2}
+    assert sizes.sizes_in_force == {16: 2}
     assert pieces(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
     assert pieces(sizes, batch_of(7, 1024)) == [2, 2, 2, 1]  # another shape may allow it
     assert pieces(sizes, batch_of(1, 16)) == [1]  # nothing to join it with
@@ -203,33 +213,34 @@ def test_an_error_with_a_number_of_samples_that_has_run_is_not_for_too_few():
 
 
 def test_ranks_agree_on_what_is_too_few():
-    first, third = ({16: Ran(4)}, 0, None), ({16: Ran(4)}, 16, Failure(too_few=2))
+    first = RankReport({16: LargestRun(4)}, 0, None)
+    third = RankReport({16: LargestRun(4)}, 16, AttemptFailure(unsupported_samples=2))
     sizes = MicroBatchSizes(4)
-    sizes.seen[16] = Seen(Ran(4))
+    sizes.history[16] = ShapeHistory(LargestRun(4))
     assert sizes.failed(ThreeRanks(first, third), culprit=False) == (2, 4)
-    assert (sizes.searches[16].smallest, sizes.searches[16].size, sizes.fewest) == (3, 4, 3)
+    assert (sizes.searches[16].smallest, sizes.searches[16].size, sizes.fewest_samples) == (3, 4, 3)
 
 
 def test_what_is_fixed_on_one_rank_ends_it_on_all():
-    fixed = Failure(Demand("data", 0, 0, 100, 950, 1000, is_fixed=True))
+    fixed = AttemptFailure(FailedAllocation("data", 0, 0, 100, 950, 1000, is_size_independent=True))
     sizes = MicroBatchSizes(64)
-    sizes.seen[16] = Seen(Ran(64))
-    assert sizes.failed(ThreeRanks(({}, 0, None), ({}, 16, fixed)), culprit=False) is None
+    sizes.history[16] = ShapeHistory(LargestRun(64))
+    assert sizes.failed(ThreeRanks(RankReport({}, 0, None), RankReport({}, 16, fixed)), culprit=False) is None
     assert sizes.searches == {}
 
 
 def test_too_few_and_the_last_demand_survive_a_checkpoint():
     sizes = MicroBatchSizes(8)
     pieces(sizes, batch_of(8, 16))
-    demand = Demand("commit ", 8, 128, 100, 950, 1000)
-    sizes.failed(SingleRank(), failure=Failure(demand))
+    demand = FailedAllocation("commit ", 8, 128, 100, 950, 1000)
+    sizes.failed(SingleRank(), failure=AttemptFailure(demand))
     pieces(sizes, batch_of(9, 16))
     sizes.search(16).require_more_than(2)
-    sizes.search(16).last_demand = demand
+    sizes.search(16).last_failure = demand
     loaded = MicroBatchSizes(8)
     loaded.load_state_dict(sizes.state_dict())
     assert loaded.searches[16].smallest == 3
-    assert loaded.searches[16].last_demand == demand
+    assert loaded.searches[16].last_failure == demand
     old = MicroBatchSizes(8)
     old.load_state_dict({"start": 8, "buckets": {"16": [4, 4, 8, True]}})
     assert old.searches[16].smallest == 1
@@ -237,9 +248,9 @@ def test_too_few_and_the_last_demand_survive_a_checkpoint():
 
 def test_a_message_says_which_shape_a_size_is_for():
     sizes = MicroBatchSizes(64)
-    assert shown(sizes) == "64"
+    assert sizes_text(sizes) == "64"
     sizes.load_state_dict({"start": 64, "buckets": {"128": [40, 40, 44, True]}})
-    assert (shown(sizes), shape_of(sizes, 128)) == ("40", "")  # the only shape
+    assert (sizes_text(sizes), shape_suffix(sizes, 128)) == ("40", "")  # the only shape
     sizes.load_state_dict({"start": 64, "buckets": {"32": [40, 40, None, True], "256": [22, 22, 24, True]}})
-    assert shown(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
-    assert shape_of(sizes, 256) == " for up to 256 elements per sample"
+    assert sizes_text(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
+    assert shape_suffix(sizes, 256) == " for up to 256 elements per sample"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainapp.sizes.search import Demand, Measured, SizeSearch
+from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
 
 
 def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) -> SizeSearch:
@@ -18,7 +18,7 @@ def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) 
             if not search.failed(search.size):
                 return search
         else:
-            measured = Measured(needed(search.size), room) if is_measured else None
+            measured = PeakSample(needed(search.size), room) if is_measured else None
             search.fitted(search.size, measured)
             if search.is_validated and search.search_has_ended:
                 return search
@@ -79,37 +79,37 @@ def test_half_after_an_error_a_quarter_after_two_in_a_row():
 def test_the_line_less_two_percent_is_tried_once_a_size_is_validated():
     search = SizeSearch(128)
     search.failed(128)
-    assert [search.fitted(64, Measured(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
+    assert [search.fitted(64, PeakSample(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
     # The line through both sizes: the first one's was too low.
-    assert [search.fitted(100, Measured(700, 800)) for _ in range(3)] == [None, None, 115]
-    assert [search.fitted(115, Measured(780, 800)) for _ in range(3)] == [None, None, None]
+    assert [search.fitted(100, PeakSample(700, 800)) for _ in range(3)] == [None, None, 115]
+    assert [search.fitted(115, PeakSample(780, 800)) for _ in range(3)] == [None, None, None]
     assert search.search_has_ended
 
 
 def test_the_highest_peak_of_the_steps_that_prove_a_size_counts():
     search = SizeSearch(128)
     search.failed(128)
-    search.fitted(64, Measured(790, 800))
-    search.fitted(64, Measured(400, 800))
-    assert search.fitted(64, Measured(400, 800)) == 68  # 5% more, not 125
+    search.fitted(64, PeakSample(790, 800))
+    search.fitted(64, PeakSample(400, 800))
+    assert search.fitted(64, PeakSample(400, 800)) == 68  # 5% more, not 125
 
 
 def test_a_failure_disproves_the_line():
     search = SizeSearch(128, clean_steps=1)
     search.failed(128)
-    assert search.fitted(64, Measured(500, 900)) == 112
+    assert search.fitted(64, PeakSample(500, 900)) == 112
     search.failed(112)
-    assert search.fitted(64, Measured(500, 900)) == 88  # the middle, since the line says that 112 fits
+    assert search.fitted(64, PeakSample(500, 900)) == 88  # the middle, since the line says that 112 fits
 
 
 def test_fits_once_is_not_fits_again():
-    """Validated, but then it fails: the search goes down and does not return to that size."""
+    """Validated, but then it smallest_failing: the search goes down and does not return to that size."""
     search = SizeSearch(64)
     for _ in range(3):
         search.fitted(64)
-    assert (search.works, search.is_validated) == (64, True)
+    assert (search.largest_validated, search.is_validated) == (64, True)
     assert search.failed(search.size)
-    assert (search.size, search.works, search.fails) == (32, 0, 64)
+    assert (search.size, search.largest_validated, search.smallest_failing) == (32, 0, 64)
     sizes = set()
     for _ in range(40):
         sizes.add(search.size)
@@ -124,7 +124,7 @@ def test_a_failed_try_goes_back_to_what_works():
     tried = [search.fitted(64) for _ in range(3)][-1]
     assert 64 < tried < 128
     search.failed(tried)
-    assert (search.size, search.fails) == (64, tried)
+    assert (search.size, search.smallest_failing) == (64, tried)
     assert search.fitted(64) is not None  # it was validated before: one clean step is enough
 
 
@@ -145,19 +145,19 @@ def test_what_failed_with_few_samples_is_not_tried_with_them_again():
     """With 1,024 samples per step, 4096 and 2048 run the same micro-batch."""
     search = SizeSearch(4096)
     search.failed(1024)
-    assert (search.size, search.fails) == (512, 1024)
+    assert (search.size, search.smallest_failing) == (512, 1024)
     search = SizeSearch(64)
     for _ in range(3):
         search.fitted(64)
     assert search.failed(29)  # a success with more samples no longer counts, or the same few would run again
-    assert (search.size, search.works, search.fails) == (14, 0, 29)
+    assert (search.size, search.largest_validated, search.smallest_failing) == (14, 0, 29)
 
 
 def test_more_than_the_size_may_have_run():
     """A shape that is new on only one rank is not cut; its size has not failed yet."""
     search = SizeSearch(8)
     assert search.failed(64)
-    assert (search.size, search.fails) == (8, 64)
+    assert (search.size, search.smallest_failing) == (8, 64)
 
 
 @settings(max_examples=200, deadline=None)
@@ -218,58 +218,58 @@ def test_a_remainder_that_joins_the_smallest_size_fails_twice_at_most():
     assert not search.failed(3)
 
 
-def demand(samples: int, used: int, place: str = "backward (b)", requested: int = 400, length: int = 16) -> Demand:
-    return Demand(place, samples, samples * length, requested, used, limit=1000)
+def failure(samples: int, used: int, place: str = "backward (b)", requested: int = 400, length: int = 16):
+    return FailedAllocation(place, samples, samples * length, requested, used, limit=1000)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_constant"),
+    ("before", "after", "repeats"),
     [
-        (demand(64, 700), demand(32, 699), True),
-        (demand(64, 700), demand(32, 700), True),
-        (demand(64, 800), demand(32, 750), True),
-        (demand(64, 800), demand(32, 700), False),  # with no sample 600, which fits
-        (demand(64, 800), demand(16, 700), True),
-        (demand(64, 700), demand(32, 699, requested=200), False),
-        (demand(64, 700), demand(32, 699, place="backward (b) with gradients"), False),
-        (demand(64, 700), demand(40, 699), False),  # hardly less than before
-        (demand(64, 700), demand(32, 699, length=30), False),  # longer samples
-        (demand(64, 600), demand(32, 700), False),  # something else has grown
-        (demand(64, 700, length=0), demand(32, 699, length=0), False),  # unknown
+        (failure(64, 700), failure(32, 699), True),
+        (failure(64, 700), failure(32, 700), True),
+        (failure(64, 800), failure(32, 750), True),
+        (failure(64, 800), failure(32, 700), False),  # with no sample 600, which fits
+        (failure(64, 800), failure(16, 700), True),
+        (failure(64, 700), failure(32, 699, requested=200), False),
+        (failure(64, 700), failure(32, 699, place="backward (b) with gradients"), False),
+        (failure(64, 700), failure(40, 699), False),  # hardly less than before
+        (failure(64, 700), failure(32, 699, length=30), False),  # longer samples
+        (failure(64, 600), failure(32, 700), False),  # something else has grown
+        (failure(64, 700, length=0), failure(32, 699, length=0), False),  # unknown
     ],
 )
-def test_where_fewer_samples_ask_for_the_same_the_smallest_decides(before, after, is_constant):
+def test_where_fewer_samples_ask_for_the_same_the_smallest_decides(before, after, repeats):
     search = SizeSearch(64)
     assert search.failed(64, before)
     assert search.failed(32, after)
-    assert search.asks_the_same is is_constant
-    assert search.size == (1 if is_constant else 8)
+    assert search.must_try_smallest is repeats
+    assert search.size == (1 if repeats else 8)
 
 
 def test_the_update_decides_without_the_smallest():
     search = SizeSearch(64)
-    assert search.failed(64, demand(64, 700)._replace(is_of_update=True))
-    assert not search.failed(32, demand(32, 700)._replace(is_of_update=True))
-    assert search.asks_the_same
+    assert search.failed(64, failure(64, 700)._replace(is_optimizer_update=True))
+    assert not search.failed(32, failure(32, 700)._replace(is_optimizer_update=True))
+    assert search.must_try_smallest
 
 
 def test_after_the_smallest_has_fitted_the_search_goes_on():
     """Such as a loss in chunks, which asks for the same until the micro-batch is smaller than a chunk."""
     search = SizeSearch(64, clean_steps=1)
-    search.failed(64, demand(64, 700))
-    search.failed(32, demand(32, 700))
-    assert search.fitted(1, Measured(10, 100)) == 9
-    assert not search.asks_the_same
-    search.failed(9, demand(9, 700))
+    search.failed(64, failure(64, 700))
+    search.failed(32, failure(32, 700))
+    assert search.fitted(1, PeakSample(10, 100)) == 9
+    assert not search.must_try_smallest
+    search.failed(9, failure(9, 700))
     assert search.size == 1
 
 
 def test_it_does_not_give_up_what_has_fitted():
     search = SizeSearch(64)
-    search.failed(64, demand(64, 700))
+    search.failed(64, failure(64, 700))
     for _ in range(3):
         search.fitted(32)
-    assert search.failed(48, demand(48, 700))
+    assert search.failed(48, failure(48, 700))
     assert search.size == 32
 
 
@@ -292,7 +292,7 @@ def test_it_never_gives_up_what_one_sample_would_have_fitted(first, operations, 
         if refused is None:
             return
         place, used, asked = refused
-        if not search.failed(size, Demand(str(place), size, size, asked, used, limit)):
+        if not search.failed(size, FailedAllocation(str(place), size, size, asked, used, limit)):
             assert any(used + rise + asked > limit for used, rise, asked in operations)
             assert search.size == 1
             return

@@ -59,7 +59,7 @@ def gradient(model, moving):
     torch.manual_seed(0)
     x = torch.randn(6, 6, requires_grad=True)
     model.zero_grad()
-    (moving.around(model) if moving else model)(x).backward()
+    (moving.wrap_compute(model) if moving else model)(x).backward()
     return torch.cat([x.grad.flatten(), runs.gradients(model).flatten()])
 
 
@@ -87,7 +87,7 @@ def test_what_is_moved_is_not_kept():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     seen = []
     model[1].register_forward_hook(lambda m, i, out: seen.append(weakref.ref(out.untyped_storage())))
-    loss = Counted(model).around(model)(torch.randn(4, 8)).sum()
+    loss = Counted(model).wrap_compute(model)(torch.randn(4, 8)).sum()
     assert seen[0]() is None
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -102,7 +102,7 @@ def test_a_tensor_that_is_written_after_it_was_saved_comes_back_as_it_was_saved(
         return first + (y * y).sum()
 
     x, moving = torch.arange(4.0, requires_grad=True), Counted(nn.Module())
-    moving.around(forward)(x).backward()
+    moving.wrap_compute(forward)(x).backward()
     assert len(moving.moved) == 2
     assert x.grad.tolist() == [2 * v + 4 * v for v in range(4)]
 
@@ -111,7 +111,7 @@ def test_backward_fetches_one_ahead(monkeypatch):
     """The next storage is on its way before it is needed."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     moving = Counted(model)
-    loss = moving.around(model)(torch.randn(4, 8)).sum()
+    loss = moving.wrap_compute(model)(torch.randn(4, 8)).sum()
     events, storage, copy = [], offload._Stored.storage, moving.copy
     monkeypatch.setattr(offload._Stored, "storage", lambda self: (storage(self), events.append("used"))[0])
     monkeypatch.setattr(moving, "copy", lambda *both: (copy(*both), events.append("fetched"))[0])
@@ -128,7 +128,7 @@ def test_a_failed_forward_leaves_nothing():
         raise torch.OutOfMemoryError(f"out of memory with {y.shape}")
 
     with pytest.raises(torch.OutOfMemoryError):
-        moving.around(failing)(torch.randn(4, 8))
+        moving.wrap_compute(failing)(torch.randn(4, 8))
     gc.collect()
     assert moving.stored
     assert not any(one() for _, one in moving.stored)

@@ -21,7 +21,7 @@ KINDS = ("tuple", "sample weights", *ODD)
 def prepare(run_dir, name):
     """A run that fetches 8 samples at a time, and whose micro-batches hold 3 at most, whatever their shape."""
     run = runner.prepare(configure(catalogue.ALL[name], run_dir), StopRequest(), SingleRank())
-    run.sizes.train.follow({1 << power: 3 for power in range(12)} | {1 << 20: 8})  # the last is never seen
+    run.sizes.train.set_sizes({1 << power: 3 for power in range(12)} | {1 << 20: 8})  # the last is never seen
     calls, own_task = [], run.task
 
     def noting(model, batch):

@@ -148,7 +148,7 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path, monk
     stop.run, commit = run, Engine.commit
 
     def struck(engine, *rest):
-        if (engine.step.number, engine.step.update.name) == (2, "discriminator"):
+        if (engine.context.step_number, engine.context.update.name) == (2, "discriminator"):
             stop.step = 0
         return commit(engine, *rest)
 
@@ -166,7 +166,7 @@ from trainapp.training.engine import Engine
 from trainapp import __main__
 commit = Engine.commit
 def dying(engine, totals, norm):
-    if (engine.step.number, engine.step.update.name) == (4, "generator"):
+    if (engine.context.step_number, engine.context.update.name) == (4, "generator"):
         os._exit(9)
     return commit(engine, totals, norm)
 Engine.commit = dying

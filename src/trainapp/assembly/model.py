@@ -100,7 +100,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         losses.in_chunks(components.task, config.memory.loss_chunk),
         {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in components.updates.items()},
         config.train,
-        around=None if offloading is None else offloading.around,
+        wrap_compute=None if offloading is None else offloading.wrap_compute,
         stateful_metrics=frozenset(components.hooks["metrics"]),
         ledger=ledger,
     )

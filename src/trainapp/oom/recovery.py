@@ -22,7 +22,7 @@ from trainapp.memory.live_tensors import Picture
 from trainapp.models.inspect import batchnorms
 from trainapp.oom.report import OomReport, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
-from trainapp.sizes.micro_batches import Failure, MicroBatchSizes
+from trainapp.sizes.micro_batches import AttemptFailure, MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -122,13 +122,13 @@ def change_size(session: Session, failure: OomReport) -> None:
     Work without a size is retried unchanged, once per step.
     """
     sizes = _sizes_of(session, failure)
-    failure.old_size = failure.new_size = sizes.size_at_work
+    failure.old_size = failure.new_size = sizes.current_size
     if _retries_as_it_is(session, failure):
         failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
     ranks = SingleRank() if failure.alone else session.ranks
-    changed = sizes.failed(ranks, not failure.by_peer, Failure(failure.demand, failure.too_few))
-    failure.is_constant = sizes.search(sizes.current_bucket).asks_the_same
+    changed = sizes.failed(ranks, not failure.by_peer, AttemptFailure(failure.failed_allocation, failure.too_few))
+    failure.is_constant = sizes.search(sizes.current_bucket).must_try_smallest
     if changed is None:
         raise TrainingStopped(final_message(session, failure))
     failure.old_size, failure.new_size = changed
@@ -199,8 +199,8 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
         )
     sizes = _sizes_of(session, failure)
     # Work without a size also restarts with a smaller one: a new process may have more memory for it.
-    demand = failure.demand if failure.phase.depends_on_size else None
-    changed = sizes.failed(SingleRank(), failure=Failure(demand, failure.too_few))
+    allocation = failure.failed_allocation if failure.phase.depends_on_size else None
+    changed = sizes.failed(SingleRank(), failure=AttemptFailure(allocation, failure.too_few))
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed

@@ -14,7 +14,7 @@ from trainapp.memory.device import optimizer_tensors, size_of
 from trainapp.memory.live_tensors import Category
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
-from trainapp.sizes.search import Demand
+from trainapp.sizes.search import FailedAllocation
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -80,21 +80,21 @@ class OomReport:
         return self.resident.label if self.resident else str(self.phase)
 
     @property
-    def demand(self) -> Demand | None:
+    def failed_allocation(self) -> FailedAllocation | None:
         """What was asked for, for the search."""
-        is_fixed = self.resident is not None or not self.phase.depends_on_size
-        if self.requested is None and not is_fixed:
+        is_size_independent = self.resident is not None or not self.phase.depends_on_size
+        if self.requested is None and not is_size_independent:
             return None
         place = f"{self.phase} {self.module}{' with gradients' if self.accumulates else ''}"
-        return Demand(
+        return FailedAllocation(
             place,
             self.samples,
             self.elements,
             self.requested or 0,
             self.used,
             self.limit,
-            is_fixed,
-            is_of_update=self.phase in OF_UPDATE,
+            is_size_independent,
+            is_optimizer_update=self.phase in OF_UPDATE,
         )
 
     @property

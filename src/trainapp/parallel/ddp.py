@@ -88,7 +88,7 @@ class DDP(SingleDevice):
             self._update, self._exchange = number, Exchange(ranks)
             self._wrap()
 
-    def turn_to(self, update: int) -> None:
+    def select_update(self, update: int) -> None:
         self._update = update
         self.forward, self._buckets, self._exchange = self._of_update[update]
 

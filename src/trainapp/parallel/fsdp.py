@@ -74,7 +74,7 @@ class FSDP(SingleDevice):
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
 
-    def turn_to(self, update: int) -> None:
+    def select_update(self, update: int) -> None:
         """Call while the parameters of all updates require gradients: FSDP2 reads that once, in its first forward."""
         prepare_fsdp(self._root)
 

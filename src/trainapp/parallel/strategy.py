@@ -29,7 +29,7 @@ class SingleDevice:
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
 
-    def turn_to(self, update: int) -> None:
+    def select_update(self, update: int) -> None:
         """Select an update, if a step has several: only its parameters get gradients from now on."""
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:

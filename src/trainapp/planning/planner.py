@@ -21,9 +21,8 @@ from trainapp.planning.process import Plan, answer_of
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import Traced
-from trainapp.sizes.record import given_size
-from trainapp.sizes.search import Measured as Known
-from trainapp.sizes.search import SizeSearch
+from trainapp.sizes.record import configured_size
+from trainapp.sizes.search import PeakSample, SizeSearch
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
@@ -62,7 +61,7 @@ class Planner:
         if batch.micro_schedule is not None:
             plans = [plan for own in batch.schedules.values() for plan in own.values()]
             return min(self.share, max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans))
-        return given_size(self.config, self.share)
+        return configured_size(self.config, self.share)
 
     @functools.cached_property
     def largest(self) -> int:
@@ -104,7 +103,7 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
     """
     if top < 1 or peak(top) <= room:
         return top
-    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, fails=top, search_has_ended=False)
+    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, smallest_failing=top, search_has_ended=False)
     while smallest < top:
         try:
             needed = peak(search.size)
@@ -117,7 +116,7 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
             continue
         if needed > room and not search.failed(search.size):
             break
-        if needed <= room and search.fitted(search.size, Known(needed, room)) is None:
+        if needed <= room and search.fitted(search.size, PeakSample(needed, room)) is None:
             return search.size
     return 0
 

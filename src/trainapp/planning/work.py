@@ -24,7 +24,7 @@ from trainapp.torch_private import outside_dispatch_modes
 from trainapp.tracking.meter import Meter
 from trainapp.training.engine import Engine
 from trainapp.training.loop import accumulate
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import Phase, UpdateContext
 
 SURVEYED = 256  # number of samples whose shapes are compared, or two micro-batches if that is more
 Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with data
@@ -77,14 +77,14 @@ class Work:
         logs = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
             engine.phase = Phase.START
-            with engine.alone(update):
-                engine.begin(Step(update, state.progress.step + 1, 1, samples, logs, is_drawn=False))
+            with engine.train_only(update):
+                engine.begin(UpdateContext(update, state.progress.step + 1, 1, samples, logs))
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
                 engine.phase = Phase.DATA
                 with self.memory.watch(self.meter.resident()):
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
-                    totals = accumulate(engine, engine.micro_batches(cut, self._watched), self._around)
+                    totals = accumulate(engine, engine.micro_batches(cut, self._watched), self._micro_batch_context)
                     applied = engine.commit(totals, engine.clip(totals))
                     if state.progress.finish_update(applied, state.every):
                         batches.advance(state.progress)
@@ -93,7 +93,7 @@ class Work:
         state.average.catch_up(state.progress.step)
 
     @contextlib.contextmanager
-    def _around(self, micro: MicroBatch) -> Iterator[None]:
+    def _micro_batch_context(self, micro: MicroBatch) -> Iterator[None]:
         with self.engine.strategy.micro_batch(micro.last), self._watched(micro.data):
             yield
 

@@ -13,8 +13,9 @@ from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import smallest_micro_batch
 from trainapp.run.resume import BUILT_FROM
-from trainapp.sizes.micro_batches import Autotuner, MicroBatchSizes, Plan
-from trainapp.sizes.record import EVALUATION, Sizes, given_size, key_of
+from trainapp.sizes.autotuner import Autotuner
+from trainapp.sizes.micro_batches import MicroBatchSizes, ScheduledSizes
+from trainapp.sizes.record import EVALUATION, Sizes, configured_size, key_of
 from trainapp.techniques import catalogue
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
@@ -74,7 +75,7 @@ def initial_sizes(
     share, eval_share = -(-batch.global_size // world), -(-_samples_per_evaluation(session) // world)
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
-    given, grows = given_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed
+    given, grows = configured_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed
     attempt = progress.step + progress.skipped + 1  # the coming one
 
     def new(start: int, smallest: int) -> MicroBatchSizes:
@@ -83,7 +84,7 @@ def initial_sizes(
     by_update, is_anew = {}, False
     for name in [update.name for update in config.updates] or [""]:
         by_update[name] = own = new(given or share, smallest_micro_batch(session.state.model))
-        own.used = dict(saved.get("used", {}).get(name, {}))
+        own.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt, share)
         is_anew |= _begin(own, key_of(name), attempt, restart, saved if given is None else {}, changed)
     # At most this rank's samples: a size that is never reached is never validated.
@@ -127,7 +128,7 @@ def _begin(
         own.load_state_dict(restart[key], is_lower=True)
         own.schedule.pop(attempt, None)
     elif own.schedule:
-        own.follow_schedule(attempt)
+        own.apply_schedule(attempt)
     elif buckets and not changed:
         own.load_state_dict(saved[key])
     else:
@@ -135,9 +136,9 @@ def _begin(
     return False
 
 
-def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
+def _from_attempt(schedule: Mapping[int, ScheduledSizes], attempt: int, share: int) -> dict[int, ScheduledSizes]:
     """The rest of a schedule: the entry in force at `attempt`, and later ones. No size exceeds this rank's share."""
-    rest: dict[int, Plan] = {}
+    rest: dict[int, ScheduledSizes] = {}
     for entry, plan in sorted(schedule.items()):
         if isinstance(plan, int):
             rest[max(entry, attempt)] = min(plan, share)

@@ -15,24 +15,27 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MARGIN = 0.98  # fraction tried of the size at which the line reaches the limit
-WORTH = 0.05  # smallest relative gain worth risking a failed step
-NOISE = 0.01  # fraction of a request by which memory in use may differ between two attempts, as by a sum per metric
+SAFETY_FACTOR = 0.98  # fraction tried of the size at which the line reaches the limit
+SMALLEST_GAIN = 0.05  # smallest relative gain worth risking a failed step
+# Fraction of a request by which memory in use may differ between two attempts, as by a sum per metric.
+USAGE_TOLERANCE = 0.01
 
 
-class Measured(NamedTuple):
+class PeakSample(NamedTuple):
     """Bytes `needed` by full-size micro-batches beyond resident memory, and the `room` that the limit leaves."""
 
     needed: int
     room: int
 
-    def worst(self, other: "Measured | None") -> "Measured":
-        """The larger need and the smaller room."""
-        return self if other is None else Measured(max(self.needed, other.needed), min(self.room, other.room))
+    def worst(self, other: "PeakSample | None") -> "PeakSample":
+        """Return the larger need and the smaller room."""
+        if other is None:
+            return self
+        return PeakSample(max(self.needed, other.needed), min(self.room, other.room))
 
 
-class Demand(NamedTuple):
-    """What a failed allocation asked for, in bytes, and in which micro-batch."""
+class FailedAllocation(NamedTuple):
+    """An allocation that failed: its size in bytes, and the micro-batch in which it was asked for."""
 
     place: str  # phase and module, and whether gradients of earlier micro-batches were in memory
     samples: int
@@ -40,24 +43,32 @@ class Demand(NamedTuple):
     requested: int
     used: int  # before it
     limit: int
-    is_fixed: bool = False  # whether it is known to be the same for every size
-    is_of_update: bool = False  # whether the update of the parameters asked for it, which works on no samples
+    is_size_independent: bool = False  # whether it is known to be the same for every size
+    is_optimizer_update: bool = False  # whether the update of the parameters asked for it, which works on no samples
 
-    def is_constant(self, before: "Demand | None") -> bool:
+    def repeats(self, previous: "FailedAllocation | None") -> bool:
         """Return whether the request evidently does not shrink with the size: the same allocation failed before with at
         least twice the samples, on average no shorter ones, and extrapolating what was saved to zero samples still does
-        not make room. before: the demand of the previous failure, at a larger size.
+        not make room.
+
+        Args:
+            previous: the previous failure, at a larger size.
         """
-        if self.is_fixed or before is None:
-            return self.is_fixed
-        is_same = (self.place, self.requested) == (before.place, before.requested)
-        is_half = 2 * self.samples <= before.samples
-        is_no_longer = 0 < self.elements * before.samples <= before.elements * self.samples
-        saved = before.used - self.used
-        if not (is_same and is_half and is_no_longer) or saved < -NOISE * self.requested:
+        if self.is_size_independent:
+            return True
+        if previous is None:
             return False
-        left_to_save = max(0, saved) * self.elements / (before.elements - self.elements)
-        return self.used + self.requested - left_to_save > self.limit
+        is_same_request = (self.place, self.requested) == (previous.place, previous.requested)
+        has_half_the_samples = 2 * self.samples <= previous.samples
+        has_no_longer_samples = 0 < self.elements * previous.samples <= previous.elements * self.samples
+        if not (is_same_request and has_half_the_samples and has_no_longer_samples):
+            return False
+
+        saved = previous.used - self.used
+        if saved < -USAGE_TOLERANCE * self.requested:  # something else has grown meanwhile
+            return False
+        still_to_save = max(0, saved) * self.elements / (previous.elements - self.elements)
+        return self.used + self.requested - still_to_save > self.limit
 
 
 @dataclass
@@ -72,110 +83,140 @@ class SizeSearch:
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1  # no micro-batch has fewer samples: some models cannot train on single ones
-    clean: int = 0  # steps with this size
-    works: int = 0  # the largest validated size
-    fails: int | None = None  # the smallest micro-batch that failed
-    errors: int = 0  # in a row
+    clean: int = 0  # clean steps with this size so far
+    largest_validated: int = 0
+    smallest_failing: int | None = None  # the smallest micro-batch that failed
+    failures_in_a_row: int = 0
     search_has_ended: bool = True  # no larger size is worth trying
-    measured: dict[int, Measured] = field(default_factory=dict)  # by size
-    last_demand: Demand | None = None  # of the last failure in a row
-    asks_the_same: bool = False  # whether fewer samples asked for as much, since one last fitted
+    peaks: dict[int, PeakSample] = field(default_factory=dict)  # by size
+    last_failure: FailedAllocation | None = None  # of the last failure in a row
+    must_try_smallest: bool = False  # whether fewer samples asked for as much, since a size last fitted
 
     @property
     def is_validated(self) -> bool:
         """Whether the size is validated: its memory is then no longer watched, which costs time on the CPU."""
         return self.clean >= self.clean_steps
 
-    def fitted(self, ran: int, measured: Measured | None = None) -> int | None:
-        """Record a clean step. Returns the larger size to try next, or None.
+    def fitted(self, ran: int, peak: PeakSample | None = None) -> int | None:
+        """Record a clean step. Return the larger size to try next, or None.
 
-        ran: the largest micro-batch in it; only full-size ones count. measured: None if the peak is not known.
+        Args:
+            ran: the largest micro-batch in it; only full-size ones count.
+            peak: None if it is not known.
         """
         if not self.is_full_size(ran):
             return None
-        self.errors, self.clean = 0, self.clean + 1
-        self.last_demand, self.asks_the_same = None, False
-        if measured is not None:
-            self.measured[self.size] = measured.worst(self.measured.get(self.size))
+        self.clean += 1
+        self.failures_in_a_row = 0
+        self.last_failure = None
+        self.must_try_smallest = False
+        if peak is not None:
+            self.peaks[self.size] = peak.worst(self.peaks.get(self.size))
         if not self.is_validated:
             return None
-        self.works = max(self.works, self.size)
+
+        self.largest_validated = max(self.largest_validated, self.size)
         if self.search_has_ended or not self.grow:
             return None
-        larger = self._larger()
-        self.search_has_ended = larger is None
-        if larger is not None:
+        larger = self._larger_size()
+        if larger is None:
+            self.search_has_ended = True
+        else:
             self.try_size(larger)
         return larger
 
     def is_full_size(self, ran: int) -> bool:
-        """Whether a micro-batch of `ran` samples is one of this size: the first may have given its last samples to a
-        remainder that is too small, see `data.batch.ranges` and `size_for`.
-        """
-        return ran >= min(self.size - 1, max(self.smallest, self.size - self.smallest + 1))
+        """Return whether a micro-batch of `ran` samples is one of this size.
 
-    def failed(self, ran: int, demand: Demand | None = None) -> bool:
-        """Memory ran out: fall back to the largest validated size, otherwise to half of what ran or, after two errors
-        in a row and if larger sizes will be tried, to a quarter; to the smallest size if fewer samples asked for the
-        same. False if none can fit.
-
-        ran: the largest micro-batch of the attempt. It is less than `size` if the step has fewer samples; sizes in
-        between would then run the same samples at once and fail again. It is more if fewer samples would be left over.
-        demand: what was asked for, if known.
+        The first of a step may be shorter by the samples that it has given to a remainder, which would have been too
+        small, see `data.batch.ranges` and `size_for`: with size 32 and at least 2 samples, 31 are full-size.
         """
-        has_failed_before = self.fails is not None and ran >= self.fails
+        shortest_after_ranges = self.size - 1
+        shortest_after_size_for = max(self.smallest, self.size - self.smallest + 1)
+        return ran >= min(shortest_after_ranges, shortest_after_size_for)
+
+    def failed(self, ran: int, failure: FailedAllocation | None = None) -> bool:
+        """Record that memory ran out, and choose the next size: the largest validated one, otherwise half of what ran
+        or, after two failures in a row and if larger sizes will be tried, a quarter; the smallest one if fewer samples
+        asked for the same.
+
+        Args:
+            ran: the largest micro-batch of the attempt. It is less than `size` if the step has fewer samples; sizes in
+                between would then run the same samples at once and fail again. It is more if fewer samples would be
+                left over.
+            failure: the allocation that failed, if known.
+
+        Returns:
+            False if no size can fit.
+        """
+        has_failed_before = self.smallest_failing is not None and ran >= self.smallest_failing
         if ran <= self.smallest or (self.size <= self.smallest and has_failed_before):
             return False
-        before, self.last_demand = self.last_demand, demand
-        if demand is not None and demand.is_constant(before) and not 0 < self.works < ran:
-            self.asks_the_same = True
-            if demand.is_of_update:
+        previous_failure = self.last_failure
+        self.last_failure = failure
+        a_smaller_size_worked = 0 < self.largest_validated < ran
+        if failure is not None and failure.repeats(previous_failure) and not a_smaller_size_worked:
+            self.must_try_smallest = True
+            if failure.is_optimizer_update:
                 return False
-        self.errors += 1
-        self.fails = min(ran, self.fails or ran)
-        if self.works >= ran:
-            self.works = 0  # a size that fitted once need not fit again
-        smaller = max(self.smallest, min(self.size, ran // (4 if self.errors > 1 and self.grow else 2)))
-        if self.asks_the_same:
-            smaller = self.smallest
-        self.try_size(self.works or smaller)
-        if self.works:
-            self.clean = self.clean_steps - 1  # it was validated before
+
+        self.failures_in_a_row += 1
+        self.smallest_failing = min(ran, self.smallest_failing or ran)
+        if self.largest_validated >= ran:
+            self.largest_validated = 0  # a size that fitted once need not fit again
         self.search_has_ended = not self.grow
+        if self.largest_validated:
+            self.try_size(self.largest_validated)
+            self.clean = self.clean_steps - 1  # one more clean step: it was validated before
+        elif self.must_try_smallest:
+            self.try_size(self.smallest)
+        else:
+            divisor = 4 if self.failures_in_a_row > 1 and self.grow else 2
+            self.try_size(max(self.smallest, min(self.size, ran // divisor)))
         return True
 
     def require_more_than(self, samples: int) -> None:
-        """The model cannot run so few samples: from now on, no micro-batch has fewer than one more. A size that is too
-        small is doubled, but stays below what has failed.
+        """Record that the model cannot run so few samples: from now on, no micro-batch has fewer than one more. A size
+        that is too small is doubled, but stays below what has failed.
         """
         self.smallest = max(self.smallest, samples + 1)
-        self.errors, self.last_demand = 0, None
-        if self.size < self.smallest:
-            doubled = self.works or 2 * samples
-            below_failure = doubled if self.fails is None else min(doubled, self.fails - 1)
-            self.try_size(max(self.smallest, below_failure))
+        self.failures_in_a_row = 0
+        self.last_failure = None
+        if self.size >= self.smallest:
+            return
+        larger = self.largest_validated or 2 * samples
+        if self.smallest_failing is not None:
+            larger = min(larger, self.smallest_failing - 1)
+        self.try_size(max(self.smallest, larger))
 
     def try_size(self, size: int) -> None:
         """Continue with this unvalidated size."""
-        self.size, self.clean = size, 0
+        self.size = size
+        self.clean = 0
 
-    def _larger(self) -> int | None:
-        """The next size after a validated one; None if the line or a failure excludes every size worth trying."""
-        worth, line = self.size + max(1, math.ceil(WORTH * self.size)), self._reaches_limit()
-        if self.fails is None or self.fails <= worth:
+    def _larger_size(self) -> int | None:
+        """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
+        smallest_worth_trying = self.size + max(1, math.ceil(SMALLEST_GAIN * self.size))
+        if self.smallest_failing is None or self.smallest_failing <= smallest_worth_trying:
             return None
-        if line < worth:  # a single size does not determine the line, so it excludes nothing
-            return None if min(self.measured) < self.size else worth
-        next_size = MARGIN * line
-        if next_size >= self.fails:  # not measured, or disproved
-            return (self.size + self.fails) // 2
+        size_at_limit = self._size_at_limit()
+        if size_at_limit < smallest_worth_trying:
+            # A single measured size does not determine the line, so it excludes nothing.
+            is_line_of_two_sizes = min(self.peaks) < self.size
+            return None if is_line_of_two_sizes else smallest_worth_trying
+        next_size = SAFETY_FACTOR * size_at_limit
+        if next_size >= self.smallest_failing:  # no peak is known, or a failure has disproved the line
+            return (self.size + self.smallest_failing) // 2
         return max(self.size + 1, int(next_size))
 
-    def _reaches_limit(self) -> float:
-        """The size at which the line through the measurements reaches the limit; inf if it never does."""
-        if self.size not in self.measured:
+    def _size_at_limit(self) -> float:
+        """Return the size at which the line through the measured peaks reaches the limit; inf if it never does."""
+        if self.size not in self.peaks:
             return math.inf
-        needed, room = self.measured[self.size]
-        smaller = max((size for size in self.measured if size < self.size), default=0)
-        rise = needed - (self.measured[smaller].needed if smaller else 0)
-        return self.size + (room - needed) * (self.size - smaller) / rise if rise > 0 else math.inf
+        needed, room = self.peaks[self.size]
+        smaller = max((size for size in self.peaks if size < self.size), default=0)
+        needed_by_smaller = self.peaks[smaller].needed if smaller else 0
+        rise = needed - needed_by_smaller
+        if rise <= 0:
+            return math.inf
+        return self.size + (room - needed) * (self.size - smaller) / rise

@@ -22,7 +22,7 @@ LEAST = 2**20  # bytes; smaller tensors are not worth copying
 
 def apply(model: nn.Module, config: Config) -> "Offload | None":
     """With `memory.offload_activations=all`, returns the object that moves a forward's activations: see
-    `Offload.around`.
+    `Offload.wrap_compute`.
 
     With "inputs", only the inputs of the model's checkpointed blocks are moved, whose forwards are wrapped. Raises
     UserError for a model without blocks.
@@ -32,7 +32,7 @@ def apply(model: nn.Module, config: Config) -> "Offload | None":
         blocks = blocks_of(model, "memory.offload_activations=inputs")
         moving = Offload(model)
         for block in blocks[:: config.activation_checkpointing.every]:
-            block.forward = moving.around(block.forward)
+            block.forward = moving.wrap_compute(block.forward)
     return Offload(model) if mode == "all" else None
 
 
@@ -51,7 +51,7 @@ class Offload:
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
         self._last: Callable[[], _Stored | None] = lambda: None
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_compute(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a model, or of a part of one, whose activations move."""
 
         @functools.wraps(forward)

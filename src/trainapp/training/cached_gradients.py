@@ -29,7 +29,7 @@ from trainapp.optim.precision import Number
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
-from trainapp.training.engine import Around, Engine, Totals
+from trainapp.training.engine import BatchContext, Engine, Totals
 from trainapp.training.phase import Phase
 
 
@@ -45,19 +45,19 @@ class CachedGradients(Engine):
         """Whether the current update has an embedding loss."""
         return has_embeddings(self.task)
 
-    def micro_batches(self, cut: Iterator[MicroBatch], watched: Around) -> Iterator[MicroBatch]:
-        """Run passes 1 and 2; return the same micro-batches for pass 3."""
+    def micro_batches(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
+        """Run passes 1 and 2. Return the same micro-batches for pass 3."""
         if not self._caches:
             return cut
         micro_batches, embeddings = self._embed(cut, watched)
         self._step_totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
         self.loss_weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
-        self.seed(self.step)
+        self.seed(self.context)
         return self._third_pass(micro_batches, gradients)
 
-    def _embed(self, cut: Iterator[MicroBatch], watched: Around) -> tuple[deque[MicroBatch], list[Any]]:
-        """Pass 1: the micro-batches and their embeddings. Its side effects are undone."""
+    def _embed(self, cut: Iterator[MicroBatch], watched: BatchContext) -> tuple[deque[MicroBatch], list[Any]]:
+        """Run pass 1, and undo its side effects. Return the micro-batches and their embeddings."""
         micro_batches, embeddings = deque[MicroBatch](), []
         for micro in cut:
             self.phase = Phase.FORWARD
@@ -76,97 +76,125 @@ class CachedGradients(Engine):
         return micro_batches, embeddings
 
     def _without_gradients(self, micro: MicroBatch) -> Any:
-        """The embeddings, bit-identical to pass 3: with torch.compile, a no-grad forward compiles to different code."""
+        """Return the embeddings, bit-identical to pass 3.
 
-        def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-            found = contrastive.embed(self.task, model, batch, micro.samples)
-            return tensors_in(found)[0], found
+        With torch.compile gradients stay on: a forward without them compiles to different code.
+        """
+
+        def embed(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            embeddings = contrastive.embed(self.task, model, batch, micro.samples)
+            return tensors_in(embeddings)[0], embeddings
 
         with torch.set_grad_enabled(self.settings.compile), self.state.precision.autocast:
-            _, found = self.strategy.evaluate(call, micro.data)
+            _, embeddings = self.strategy.evaluate(embed, micro.data)
         # Copies: a view would keep its whole base alive, such as the features of all tokens.
-        return contrastive.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
+        copies = [tensor.detach().clone() for tensor in tensors_in(embeddings)]
+        return contrastive.like(embeddings, copies)
 
     def _backward_to_embeddings(
-        self, micro_batches: deque[MicroBatch], embeddings: list[Any], watched: Around
+        self, micro_batches: deque[MicroBatch], embeddings: list[Any], watched: BatchContext
     ) -> tuple[Totals, list[Tensor | None]]:
-        """Pass 2, which drops the embeddings. Returns the step's totals (on rank 0 only, since all ranks compute the
-        same) and the gradients of this rank's embeddings: None for an embedding that needs none.
+        """Run pass 2, which drops the embeddings.
+
+        Returns:
+            The step's totals (on rank 0 only, since all ranks compute the same) and the gradients of this rank's
+            embeddings: None for an embedding that needs none.
         """
-        task, precision, step = self.task, self.state.precision, self.step
-        structure, parts = embeddings[-1], list(map(tensors_in, embeddings))
+        task = self.task
+        structure = embeddings[-1]
+        parts = [tensors_in(embedding) for embedding in embeddings]
         embeddings.clear()
         self.phase = Phase.FORWARD
         with watched([micro.data for micro in micro_batches]):
-            real = [own for own, micro in zip(parts, micro_batches, strict=True) if micro.real]
-            joined = contrastive.join(real or [[tensor[:0] for tensor in parts[0]]], task.setting)
+            real = [tensors for tensors, micro in zip(parts, micro_batches, strict=True) if micro.real]
+            if not real:  # a rank with dummies alone: no rows
+                real = [[tensor[:0] for tensor in parts[0]]]
+            rows_here = contrastive.join(real, task.setting)
             del parts, real
-            whole, start, end = gather_rows(self.ranks, joined, task.setting)
+            rows, start, end = gather_rows(self.ranks, rows_here, task.setting)
             if self.is_first:
-                self._first_pass = [tensor[start:end].detach() for tensor in whole]
-            leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
-            seed_from(self.state.device, self.state.seed, step.attempt, step.update.number)  # the same on all ranks
-            with precision.autocast:
-                loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
-            if self.is_first:
-                _require_of_embeddings(loss, task.setting)
-            self.phase = Phase.METRIC
-            finished = evaluate_metrics(metrics, self.stateful_metrics) if step.is_logged else {}
-            del metrics
-            totals = Totals().plus(loss, count, finished, real=self.ranks.is_rank_zero)
-            self.phase = Phase.BACKWARD
-            trained = [leaf for leaf in leaves if leaf.requires_grad]
-            weight = self.weight_of(step.samples).to(loss.dtype)
-            found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
-            own = [next(found) if leaf.requires_grad else None for leaf in leaves]
+                self._first_pass = [tensor[start:end].detach() for tensor in rows]
+            totals, gradients = self._loss_and_gradients(structure, rows)
         self.phase = Phase.DATA
-        return totals, [None if gradient is None else gradient[start:end] for gradient in own]
+        return totals, [None if gradient is None else gradient[start:end] for gradient in gradients]
+
+    def _loss_and_gradients(self, structure: Any, rows: Sequence[Tensor]) -> tuple[Totals, list[Tensor | None]]:
+        """Return the totals of the loss of all ranks' embeddings, and its gradients for them."""
+        task = self.task
+        context = self.context
+        precision = self.state.precision
+        leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in rows]
+        # Without the rank: the loss draws the same numbers on all ranks.
+        seed_from(self.state.device, self.state.seed, context.attempt_number, context.update.number)
+        with precision.autocast:
+            loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
+        if self.is_first:
+            _require_of_embeddings(loss, task.setting)
+
+        self.phase = Phase.METRIC
+        metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if context.is_logged else {}
+        del metrics
+        totals = Totals().plus(loss, count, metric_sums, real=self.ranks.is_rank_zero)
+
+        self.phase = Phase.BACKWARD
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        weight = self.weight_of(context.samples).to(loss.dtype)
+        gradients = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
+        return totals, [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
     def _third_pass(self, micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, each with the cached gradients of its embeddings in `_at_work`."""
         start = 0
         while micro_batches:
             micro = micro_batches.popleft()
             if micro.real:
                 end = start + micro.samples
-                self._at_work = start, [None if g is None else g[start:end] for g in gradients]
+                self._at_work = (start, [None if gradient is None else gradient[start:end] for gradient in gradients])
                 start = end
             else:
-                zeros = [None if g is None else g.new_zeros(micro.samples, *g.shape[1:]) for g in gradients]
-                self._at_work = None, zeros
+                self._at_work = (None, _zeros_for(micro.samples, gradients))
             yield micro
-        self._first_pass, self._at_work = (), (None, [])  # otherwise gradients stay in memory until the next step
+        # Otherwise gradients stay in memory until the next step.
+        self._first_pass = ()
+        self._at_work = (None, [])
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
-        """A surrogate loss whose gradient for the embeddings is the cached one."""
-        return self._compute(self._product_with_gradients, batch) if self._caches else super().compute(batch)
+        """Return a surrogate loss whose gradient for the embeddings is the cached one."""
+        if not self._caches:
+            return super().compute(batch)
+        return self._compute(self._product_with_gradients, batch)
 
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
-        found = tensors_in(contrastive.embed(self.task, model, batch))
+        embeddings = tensors_in(contrastive.embed(self.task, model, batch))
         if self._first_pass and start is not None:
-            self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
-        pairs = zip(found, gradients, strict=True)
-        products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
+            end = start + len(embeddings[0])
+            self._require_same([tensor[start:end] for tensor in self._first_pass], embeddings)
+        products = []
+        for embedding, gradient in zip(embeddings, gradients, strict=True):
+            if gradient is not None and embedding.requires_grad:
+                products.append(_product(embedding, gradient))
         if not products:
             refuse_without_gradient(self.task.setting)
         return torch.stack(products).sum(), 0, {}
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """Totals are the whole step's, from pass 2."""
-        loss, found = super().forward(micro, totals)
-        return loss, self._step_totals if self._caches else found
+        """Return the surrogate loss, and the totals of the whole step, from pass 2."""
+        loss, totals = super().forward(micro, totals)
+        return loss, self._step_totals if self._caches else totals
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Not scaled here: the cached gradients already are."""
+        """Return the loss as it is: the cached gradients are scaled already."""
         return loss if self._caches else super().scaled(loss)
 
-    def _require_same(self, before: list[Tensor], now: list[Tensor]) -> None:
-        """Raises UserError if pass 3 does not repeat pass 1: the gradients would belong to other embeddings. Reads
+    def _require_same(self, first_pass: list[Tensor], third_pass: list[Tensor]) -> None:
+        """Raise UserError if pass 3 does not repeat pass 1: the gradients would belong to other embeddings. Reads
         values, which waits for the device: only in the first step of a process.
         """
         tolerance = 1e-3 if self.state.precision.mode == "fp32" else 2e-2
-        for then, own in zip(before, now, strict=True):
-            a, b = then.float(), own.detach().float()
+        for first, third in zip(first_pass, third_pass, strict=True):
+            a = first.float()
+            b = third.detach().float()
             if a.shape != b.shape or float((a - b).norm()) > tolerance * float(a.norm()):
                 raise UserError(
                     f"{self.task.setting}: embed() is not deterministic: calling it twice on the same batch gave "
@@ -176,14 +204,19 @@ class CachedGradients(Engine):
                 )
 
 
+def _zeros_for(samples: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients of 0 for a dummy micro-batch."""
+    return [None if gradient is None else gradient.new_zeros(samples, *gradient.shape[1:]) for gradient in gradients]
+
+
 def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:
-    """The inner product, at least in fp32, so that the gradient is passed on unchanged."""
+    """Return the inner product, at least in fp32, so that the gradient is passed on unchanged."""
     wide = torch.promote_types(embeddings.dtype, torch.float32)
     return (embeddings.to(wide) * gradient.to(wide)).sum()
 
 
 def _require_of_embeddings(loss: Tensor, setting: str) -> None:
-    """Raises UserError for a loss that depends on parameters directly: they would get no gradient from it."""
+    """Raise UserError for a loss that depends on parameters directly: they would get no gradient from it."""
     direct = list(parameters_behind(loss))
     if direct:
         raise UserError(

@@ -20,7 +20,7 @@ from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batc
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
-from trainapp.training.phase import Step
+from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
 from trainapp.units import listed
 
@@ -120,13 +120,13 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
     )
 
 
-def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
+def log(session: Session, context: UpdateContext, totals: Totals, norm: Tensor, applied: bool) -> None:
     """Collect this update's metrics; write them after the step's last update. Waits for the device."""
     progress, batches = session.state.progress, session.batches
     if applied:
         session.engine.nonfinite.check()
-        own = totals.means(session.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
-        session.attempt.logged |= {step.update.named(name): value for name, value in own.items()} | {
+        own = totals.means(session.ranks) | rates(context.update.optimizer) | {"grad_norm": float(norm)}
+        session.attempt.logged |= {context.update.named(name): value for name, value in own.items()} | {
             "loss": own["loss"]
         }
     if progress.update or not session.attempt.logged:
@@ -142,12 +142,21 @@ def log(session: Session, step: Step, totals: Totals, norm: Tensor, applied: boo
     scalars |= session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
-    note_dependence(session, step)  # what has been noticed since
+    note_dependence(session, context)  # what has been noticed since
 
 
-def note_dependence(session: Session, step: Step) -> None:
+def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
+    """Warn, once, that the loss counts nothing over a whole step."""
+    session.tracker.warn_once(
+        f"step {context.step_number}: the loss's count is 0 over the whole step, so there is no update; such steps "
+        "count as skipped, and their samples as trained",
+        topic="nothing counts",
+    )
+
+
+def note_dependence(session: Session, context: UpdateContext) -> None:
     """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
-    size = max(session.sizes.train.in_force.values(), default=session.sizes.train.size)
+    size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
     ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
     written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
     statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}
@@ -173,7 +182,7 @@ def note_dependence(session: Session, step: Step) -> None:
             "train.draws=per_sample (not on mps) they do not depend on it"
         )
     for topic, text in ledger.depends.items() if is_cut else ():
-        session.tracker.warn_once(f"step {step.number}: {text}", topic=topic)
+        session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
     places = [own for of in ledger.places.values() for own in of.values()]
     if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
         text = f"drawn once per step, for all samples, since no dimension has their number: {', '.join(shared)}"

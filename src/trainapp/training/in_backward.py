@@ -7,6 +7,7 @@ update are refused (`config.excludes`).
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +18,38 @@ from trainapp.optim.optimizers import step_alone
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
 from trainapp.rng import Drawing
 from trainapp.training.engine import Engine, Totals, count_factor
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import Phase, UpdateContext
 
 
 class InBackward(Engine):
     """An engine that commits in the backward that completes the gradients."""
 
-    def begin(self, step: Step) -> None:
-        super().begin(step)
+    def begin(self, context: UpdateContext) -> None:
+        super().begin(context)
         self._applies = False
         self._totals = Totals()  # this rank's
-        self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter
-        self._groups = {id(p): group for group in self.state.optimizer.param_groups for p in group["params"]}
+        self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter's id
+        self._groups: dict[int, dict[str, Any]] = {}  # the optimizer's groups, by parameter's id
+        for group in self.state.optimizer.param_groups:
+            for parameter in group["params"]:
+                self._groups[id(parameter)] = group
 
     def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
         loss, self._totals = super().forward(micro, totals)
         return loss, self._totals
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
-        """See `Engine`. Raises UserError for a model that uses a parameter after its gradient is complete."""
-        with self._updating() if micro.last and not self.rehearses else contextlib.nullcontext():
+        """Accumulate gradients; in the last micro-batch, apply each once it is complete.
+
+        Raises UserError for a model that uses a parameter after its gradient is complete.
+        """
+        completes_gradients = micro.last and not self.rehearses
+        with self._updating() if completes_gradients else contextlib.nullcontext():
             super().backward(loss, micro)
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
-        """Around the backward that completes the gradients. Everything that the update needs is known by now."""
+        """Update parameters in the backward that completes the gradients. All that an update needs is known by now."""
         totals = self._totals
         self.phase = Phase.CLIP  # not BACKWARD: reads here do not belong to the model
         self.snapshot.note_step()
@@ -51,7 +59,7 @@ class InBackward(Engine):
             return
         self.set_rates()
         self._dtype = self.norm_dtype(totals)
-        self._factor = count_factor(totals.count, self.step.samples, self.state.device)
+        self._factor = count_factor(totals.count, self.context.samples, self.state.device)
         with contextlib.ExitStack() as hooks:
             for parameter in self.parameters:
                 if parameter.requires_grad:
@@ -72,11 +80,12 @@ class InBackward(Engine):
     def _update(self, parameter: Tensor) -> None:
         if id(parameter) in self._norms:
             raise TrainingStopped(
-                f"step {self.step.number}: optimizer.in_backward=true, but the gradient of a parameter of shape "
-                f"{list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); use "
-                "optimizer.in_backward=false"
+                f"step {self.context.step_number}: optimizer.in_backward=true, but the gradient of a parameter of "
+                f"shape {list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); "
+                "use optimizer.in_backward=false"
             )
-        phase, self.phase = self.phase, Phase.UPDATE_IN_BACKWARD
+        phase_before = self.phase
+        self.phase = Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
         self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
         if id(parameter) in self._groups:
@@ -87,11 +96,11 @@ class InBackward(Engine):
             # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
-        if phase is not Phase.UPDATE_IN_BACKWARD:
+        if phase_before is not Phase.UPDATE_IN_BACKWARD:
             self.phase = Phase.BACKWARD_AFTER_UPDATES
 
     def clip(self, totals: Totals) -> Tensor:
-        """Update parameters that had gradients only in earlier micro-batches. Returns the norm. Raises TrainingStopped
+        """Update parameters that had gradients only in earlier micro-batches. Return the norm. Raises TrainingStopped
         for non-finite values: the parameters are affected too, so nothing is saved.
         """
         if not self._applies:
@@ -112,6 +121,6 @@ class InBackward(Engine):
         if self._applies:
             self.nonfinite.count(True, self.state.progress.step)
         else:
-            self.leave_out()
+            self.skip_step()
         self.is_first = False
         return self._applies

@@ -62,13 +62,13 @@ _BEFORE_COMMIT = (
 )  # fmt: skip
 
 
-class Step(NamedTuple):
-    """One update of the next optimizer step."""
+class UpdateContext(NamedTuple):
+    """One update of the next optimizer step; with several optimizers, a step has several updates."""
 
     update: Update
-    number: int  # from 1; unchanged after a skipped step
-    attempt: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
+    step_number: int  # from 1; unchanged after a skipped step
+    attempt_number: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
     samples: int  # over all ranks
     is_logged: bool
-    is_drawn: bool = False  # whether to plot its memory
+    plots_memory: bool = False
     is_rehearsed: bool = False  # whether to check it first: see `training.exactness`

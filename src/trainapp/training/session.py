@@ -24,7 +24,7 @@ from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.limits import Interval, Limits
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import Phase, UpdateContext
 
 EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
 
@@ -141,24 +141,36 @@ class Session:
         """The evaluation task; with one optimizer, also the training task."""
         return self.engine.evaluated_task
 
-    def coming_updates(self) -> Iterator[Step]:
+    def coming_updates(self) -> Iterator[UpdateContext]:
         """Yield the remaining updates of the next step. Each starts after the previous one has finished."""
         yield self.begin_update()
         while self.state.progress.update:
             yield self.begin_update()
 
-    def begin_update(self) -> Step:
+    def begin_update(self) -> UpdateContext:
         """Start the next update; for a stream, read its samples. Logged: every `every.log` steps, and the last step."""
-        progress, limits, self.engine.phase = self.state.progress, self.limits, Phase.READ
+        self.engine.phase = Phase.READ
+        progress = self.state.progress
         update = self.state.updates[progress.update]
         if update.name:  # if there are several
-            self.sizes.turn_to(update.name)
-        if not progress.update:
+            self.sizes.select_update(update.name)
+        is_first_of_step = progress.update == 0
+        if is_first_of_step:
             self.attempt.logged = {}
-        number, share = progress.step + 1, self.batches.share(progress)
-        is_logged = limits.log > 0 and (number % limits.log == 0 or limits.end_at(number, share.after[0]))
-        is_drawn = self.memory.keep_events and not self.sizes.train.is_unvalidated  # the step must be typical
-        return Step(update, number, number + progress.skipped, share.total, is_logged, is_drawn, self.rehearsals > 0)
+
+        step_number = progress.step + 1
+        share = self.batches.share(progress)
+        is_last_step = self.limits.end_at(step_number, share.after[0])
+        log_every = self.limits.log
+        return UpdateContext(
+            update,
+            step_number,
+            attempt_number=step_number + progress.skipped,
+            samples=share.total,
+            is_logged=log_every > 0 and (step_number % log_every == 0 or is_last_step),
+            plots_memory=self.memory.keep_events and not self.sizes.train.is_unvalidated,  # the step must be typical
+            is_rehearsed=self.rehearsals > 0,
+        )
 
     @property
     def eval_ranks(self) -> Ranks:

@@ -18,9 +18,10 @@ import torch
 from trainapp.data.batch import MicroBatch, elements_in, tensors_in
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import noted_draws
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.training.phase import Phase, Step
+from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
 
 Context = contextlib.AbstractContextManager[None]
@@ -31,27 +32,29 @@ class SwallowedOutOfMemory(torch.OutOfMemoryError):
 
 
 @contextlib.contextmanager
-def transaction(session: Session, step: Step) -> Iterator[None]:
-    """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
+def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
+    """Make a step a transaction, up to and including its commit. An error passes through: the runner calls `rollback`.
 
     Seeds the global generators and records everything else a forward may change (`Snapshot`). While the size is
     unvalidated, enables votes before each collective on whether any rank ran out of memory; also in the step in which
     cuDNN autotunes.
     """
-    sizes, engine = session.sizes, session.engine
-    engine.phase, session.attempt.started = Phase.START, time.monotonic()  # no restore point yet
-    sizes.train.follow_schedule(step.attempt)
-    with engine.alone(step.update):
-        engine.begin(step)
-        session.snapshot.take("all" if step.is_rehearsed else "written")
-        engine.seed(step)
-        if sizes.train.is_unvalidated or step.is_logged:  # for swallowed errors; reading counters takes time
+    sizes = session.sizes.train
+    engine = session.engine
+    engine.phase = Phase.START  # no restore point yet
+    session.attempt.started = time.monotonic()
+    sizes.apply_schedule(context.attempt_number)
+    with engine.train_only(context.update):
+        engine.begin(context)
+        session.snapshot.take("all" if context.is_rehearsed else "written")
+        engine.seed(context)
+        if sizes.is_unvalidated or context.is_logged:  # for swallowed errors; reading counters takes time
             note_refused(session)
         engine.phase = Phase.DATA
         session.ranks.start_flag_exchange(session.flags)  # overlaps with the step
-        tunes = sizes.autotuner.follow(sizes.train)
-        session.ranks.enable_votes(tunes or sizes.train.is_unvalidated)
-        with watch_step(session, step):
+        tunes = session.sizes.autotuner.follow(sizes)
+        session.ranks.enable_votes(tunes or sizes.is_unvalidated)
+        with watch_step(session, context):
             yield
 
 
@@ -59,9 +62,13 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     """Return to a state from which `phase` can be retried: the start of the step, or the end of the previous one.
 
     Drops gradients and prefetched batches, and releases memory. After a commit nothing else is restored; evaluation
-    resumes by itself. Call outside `except`, whose traceback keeps tensors alive.
-    other_ranks_wait: whether the ranks were in the step together; then all of them call this. Raises errors of the
-    device that surface only here.
+    resumes by itself. Call outside `except`, whose traceback keeps tensors alive. Raises errors of the device that
+    surface only here.
+
+    Args:
+        session: of the run.
+        phase: the one that failed.
+        other_ranks_wait: whether the ranks were in the step together; then all of them call this.
     """
     # Before anything is freed: emptying the cache unmaps expandable segments, and `record_stream` does not cover
     # tensors that FSDP2 gathers on one stream and uses on another.
@@ -78,57 +85,72 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
 
 
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
-    """The coming step's samples, fetched and split to the size that fits: the same number on every rank."""
-    batches, sizes = session.batches, session.sizes
-    by_update = [own.size for own in sizes.by_update.values()]
-    fewest = [own.fewest for own in sizes.by_update.values()]
-    of_step = batches.micro_batches(session.state.progress, by_update, session.state.every, fewest)
-    fetched = session.meter.timed(of_step)
-    cut = (micro for batch in fetched for micro in sizes.train.cut(batch, session.ranks))
-    return session.engine.micro_batches(cut, functools.partial(watched, session, sizes.train))
+    """Return the coming step's samples, fetched and split to the size that fits: the same number on every rank."""
+    sizes_by_update = list(session.sizes.by_update.values())
+    fetched = session.batches.micro_batches(
+        session.state.progress,
+        [sizes.size for sizes in sizes_by_update],
+        session.state.every,
+        [sizes.fewest_samples for sizes in sizes_by_update],
+    )
+    sizes = session.sizes.train
+    watch = functools.partial(watched, session, sizes)
+    return session.engine.micro_batches(_cut(session.meter.timed(fetched), sizes, session.ranks), watch)
 
 
-def around(session: Session, micro: MicroBatch) -> Context:
-    """Around the forward and backward of a micro-batch. Only a step's last one sums gradients over ranks."""
-    sizes, summing = session.sizes.train, session.strategy.micro_batch(micro.last)
-    sizes.current_bucket, sizes.current_samples = micro.bucket, micro.samples
-    is_settled = not (session.engine.is_first or session.engine.step.is_logged or is_watched(session, sizes))
-    return summing if is_settled else _measured(session, micro, summing)
+def _cut(fetched: Iterator[MicroBatch], sizes: MicroBatchSizes, ranks: Ranks) -> Iterator[MicroBatch]:
+    for batch in fetched:
+        yield from sizes.cut(batch, ranks)
+
+
+def micro_batch_context(session: Session, micro: MicroBatch) -> Context:
+    """Return a context manager for the forward and backward of a micro-batch: gradient sync and memory tracking."""
+    sizes = session.sizes.train
+    sizes.current_bucket = micro.bucket
+    sizes.current_samples = micro.samples
+    gradient_sync = session.strategy.micro_batch(micro.last)  # only a step's last one sums gradients over ranks
+    engine = session.engine
+    if engine.is_first or engine.context.is_logged or is_watched(session, sizes):
+        return _measured(session, micro, gradient_sync)
+    return gradient_sync
 
 
 @contextlib.contextmanager
-def _measured(session: Session, micro: MicroBatch, summing: Context) -> Iterator[None]:
-    engine, step = session.engine, session.engine.step
+def _measured(session: Session, micro: MicroBatch, gradient_sync: Context) -> Iterator[None]:
+    engine = session.engine
     watching = watched(session, session.sizes.train, micro.data, micro.samples)
-    flops: Context = contextlib.nullcontext()
     if engine.is_first and not engine.draws_by_sample:
         watching = noted_draws(engine.ledger, session.state.device, watching)
-    if step.is_logged and micro.real and (meter := session.meter.utilisation):
-        flops = meter.counting(step.update.name, micro.samples * step.update.every)  # samples since the update last ran
-    with summing, watching, flops:
+    counting: Context = contextlib.nullcontext()
+    utilisation = session.meter.utilisation
+    if engine.context.is_logged and micro.real and utilisation:
+        update = engine.context.update
+        samples = micro.samples * update.every  # since the update last ran
+        counting = utilisation.counting(update.name, samples)
+    with gradient_sync, watching, counting:
         yield
 
 
-def watch_step(session: Session, step: Step) -> Context:
-    """Use around a whole step."""
+def watch_step(session: Session, context: UpdateContext) -> Context:
+    """Return a context manager for a whole step, which watches its memory if that is due."""
     # Watching runs a compiled step uncompiled: results would round differently in steps chosen by the clock.
-    is_due = step.is_logged and session.memory.watch_is_due and not session.config.train.compile
-    if session.sizes.train.is_unvalidated or step.is_drawn or is_due:
-        return _watched_step(session, step)
+    is_due = context.is_logged and session.memory.watch_is_due and not session.config.train.compile
+    if session.sizes.train.is_unvalidated or context.plots_memory or is_due:
+        return _watched_step(session, context)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _watched_step(session: Session, step: Step) -> Iterator[None]:
+def _watched_step(session: Session, context: UpdateContext) -> Iterator[None]:
     # Create the scale and weight tensors now, so they are not attributed to the step.
-    session.engine.scaled(session.engine.weight_of(step.samples))
+    session.engine.scaled(session.engine.weight_of(context.samples))
     with session.memory.watch(session.meter.resident()):
         yield
     session.memory.note_step()
 
 
 def is_watched(session: Session, sizes: MicroBatchSizes) -> bool:
-    """Whether the memory of the current micro-batch is tracked."""
+    """Return whether the memory of the current micro-batch is tracked."""
     return session.memory.watching or sizes.is_unvalidated or sizes.needs_watching
 
 
@@ -136,11 +158,15 @@ def is_watched(session: Session, sizes: MicroBatchSizes) -> bool:
 def watched(
     session: Session, sizes: MicroBatchSizes, batch: Any, samples: int | None = None, always: bool = False
 ) -> Iterator[None]:
-    """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
-    batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
+    """Watch the memory of forward and backward of a micro-batch, or of its evaluation. Within a watched step, only add
+    the batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
-    sizes: the search that chose this size. samples: reported with the peak; None if the peak is not representative.
-    always: watch whatever the sizes say.
+    Args:
+        session: of the run.
+        sizes: the search that chose this size.
+        batch: the micro-batch's data.
+        samples: reported with the peak; None if the peak is not representative.
+        always: watch whatever the sizes say.
     """
     if not (always or is_watched(session, sizes)):
         yield
@@ -154,7 +180,7 @@ def watched(
             yield
         after = session.memory.lap()
     if is_typical and samples and before and after:
-        sizes.measured(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
+        sizes.record_peak(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
         _require_all_allocated(session, sizes)
 
@@ -168,12 +194,12 @@ def note_refused(session: Session) -> None:
 
 
 def refused_in_attempt(session: Session) -> int:
-    """The number of allocations that the device's allocator has refused since `note_refused`."""
+    """Return the number of allocations that the device's allocator has refused since `note_refused`."""
     return refused_allocations() - session.attempt.refused
 
 
 def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
-    """Raises SwallowedOutOfMemory if an allocation has failed in a micro-batch of an unvalidated size, a smaller size
+    """Raise SwallowedOutOfMemory if an allocation has failed in a micro-batch of an unvalidated size, a smaller size
     is left to try, and the other ranks can be informed.
 
     cuDNN's plan search catches such errors (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp): it skips a plan whose

@@ -1,0 +1,45 @@
+"""cuDNN's autotuner, which follows the micro-batch sizes."""
+
+import torch
+
+from trainapp.sizes.micro_batches import MicroBatchSizes
+
+
+class Autotuner:
+    """cuDNN's autotuner, switched on only while the current sizes are settled.
+
+    With `cudnn.benchmark`, the first convolution of each shape times the algorithms, with workspaces that may not fit,
+    and then empties the allocator's cache. A search for the micro-batch size would pay that for every convolution at
+    every size it tries, and mistake failed workspaces for a size that does not fit.
+
+    Switching it on later is not enough: torch keeps one plan per shape, chosen by heuristics or timed, and does not
+    time a shape that has a plan (`run_single_conv` in aten/src/ATen/native/cudnn/Conv_v8.cpp, read in torch 2.4;
+    verified in tests/gpu). But the key of that cache includes `cudnn.deterministic`. Unsettled sizes therefore run with
+    deterministic algorithms, and the first step with a settled size finds no plan.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._is_on: bool | None = None  # None: not set yet
+        self._settled: set[int] = set()  # ids of sizes
+
+    def follow(self, sizes: MicroBatchSizes) -> bool:
+        """Switch the autotuner on or off for work that uses these sizes. Call before that work.
+
+        Returns:
+            Whether it is the first work after the sizes have settled, in which algorithms are timed: this may need more
+            memory than was validated. Equal on all ranks that share the sizes.
+        """
+        if not self.enabled:
+            return False
+        is_settled = sizes.search_has_ended and not sizes.is_unvalidated
+        if is_settled is not self._is_on:
+            self._is_on = is_settled
+            torch.backends.cudnn.benchmark = is_settled
+            torch.backends.cudnn.deterministic = not is_settled
+        if not is_settled:
+            self._settled.discard(id(sizes))
+            return False
+        is_first = id(sizes) not in self._settled
+        self._settled.add(id(sizes))
+        return is_first
