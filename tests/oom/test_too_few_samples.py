@@ -12,9 +12,16 @@ from harness import Record, Recorded
 
 from trainapp.errors import TrainingStopped
 
-from .conftest import prepared, tiny
+from .conftest import peak_of, prepared, tiny
 
 NORMED = (*runs.own_model("own_models.NormedPoint"), "data=digits", "user_packages=[own_models]")
+GROUPED = (
+    *runs.own_model("own_models.Grouped"),
+    *NORMED[-2:],
+    "batch.global_size=64",
+    "batch.micro_size=auto",
+    "oom.grow=true",
+)
 DECLARED = (*runs.own_model("own_models.NormedPair"), *NORMED[-2:])
 ODD = {"batch.global_size": 17, "batch.micro_size": 2}
 ONE = "Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])"
@@ -130,3 +137,22 @@ def test_a_loss_that_needs_four_samples(tmp_path):
     recorded = Recorded(tiny(tmp_path / "b", *overrides, schedule={1: 4, 3: 1}, changes=changes))
     assert failures(recorded) == [(3, 1, 1, 2), (3, 2, 2, 4)]
     assert {len(indices) % 4 for _, _, indices in recorded.fetched} == {0}
+
+
+def test_a_larger_size_that_the_model_cannot_run_is_left(tmp_path, caplog):
+    """The search tries sizes of its own, which a model that groups its samples refuses: that costs one retried step."""
+    needed = peak_of(tmp_path / "24", GROUPED, 24)
+    changes = {"memory.limit": needed - 1000, "train.max_steps": 8}
+    recorded = Recorded(tiny(tmp_path / "run", *GROUPED, changes=changes))
+    sizes = [(failure.rejects_size, failure.old_size, failure.new_size) for failure in recorded.failures]
+    *out_of_memory, (rejects_size, rejected, instead) = sizes
+    assert [size for _, size, _ in out_of_memory] == [64, 32]
+    assert rejects_size
+    assert 8 < rejected < 32
+    assert instead == 8
+    assert f"the model cannot run micro-batch {rejected} at step " in caplog.text
+    assert "(Batch size should be a multiple of 8): going back to micro-batch 8, which has run" in caplog.text
+    assert recorded.result.oom_restarts == 2
+    assert recorded.result.steps == 8
+    replay = Recorded(tiny(tmp_path / "replay", *GROUPED, schedule=recorded.result.micro_schedule, changes=changes))
+    assert runs.differences(recorded.record(), replay.record()) == []

@@ -49,8 +49,24 @@ def has_too_few_samples(session: Session, error: Exception) -> bool:
     if not (sizes.may_have_too_few and sizes.current_samples < in_step):
         _note_single_sample(session, error, in_step)
         return False
+    return _device_works(session)
+
+
+def rejects_larger_size(session: Session, error: Exception) -> bool:
+    """Return whether this error of the model comes with a larger micro-batch than one that is validated, such as an odd
+    one for a model that pairs its samples: the search tries sizes of its own.
+
+    Call while the error is handled. An error that comes again with the validated size is the user's.
+    """
+    if not isinstance(error, OF_MODELS) or session.engine.phase is not Phase.FORWARD:
+        return False
+    return session.sizes.train.tries_larger_size and _device_works(session)
+
+
+def _device_works(session: Session) -> bool:
+    """Return whether the device can go on: after an assertion in a kernel nothing can run."""
     try:
-        session.memory.synchronize()  # after an assertion on the device nothing can run
+        session.memory.synchronize()
     except Exception:
         return False
     return True
@@ -96,10 +112,11 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
             leave_for_restart(session, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()
-    by_rank = ranks.all_gather_object((not failure.by_peer, failure.too_few))
-    failure.culprits = [rank for rank, (is_culprit, _) in enumerate(by_rank) if is_culprit]
+    by_rank = ranks.all_gather_object((not failure.by_peer, failure.too_few, failure.rejects_size))
+    failure.culprits = [rank for rank, (is_culprit, _, _) in enumerate(by_rank) if is_culprit]
     if failure.by_peer:
-        failure.too_few = max(too_few for _, too_few in by_rank)
+        failure.too_few = max(too_few for _, too_few, _ in by_rank)
+        failure.rejects_size = any(rejects_size for _, _, rejects_size in by_rank)
 
 
 def roll_back(session: Session, failure: OomReport) -> None:
@@ -127,7 +144,7 @@ def change_size(session: Session, failure: OomReport) -> None:
         failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
     ranks = SingleRank() if failure.alone else session.ranks
-    changed = sizes.failed(ranks, not failure.by_peer, AttemptFailure(failure.failed_allocation, failure.too_few))
+    changed = sizes.failed(ranks, not failure.by_peer, _reason_of(failure))
     failure.is_constant = sizes.search(sizes.current_bucket).must_try_smallest
     if changed is None:
         raise TrainingStopped(final_message(session, failure))
@@ -142,6 +159,14 @@ def change_size(session: Session, failure: OomReport) -> None:
             f"from now on every micro-batch of this shape has at least {failure.old_size + 1} samples; retrying the "
             f"step with micro-batch {failure.new_size}"
         )
+    elif failure.rejects_size:
+        failure.action = (
+            f"going back to micro-batch {failure.new_size}, which has run; no larger one is tried for this shape"
+        )
+
+
+def _reason_of(failure: OomReport) -> AttemptFailure:
+    return AttemptFailure(failure.failed_allocation, failure.too_few, failure.rejects_size)
 
 
 def _sizes_of(session: Session, failure: OomReport) -> MicroBatchSizes:
@@ -166,11 +191,11 @@ def report(session: Session, failure: OomReport) -> None:
     failure.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
         ranks = listed(map(str, failure.culprits))
-        reason = "had too few samples" if failure.too_few else "ran out of memory"
+        reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
         log.warning("rank %s %s at step %d: %s", ranks, reason, failure.step, failure.action)
         return
     log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
-    if failure.too_few:  # no memory to report
+    if not failure.is_out_of_memory:  # no memory to report
         return
     try:
         path = write(session, failure)
@@ -199,8 +224,10 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
         )
     sizes = _sizes_of(session, failure)
     # Work without a size also restarts with a smaller one: a new process may have more memory for it.
-    allocation = failure.failed_allocation if failure.phase.depends_on_size else None
-    changed = sizes.failed(SingleRank(), failure=AttemptFailure(allocation, failure.too_few))
+    reason = _reason_of(failure)
+    if not failure.phase.depends_on_size:
+        reason = reason._replace(allocation=None)
+    changed = sizes.failed(SingleRank(), failure=reason)
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed

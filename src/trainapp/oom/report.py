@@ -65,6 +65,7 @@ class OomReport:
     swallowed: bool = False  # the caller caught the error
     update: str = ""  # name of the step's update; empty if it has only one, and between steps
     too_few: int = 0  # samples in the micro-batch that the model cannot run
+    rejects_size: bool = False  # whether the model failed with a larger micro-batch than the validated one
     resident: Category | None = None  # what exceeded the limit before any micro-batch, by itself
     accumulates: bool = False  # whether gradients of earlier micro-batches were in memory
     samples: int = 0  # in the current micro-batch
@@ -98,6 +99,11 @@ class OomReport:
         )
 
     @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out, not a model that cannot run this number of samples."""
+        return not (self.too_few or self.rejects_size)
+
+    @property
     def needs_checkpoint(self) -> bool:
         """Whether parameters cannot be restored in place: only a checkpoint is safe."""
         return self.phase.is_partial or bool(self.lost)
@@ -117,10 +123,13 @@ class OomReport:
         return self.phase is Phase.EVALUATE
 
 
-def describe(session: Session, error: BaseException, has_too_few: bool = False) -> OomReport:
+def describe(
+    session: Session, error: BaseException, has_too_few: bool = False, rejects_size: bool = False
+) -> OomReport:
     """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory.
 
-    has_too_few: whether it is an error of the model, which cannot run so few samples.
+    has_too_few: whether it is an error of the model, which cannot run so few samples. rejects_size: whether it is one
+    that comes with a larger micro-batch than the validated one.
     """
     memory, progress = session.memory, session.state.progress
     used = getattr(error, "used", None) or memory.used()
@@ -129,6 +138,7 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False) 
     first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     category = getattr(error, "category", None)
     sizes = session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
+    is_out_of_memory = not (has_too_few or rejects_size)
     return OomReport(
         step=progress.step + (phase.can_be_undone or phase.is_partial or phase is Phase.READ),
         phase=phase,
@@ -142,10 +152,11 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False) 
         rank=session.ranks.rank,
         alone=session.ranks.world == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
-        host=not (has_too_few or isinstance(error, torch.OutOfMemoryError)) and memory.device.type == "cpu",
+        host=memory.device.type == "cpu" and is_out_of_memory and not isinstance(error, torch.OutOfMemoryError),
         swallowed=isinstance(error, SwallowedOutOfMemory),
         update=session.state.update.name if phase.can_be_undone or phase.is_partial else "",
         too_few=sizes.current_samples if has_too_few else 0,
+        rejects_size=rejects_size,
         resident=category if category in RESIDENT else None,
         accumulates=session.engine.accumulates,
         samples=sizes.current_samples,
@@ -205,6 +216,9 @@ def one_line(report: OomReport) -> str:
     if report.too_few:
         samples = "a single sample" if report.too_few == 1 else f"{report.too_few} samples"
         return f"the model cannot run {samples} at step {report.step} in {where} ({report.message}): {report.action}"
+    if report.rejects_size:
+        size = f"micro-batch {report.old_size}" if report.old_size else "this micro-batch"
+        return f"the model cannot run {size} at step {report.step} in {where} ({report.message}): {report.action}"
     if report.swallowed:
         where = "a library, which caught the error and may have used another algorithm,"
     asked = f" asking for {bytes_text(report.requested)}" if report.requested else ""

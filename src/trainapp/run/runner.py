@@ -164,6 +164,8 @@ def attempt(session: Session) -> OomReport | None:
             return describe(session, error)  # plain values, which do not keep those tensors alive
         if recovery.has_too_few_samples(session, error):
             return describe(session, error, has_too_few=True)
+        if recovery.rejects_larger_size(session, error):
+            return describe(session, error, rejects_size=True)
         raise
 
 
@@ -212,7 +214,7 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
 
 def _count(session: Session, failure: OomReport) -> None:
     session.sizes.recoveries += 1
-    if not failure.too_few:
+    if failure.is_out_of_memory:
         session.sizes.oom_restarts += 1
         session.memory.out_of_memory_count += 1
 

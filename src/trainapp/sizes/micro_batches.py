@@ -58,10 +58,16 @@ class ShapeHistory:
 
 
 class AttemptFailure(NamedTuple):
-    """Why a rank left the current attempt: memory ran out, or its model cannot run so few samples."""
+    """Why a rank left the current attempt: memory ran out, or its model cannot run this number of samples."""
 
     allocation: FailedAllocation | None = None  # if memory ran out and the allocation is known
-    unsupported_samples: int = 0  # the number of samples that the model cannot run; 0: memory ran out
+    unsupported_samples: int = 0  # so few samples that the model cannot run them
+    rejects_size: bool = False  # whether the model fails with a larger size than the validated one
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out."""
+        return not (self.unsupported_samples or self.rejects_size)
 
 
 OUT_OF_MEMORY = AttemptFailure()
@@ -135,6 +141,12 @@ class MicroBatchSizes:
             history.attempt.samples, history.fewest_samples, search.largest_validated, search.smallest_failing or 0
         )
         return search.smallest <= self.current_samples < largest_tried
+
+    @property
+    def tries_larger_size(self) -> bool:
+        """Whether the current micro-batch's size has not run yet, and is larger than one that is validated."""
+        search = self.search(self.current_bucket)
+        return search.clean == 0 and 0 < search.largest_validated < search.size
 
     @property
     def search_has_ended(self) -> bool:
@@ -357,10 +369,12 @@ class MicroBatchSizes:
         size_before = search.size
         if unsupported_samples:
             search.require_more_than(unsupported_samples)
+        elif any(failure.rejects_size for failure in failures):
+            search.reject_size()
 
-        out_of_memory = [failure for failure in failures if not failure.unsupported_samples]
+        out_of_memory = [failure for failure in failures if failure.is_out_of_memory]
         if not out_of_memory:
-            return unsupported_samples, search.size
+            return unsupported_samples or size_before, search.size
         largest = merged([report.ran for report in reports])
         ran = largest[bucket].samples if bucket in largest else size_before  # nothing ran if the fetch failed
         can_fit = search.failed(ran, out_of_memory[0].allocation)

@@ -189,6 +189,14 @@ class SizeSearch:
             larger = min(larger, self.smallest_failing - 1)
         self.try_size(max(self.smallest, larger))
 
+    def reject_size(self) -> None:
+        """Record that the model itself fails with this size, which was tried after a smaller one had been validated: go
+        back to that one, and try no others.
+        """
+        self.try_size(self.largest_validated)
+        self.clean = self.clean_steps - 1  # one more clean step: it was validated before
+        self.search_has_ended = True
+
     def try_size(self, size: int) -> None:
         """Continue with this unvalidated size."""
         self.size = size
