@@ -118,6 +118,9 @@ def hashed(*numbers: int) -> int:
     return bits ^ bits >> 31
 
 
+PADDING = "padding of "  # begins the topics under which a ledger notes tasks whose results depend on the padding
+
+
 def topic_of(kernel: str) -> str:
     """Under which a ledger notes a draw whose samples it does not know."""
     return f"draws of {kernel}"
@@ -168,8 +171,10 @@ class Ledger:
         return vars(self) | {"places": {work: {n: [*own] for n, own in of.items()} for work, of in self.places.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. What this process has noted stays, too."""
+        depends = state["depends"] | self.depends
         vars(self).update(state)
+        self.depends = depends
         self.places = {work: {n: Place(*own) for n, own in of.items()} for work, of in state["places"].items()}
 
     def place(self, work: str, number: int, drawn: Drawn, samples: int) -> Place:

@@ -96,6 +96,12 @@ class OneGraph(SparseBatches):
     is_one_graph = True
 
 
+class Mixed(OneGraph):
+    def collate(self, samples):
+        random.shuffle(samples)
+        return super().collate(samples)
+
+
 class OfSparse(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,9 +138,13 @@ def with_a_term_of_the_batch(model, batch):
 def test_batches_that_are_not_their_halves_joined(tmp_path):
     graph = (*OF_SPARSE, "data._target_=test_recorded_checks.OneGraph")
     told = checks_of(tmp_path, *graph, "task=own_tasks.total")
-    assert told["loss"].startswith("is no mean of 4 samples; no more is compared: a batch is not its halves joined")
+    assert told["loss"] == "adds up over 4 samples collated in halves, as does its count, in fp64, with noise too"
+    assert "padding" not in told
     assert told["draws in training"].startswith("not tried: a batch is not its halves joined; the first dimension")
     assert "is a mean" in runs.refusal(tmp_path, *graph, "task=own_tasks.mean")
+    told = checks_of(tmp_path, *OF_SPARSE, "data._target_=test_recorded_checks.Mixed", "task=own_tasks.total")
+    reason = "the data's `collate` draws random numbers"
+    assert told["loss"].startswith(f"is no mean of 4 samples; no more is compared: {reason}, in fp64")
 
 
 # --- nested tensors

@@ -104,6 +104,15 @@ def test_parameters_that_are_not_trained_are_counted(tmp_path):
             "random draws in training all belong to samples",
         ),
         (
+            dict.fromkeys(("loss", "loss in training", "padding", "padding in training"), "adds up over 4"),
+            "the loss in evaluation and training, also in padded halves, adds up over 4",
+        ),
+        (
+            {"loss": "adds up over 4", "padding": "does not add up: X", "padding in training": "not compared: Y"},
+            "the loss in evaluation adds up over 4; the loss in padded halves in evaluation does not add up: X; "
+            "the loss in padded halves in training is not compared: Y",
+        ),
+        (
             {"loss": "is", "loss of update a": "A", "loss of update a in training": "A"},
             "the loss in evaluation: is; the loss of update a in evaluation, of update a in training: A",
         ),

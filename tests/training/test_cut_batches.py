@@ -64,7 +64,7 @@ def by_rows(batch, start, end):
 def test_cutting_them_by_rows_would_be_noticed(tmp_path, name):
     run, _, task = prepare(tmp_path, name)
     _, expected = of_the_whole_batch(run, task)
-    run.batches._loader._split = by_rows
+    run.batches._loader.split = by_rows
     try:
         gradient, _ = mean_gradient(run)
     except Exception:  # torch or the task refuses what is left

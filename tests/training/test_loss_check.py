@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import checks, trials
+from trainapp.assembly import checks, comparison, trials
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.losses import losses
@@ -268,8 +268,8 @@ def test_a_mean_over_many_is_told_however_small():
     losses = {"ab": (0.08, 2e5), "a": (0.0799, 1e5), "b": (0.0801, 1e5)}
     results = {name: trials.Sums(*sums, {}, False) for name, sums in losses.items()}
     for same in (True, False):
-        compared = checks.Comparison(trials.Samples(4, {}, same), results)
-        assert "is a mean" in compared.problem(mode_of(None))
+        compared = comparison.Comparison(trials.Samples(4, {}, same), results)
+        assert "is a mean" in compared.problem("task=mine", training=False)
 
 
 def test_halves_are_known_by_their_values():

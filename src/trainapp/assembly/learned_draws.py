@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, excess, is_known, modes_of, size_of, without_values
+from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, is_known, modes_of, without_values
+from trainapp.assembly.comparison import excess, size_of
 from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config

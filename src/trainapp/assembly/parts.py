@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from trainapp.assembly import padding
 from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
 from trainapp.assembly.trials import SAMPLES, Samples, first_samples
 from trainapp.config.schema import Config
-from trainapp.data.loader import worker_count
+from trainapp.data.loader import Fetcher, worker_count
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError, summary_of
@@ -62,14 +63,17 @@ class Parts:
         """The first samples of training, to compare; None if there are too few, or if they cannot be fetched, which the
         first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
-        data, indices = self.batches.source.first(SAMPLES)
+        only_stacks = Fetcher(self.components.train_data, seed).only_stacks
+        data, indices = self.batches.source.first(SAMPLES if only_stacks else padding.LOOKED_AT)
         if self.samples is None and not self.samples_error:
             stateful = Stateful(data=data)
             for module in stateful.modules.values():
                 module.to(self.device)
             try:
                 with Snapshot.of(stateful).undone():
-                    self.samples = first_samples(data, indices, seed)
+                    self.samples = first_samples(data, indices[:SAMPLES], seed)
+                    if self.samples is not None:
+                        self.samples = padding.with_cut(self.samples, data, indices, seed, self.batches.split)
                 self.samples_error = "" if self.samples else "fewer than two samples"
             except Exception as error:
                 self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"

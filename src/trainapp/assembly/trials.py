@@ -42,22 +42,38 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class Cut(NamedTuple):
+    """A batch and its halves as training makes them: see `assembly.padding`.
+
+    names: theirs in `Samples.batches`, the whole one first; empty if they are not compared. reason: why; "" for data
+    whose batches torch stacks. is_padded: whether the whole batch is known to differ from its halves by padding alone.
+    """
+
+    names: tuple[str, ...] = ()
+    reason: str = ""
+    is_padded: bool = False
+
+
 class Samples(NamedTuple):
     """The batches to compare, on the CPU.
 
     batches: `a` and `b` are halves of `number` samples, and `ab` is the two together. same: whether they are known to
     hold the same values: padding and graphs may depend on what else is in a batch. Then there are `ba`, `aa` and `bb`,
-    too, or `b` is the first half again.
+    too, or `b` is the first half again. cut: batches that may hold other values than their halves.
     """
 
     number: int
     batches: dict[str, Any]
     same: bool
+    cut: Cut = Cut()
 
     def positions(self, name: str) -> list[int]:
-        """Of a batch's samples."""
-        of = {"a": range(self.number // 2), "b": range(self.number // 2, self.number)}
-        return [position for part in name for position in of[part]]
+        """Of a batch's samples: the letters are halves, `a` and `A` of the first positions."""
+        half = self.number // 2
+        positions: list[int] = []
+        for part in name:
+            positions += range(half) if part in "aA" else range(half, self.number)
+        return positions
 
 
 class Sums(NamedTuple):
@@ -98,15 +114,15 @@ def joints_of(batch: Any, parts: Sequence[Any]) -> list[int | None]:
         return []
     joints: list[int | None] = []
     for whole, *pieces in zip(*of_each, strict=True):
-        is_same = all(_is_equal(whole, piece) for piece in pieces)
-        found = (dim for dim in range(whole.dim()) if not is_same and _are_joined(whole, pieces, dim))
+        is_same = all(equal_tensors(whole, piece) for piece in pieces)
+        found = (dim for dim in range(whole.dim()) if not is_same and are_joined(whole, pieces, dim))
         joints.append(next(found, None))
         if joints[-1] is None and not is_same:
             return []
     return joints if any(joint is not None for joint in joints) else []
 
 
-def _is_equal(a: Tensor, b: Tensor) -> bool:
+def equal_tensors(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of a batch are equal, also sparse and nested ones, for which torch has no `equal`."""
     if (a.layout, a.dtype, a.is_nested, a.dim()) != (b.layout, b.dtype, b.is_nested, b.dim()):
         return False
@@ -118,9 +134,10 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and all(map(torch.equal, strided_parts(a), strided_parts(b)))
 
 
-def _are_joined(whole: Tensor, pieces: list[Tensor], dimension: int) -> bool:
+def are_joined(whole: Tensor, pieces: list[Tensor], dimension: int) -> bool:
+    """Whether the tensor is the concatenation of the pieces in this dimension."""
     with contextlib.suppress(RuntimeError):  # other shapes
-        return _is_equal(whole, _concatenated(pieces, dimension))
+        return equal_tensors(whole, _concatenated(pieces, dimension))
     return False
 
 

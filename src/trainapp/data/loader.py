@@ -41,6 +41,8 @@ class Fetcher(Dataset):
     that a sample depends only on (seed, epoch, index). For other data sets the global generators are seeded from these
     three before each sample, so random transforms give the same sample every time it is fetched. They are also seeded
     before the data set's own `collate`, which may mix samples at random.
+
+    Attributes: `collate`, the data set's own, None: torch's.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -48,7 +50,12 @@ class Fetcher(Dataset):
         self._epoch: int | None = None
         promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
         self._batched = hasattr(dataset, "__getitems__") and promises
-        self._own_collate = getattr(dataset, "collate", None)
+        self.collate = getattr(dataset, "collate", None)
+
+    @property
+    def only_stacks(self) -> bool:
+        """Whether torch makes the batches, so that samples of different shapes are an error."""
+        return self.collate is None and not self._batched
 
     def __getitem__(self, request: Request) -> Any:
         if request.epoch != self._epoch:
@@ -62,10 +69,10 @@ class Fetcher(Dataset):
                 return samples
         with preserved_rng(CPU):
             samples = samples or [self._sample(index) for index in indices]
-            if self._own_collate is None:
+            if self.collate is None:
                 return default_collate(samples)
             seed_from(CPU, self.seed, request.epoch, *indices)
-            return self._own_collate(samples)
+            return self.collate(samples)
 
     def _sample(self, index: int) -> Any:
         # A sample drawn again gets other random transforms.
@@ -145,12 +152,13 @@ class BatchLoader:
 
     workers: number of loader processes; 0 fetches in this process. split: cuts a fetched batch, unless the data set has
     its own method `split`; None: without such a method, samples are collated again to cut a batch.
+    Attributes: `split`, whichever of the two is used.
     """
 
     def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device, split: Split | None = None):
         self.fetcher, self.seed, self.device = Fetcher(dataset, seed), seed, device
         # Data sets often have an attribute of this name that is "train" or "val".
-        self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
+        self.split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self._pinned, self.workers = device.type == "cuda", workers
         self._coming: Iterator[Request] = iter(())
         self._loader: DataLoader | None = None
@@ -205,8 +213,8 @@ class BatchLoader:
         They are fetched and collated again, in this process, unless `split` cuts the batch. No other way works for
         every batch: tensors may be packed, have time first, belong to no sample, or depend on all samples.
         """
-        if self._split is not None:
-            return self._split(batch, start, end)
+        if self.split is not None:
+            return self.split(batch, start, end)
         return self._move(self.fetcher[Request(request.epoch, request.indices[start:end])])
 
     def _move(self, batch: Any) -> Any:

@@ -102,6 +102,11 @@ class TrainBatches:
         self._position: tuple | None = None  # of the open iterator: `_requests`' arguments; None: unknown
 
     @property
+    def split(self) -> Split | None:
+        """What cuts a fetched batch; None: its samples are collated again."""
+        return self._loader.split
+
+    @property
     def epoch_samples(self) -> int:
         """Samples in an epoch: fewer than `samples` if `drop_last` drops some."""
         return self.samples - self.samples % self.global_size if self._drop_last else self.samples

@@ -342,6 +342,9 @@ def _checks_text(recipe: dict[str, Any]) -> str:
     return "; ".join(clauses) or "none"
 
 
+_SUBJECTS = {"loss": "the loss", "padding": "the loss in padded halves", "draws": "random draws"}
+
+
 def _modes_text(modes: list[str]) -> str:
     """Return `in evaluation and training`, `in chunks` or the like. modes: as in the names of `checks`."""
     texts = []
@@ -357,9 +360,11 @@ def _check_text(subjects: list[str], modes: str, outcome: str) -> str:
     """Return one clause: an outcome that begins with a verb continues the subject, any other follows a colon."""
     if subjects == ["draws"] and outcome == "none":
         return f"no random draws {modes}"
-    text = " and ".join("the loss" if subject == "loss" else "random draws" for subject in subjects) + f" {modes}"
+    text = " and ".join(_SUBJECTS[subject] for subject in subjects) + f" {modes}"
+    if subjects == ["loss", "padding"]:
+        text = f"the loss {modes}, also in padded halves,"
     if outcome.startswith("not "):
-        text += " is" if subjects == ["loss"] else " are"
-    elif not outcome.startswith(("adds up ", "is ", "all belong ")):
+        text += " are" if "draws" in subjects else " is"
+    elif not outcome.startswith(("adds up ", "does not add up", "is ", "all belong ")):
         text += ":"
     return f"{text} {shorten(outcome, LONGEST, placeholder=' ...')}"

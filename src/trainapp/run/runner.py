@@ -87,6 +87,7 @@ def _run_session(
                 current.state.stateful.owners[name].restore(state)
         if carried is None:
             _tell_recipe(current)
+            events.warn_of_padding(current)
         try:
             while (failure := attempt(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:

@@ -18,6 +18,7 @@ from trainapp.losses.losses import has_embeddings
 from trainapp.memory.live_tensors import Picture
 from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm, per_sample_buffers
 from trainapp.optim.schedules import rates
+from trainapp.rng import PADDING
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training.engine import Totals
 from trainapp.training.phase import UpdateContext
@@ -152,6 +153,13 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
         "count as skipped, and their samples as trained",
         topic="nothing counts",
     )
+
+
+def warn_of_padding(session: Session) -> None:
+    """Warn before the first step of results that depend on the padding, as the check of the loss has found."""
+    for topic, text in session.engine.ledger.depends.items():
+        if topic.startswith(PADDING):
+            session.tracker.warn_once(text, topic=topic)
 
 
 def note_dependence(session: Session, context: UpdateContext) -> None:
