@@ -193,6 +193,8 @@ class Stream(Source):
 
         Returns the samples, the number from each shard, and the shard whose turn is next.
         """
+        if len(self._shards) == 1:  # all at once, and one more, which tells whether the epoch ends
+            self._shards[0].available(epoch, count + 1)
         samples: list[Any] = []
         taken, turn, missing = [0] * len(self._shards), self._turn, 0
         while len(samples) < count and missing < len(self._shards):

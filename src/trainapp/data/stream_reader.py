@@ -116,8 +116,11 @@ class Shard(IterableDataset):
         """Read until `wanted` samples of the epoch are held or none are left. Returns the number held."""
         if self.epoch > epoch:
             return 0  # this shard has ended
-        while len(self._buffer) < wanted and not self._ended:
-            self._read()
+        if len(self._buffer) < wanted and not self._ended:
+            # Once for all samples: it takes longer than reading a small one.
+            with preserved_rng(CPU) if self._in_process else contextlib.nullcontext():
+                while len(self._buffer) < wanted and not self._ended:
+                    self._read()
         return min(len(self._buffer), wanted)
 
     def sample(self, number: int) -> Any:
@@ -145,8 +148,7 @@ class Shard(IterableDataset):
         try:
             if self._reads is None:
                 self._reads = iter(self) if self._in_process else self._ahead()
-            with preserved_rng(CPU) if self._in_process else contextlib.nullcontext():
-                read = next(self._reads)
+            read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.close()
             raise
