@@ -182,7 +182,9 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
-    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are."""
+    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are, nor is an
+    evaluation before the first step. Schedules follow scheduled evaluations only.
+    """
     progress, (direction, metric) = session.state.progress, session.objective
     if metric not in means:  # only some batches may have it
         if progress.objective is None:
@@ -193,9 +195,11 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)
-    for update in session.state.updates:
-        update.schedule.evaluated(value)
-    if direction is None:
+    if session.evaluation_is_scheduled:
+        for update in session.state.updates:
+            update.schedule.evaluated(value)
+    only_checks = session.config.mode == "train" and progress.step == 0
+    if direction is None or only_checks:
         return
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)

@@ -116,6 +116,15 @@ class Session:
         return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
 
     @property
+    def evaluation_is_scheduled(self) -> bool:
+        """Whether `every.eval` asks for an evaluation at this step. Only such a one may change how training continues:
+        one that checks the objective before the first step, or that is made because the run ends, would make another
+        run of the same one, started or extended differently.
+        """
+        progress = self.state.progress
+        return progress.step > 0 and self.limits.evaluate.ends_at(progress)
+
+    @property
     def save_is_due(self) -> bool:
         """Whether a checkpoint of this step is due: by cadence, clock or best evaluation, or at the run's end."""
         every, saved_at, progress = self.limits.save, self.checkpointer.saved_at, self.state.progress
