@@ -19,7 +19,7 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import AtWork, Stopped, StopRequest
 from trainapp.sizes.record import Sizes
-from trainapp.snapshot import Snapshot
+from trainapp.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
@@ -63,6 +63,7 @@ class Evaluation:
 
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
+    before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluate`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
