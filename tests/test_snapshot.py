@@ -248,3 +248,47 @@ def test_plain_attributes_of_a_task_are_restored():
     assert (task.calls, task.mean.tolist(), task.by_half.tolist()) == (1, [1, 1], [0, 1])
     assert task.mean is alias
     assert not hasattr(task, "new")
+
+
+def test_a_record_that_was_set_aside_outlives_other_takes():
+    model = Counting()
+    snapshot = Snapshot.of(Stateful(model=model), verified=0)
+    record = snapshot.set_aside()
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.ones(4, 2))
+            model.table.add_(1)
+        snapshot.take()
+    assert snapshot.return_to(record) == []
+    assert (model.steps, model.running.tolist(), model.lazy, model.training) == (0, [0, 0], None, True)
+    assert int(model.norm.num_batches_tracked) == 0
+    assert float(model.table.max()) == 1
+    snapshot.take()  # a copy of these values, not of those that were written last
+    with torch.no_grad():
+        model.table.add_(1)
+        model.running.add_(1)
+    snapshot.restore()
+    assert (float(model.table.max()), model.running.tolist()) == (1, [0, 0])
+
+
+def test_a_parameter_without_a_copy_in_the_record_is_named_and_has_one_later():
+    model = Counting()
+    snapshot = Snapshot.of(Stateful(model=model), verified=0)
+    for named, moved in ((["model.linear.bias"], 1), ([], 1)):
+        record = snapshot.set_aside()
+        before = model.linear.bias.detach().clone()
+        with torch.no_grad():
+            model.linear.bias.add_(1)
+        snapshot.note_written()
+        assert snapshot.return_to(record) == named
+        assert torch.allclose(model.linear.bias, before + (moved if named else 0))
+
+
+def test_returning_keeps_a_constants_write_that_no_version_shows():
+    """A copy that was made before such a write is older than the record."""
+    model = Counting()
+    snapshot = Snapshot.of(Stateful(model=model), verified=0)
+    snapshot.take()
+    model.table.data.fill_(3)
+    snapshot.return_to(snapshot.set_aside())
+    assert float(model.table.max()) == 3

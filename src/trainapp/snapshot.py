@@ -21,10 +21,10 @@ then on the parameter is copied. A first write cannot be undone: `restore` names
 """
 
 import contextlib
+import dataclasses
 import operator
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +123,7 @@ class _References(NamedTuple):
     owned: dict[str, Any]
 
 
-@dataclass
+@dataclasses.dataclass
 class State:
     """The record of a `take`."""
 
@@ -321,6 +321,27 @@ class Snapshot:
         self.note(written)
         self._restore_tensors(state)
         self._refer_to(state.structure, state.references, but)
+
+    def set_aside(self) -> State:
+        """Take, and hand over the record, for `return_to` after any number of other takes, which copy into new memory.
+        The copies of constants are shared with them.
+        """
+        self.take()
+        self._copied, self._copies, self._groups = None, [], []
+        return self._taken
+
+    def return_to(self, state: State) -> list[str]:
+        """Return to a record that was set aside. Returns the names of parameters that forwards have written since, of
+        which it has no copies: they stay as they are.
+        """
+        unsure, copies = state.structure.unsure, state.copies_by_id()
+        constants = dict(state.constants)
+        if not state.sums:  # a copy is that of a version, and may be older than a write that the version does not show
+            constants = {key: known for key, known in constants.items() if version_of(known.tensor) != known.version}
+        self._restore_tensors(dataclasses.replace(state, constants=constants))
+        self._refer_to(state.structure, state.references)
+        self._constants = state.constants  # copies of later versions have the values of later writes
+        return [name for name in self.written if name in unsure and id(unsure[name]) not in copies]
 
     def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):

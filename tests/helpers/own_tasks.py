@@ -114,26 +114,25 @@ def nan_in_evaluation(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[s
 
 
 class InfOnce:
-    """Classification; the metric is infinite in the first evaluation, and 0.5 later."""
+    """Classification; the metric is infinite in evaluations of the first three steps, and 0.5 later."""
 
     def __init__(self) -> None:
-        self.has_evaluated = False
+        self.steps = 0
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         """Trial calls are undone: it has a state."""
         loss, count, _ = classification(model, batch)
-        if not self.has_evaluated and not model.training:
-            self.has_evaluated = True
-            return loss, count, {"ratio": torch.tensor(float("inf"))}
-        return loss, count, {"ratio": torch.tensor(0.5 * count)}
+        self.steps += model.training
+        ratio = 0.5 * count if model.training or self.steps > 3 else float("inf")
+        return loss, count, {"ratio": torch.tensor(ratio)}
 
-    def state_dict(self) -> dict[str, bool]:
-        """Whether it has."""
-        return {"has_evaluated": self.has_evaluated}
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps."""
+        return {"steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, bool]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """As saved."""
-        self.has_evaluated = state["has_evaluated"]
+        self.steps = state["steps"]
 
 
 class CountsInPlace:

@@ -147,7 +147,7 @@ class Generators(Base):
 
 
 class CountsInEvaluation(Base):
-    """Counts the samples of evaluations: in a buffer, a parameter, by torch's protocol. Training depends on all."""
+    """Counts the samples of evaluations: in a buffer, a parameter, by torch's protocol. Results depend on all."""
 
     def build(self, num_classes: int) -> None:
         self.register_buffer("seen", torch.zeros(()))
@@ -155,19 +155,72 @@ class CountsInEvaluation(Base):
         self.samples = 0
 
     def change(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            self.samples += len(inputs)
-            self.seen += len(inputs)
-            with torch.no_grad():
-                self.total += len(inputs)
-            return torch.zeros(())
-        return self.linear(inputs) * 1e-3 * (self.samples + self.seen + self.total)
+        if self.training:
+            return self.linear(inputs) * 1e-3 * (self.samples + self.seen + self.total)
+        places = self.samples + self.seen + self.total + 3 * torch.arange(len(inputs))  # the same however they are cut
+        self.samples += len(inputs)
+        self.seen += len(inputs)
+        with torch.no_grad():
+            self.total += len(inputs)
+        return self.linear(inputs) * 1e-3 * places[:, None]
 
     def get_extra_state(self) -> int:
         return self.samples
 
     def set_extra_state(self, state: int) -> None:
         self.samples = state
+
+
+class WritesAlways(nn.Module):
+    """Writes state of every kind in each forward, in evaluation too, and computes with it."""
+
+    per_sample_buffers, writes_attributes = ("hidden",), True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(64, 10), nn.Parameter(torch.ones(()), requires_grad=False)
+        self.register_buffer("hidden", torch.zeros(360, 10))
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("unsaved", torch.ones(()), persistent=False)
+        self.register_buffer("replaced", torch.ones(()))
+        self.array, self.tensor, self.number, self.own = np.ones(1), torch.ones(()), 1, 1
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            for tensor in (self.scale, self.calls, self.unsaved):
+                tensor.mul_(1.01)
+            self.layer.weight.mul_(0.999)  # an average's, where one is evaluated
+        self.replaced, self.own = self.replaced * 1.01, self.own * 1.01
+        if self.writes_attributes:
+            self.array *= 1.01
+            self.tensor.mul_(1.01)
+            self.number *= 1.01
+        factor = self.scale * self.calls * self.unsaved * self.tensor * float(self.array[0]) * self.replaced
+        outputs = self.layer(images.flatten(1)) + 0.5 * self.hidden[: len(images)]
+        self.hidden[: len(images)] = outputs.detach()
+        return outputs * factor * self.number * self.own
+
+    def get_extra_state(self) -> float:
+        return self.own
+
+    def set_extra_state(self, state: float) -> None:
+        self.own = state
+
+
+class WritesSaved(WritesAlways):
+    """Nothing that is not in a checkpoint."""
+
+    writes_attributes = False
+
+
+class OnlyInEvaluation(WritesSaved):
+    """Writes a parameter in evaluation alone."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self.scale.mul_(1.01)
+        return self.layer(images.flatten(1)) * self.scale
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -210,6 +263,26 @@ class QueueTask:
 
     def load_state_dict(self, state: dict) -> None:
         self.losses = deque(state["losses"], maxlen=5)
+
+
+class Weighs:
+    """A loss that weighs by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.counted = torch.ones(()), 0
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        self.counted += 1
+        if model.writes_attributes:
+            self.calls *= 1.01
+        losses = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="none")
+        return losses.sum() * self.calls * (1 + 0.01 * self.counted), len(losses), {}
+
+    def state_dict(self) -> dict:
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.counted = state["counted"]
 
 
 class Failing:

@@ -170,7 +170,8 @@ def test_an_improvement_resets_the_patience(tmp_path):
     stops = []
     for step, loss in enumerate([3.0, 4.0, 2.0, float("nan"), 1.5, 1.5, 1.6], start=1):
         view = events._view(run, "early_stopping", events.Verdict())
-        early.after_evaluation(type(view)(**{**vars(view), "step": step, "stop": stops.append}), {"loss": loss})
+        changed = {"step": step, "stop": stops.append, "is_scheduled": True}
+        early.after_evaluation(type(view)(**{**vars(view), **changed}), {"loss": loss})
         assert bool(stops) == (step == 7)
     assert (early.best, early.best_step) == (1.5, 5)
 
@@ -178,7 +179,7 @@ def test_an_improvement_resets_the_patience(tmp_path):
 def test_another_metric_begins_without_a_best_value(tmp_path):
     """An accuracy is not compared with a loss."""
     early = EarlyStopping(2, 0.0, "min", "loss")
-    early.after_evaluation(SimpleNamespace(step=1), {"loss": 0.5})
+    early.after_evaluation(SimpleNamespace(step=1, is_scheduled=True), {"loss": 0.5})
     for direction, metric, best in (("min", "loss", 0.5), ("max", "loss", None), ("min", "error", None)):
         other = EarlyStopping(2, 0.0, direction, metric)
         other.load_state_dict(early.state_dict())

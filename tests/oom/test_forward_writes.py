@@ -44,12 +44,15 @@ EVALUATING = (*model("CountsInEvaluation"), "every.eval=2", "batch.eval_micro_si
 
 
 def survives_in_evaluation(run_dir: Path, step: int, part: float = 0.5) -> list[str]:
-    """Where a run that is out of memory in an evaluation differs from one that is not, after training has gone on."""
+    """Where a run that is out of memory in an evaluation differs from one that is not: in training, or evaluations."""
     fault = Fault("evaluate", step, int(operations(*EVALUATING)["evaluate", step] * part))
     recorded = Recorded(tiny(run_dir, *EVALUATING), fault)
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 90, 45)
-    return differences(recorded.record()[:2], undisturbed(*EVALUATING)[:2])
+    record, wanted = recorded.record(), undisturbed(*EVALUATING)
+    evaluated = [line["loss"] for line in wanted.evaluations]
+    is_equal = [line["loss"] for line in record.evaluations] == pytest.approx(evaluated, rel=1e-5)
+    return [*differences(record[:2], wanted[:2]), *([] if is_equal else ["evaluations"])]
 
 
 @pytest.mark.parametrize(("step", "part"), [(2, 0.5), (4, 0.9)])
@@ -68,15 +71,33 @@ def test_a_compiled_model(tmp_path, monkeypatch):
         assert differences(recorded.record(), wanted.record()) == []
 
 
+ALWAYS = (*model("WritesAlways"), "task=writing_models.Weighs", "objective=min loss", "data.num_workers=0")
+
+
+@pytest.mark.parametrize(("step", "part"), [(2, 0.5), (2, 0.95), (4, 0.5)])
+def test_an_evaluation_that_is_out_of_memory_leaves_nothing_to_training(tmp_path, step, part):
+    evaluating = (*ALWAYS, "every.eval=2", "batch.eval_micro_size=90")
+    fault = Fault("evaluate", step, int(operations(*evaluating)["evaluate", step] * part))
+    recorded = Recorded(tiny(tmp_path, *evaluating), fault)
+    assert [(failure.phase, failure.new_size) for failure in recorded.failures] == [("evaluate", 45)]
+    found, wanted = recorded.record(), undisturbed(*ALWAYS, "every.eval=null")
+    results = {"objective", "best", "best_step"}
+    for record in (found, wanted):
+        progress = record.state["progress"]
+        record.state["progress"] = {name: value for name, value in progress.items() if name not in results}
+    assert differences(found[:3], wanted[:3]) == []
+
+
 def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
     # In the first micro-batch, after the write.
-    recorded = Recorded(tiny(tmp_path, *EVALUATING), Fault("evaluate", 2, 4))
+    recorded = Recorded(tiny(tmp_path, *EVALUATING), Fault("evaluate", 2, 12))
     (failure,) = recorded.failures
     assert failure.lost == ["model.total"]
     assert "the forward has written model.total, of which there was no copy" in failure.action
     assert "restarting from the start and repeating 2 finished steps" in failure.action
     assert recorded.run.sizes.evaluation.size == 45
-    assert differences(recorded.record().state["model"], undisturbed(*EVALUATING).state["model"]) == []
+    wanted = undisturbed(*model("CountsInEvaluation"), "every.eval=null")  # from now on there is a copy
+    assert differences(recorded.record().state["model"], wanted.state["model"]) == []
 
 
 def test_without_the_transaction_an_evaluation_counts_twice(tmp_path, monkeypatch):

@@ -87,3 +87,14 @@ def test_a_frozen_base_that_forwards_write_is_resumed(cell, tmp_path, spread):
     adapter = ("adapter=lora", "adapter.targets=[linear]")
     saved = resumed(cell, tmp_path, "TeacherOfBase", f"parallel={spread}", *adapter)["model_values"]
     assert saved["written"] == ["teacher.bias", "teacher.weight"]
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_an_evaluation_leaves_each_rank_its_rows(cell, spread):
+    """Those of declared buffers, which hold a rank's own samples."""
+    overrides = (f"parallel={spread}", *own_model("writing_models.Declares"), "schedule=constant", "schedule.warmup=0")
+    wanted = cell.run(2, *overrides, "every.eval=null", tiny=WRITING)
+    records = cell.run(2, *overrides, "every.eval=2", tiny=WRITING)
+    assert differences(records, wanted) == []
+    assert [record.losses for record in records] == [record.losses for record in wanted]
+    assert len(records[0].evaluated) == 3

@@ -139,6 +139,22 @@ def test_tensors_of_another_shape_or_dtype_or_in_one_run_alone(first, tmp_path, 
     assert code == DIFFERENT
 
 
+def test_evaluations_of_one_run_alone_are_named(tmp_path, capsys):
+    """As far as both go: that of the end of a shorter run, which was extended, changes nothing in training."""
+    constant = ("schedule.warmup=0", "schedule=constant")
+    runs.run(tmp_path / "extended", *MLP, *constant, "train.max_steps=3")
+    runs.run(tmp_path / "extended", *MLP, *constant)
+    runs.run(tmp_path / "whole", *MLP, *constant)
+    runs.run(tmp_path / "longer", *MLP, *constant, "every.eval=1", "train.max_steps=6")
+    lines, sentence, code = shown(capsys, tmp_path / "extended", tmp_path / "whole")
+    assert "  evaluated only in A: step 3" in lines
+    assert not any(line.startswith("  evaluated only in B") for line in lines)
+    assert sentence == "identical bit for bit: all logged values, weights and optimizer of step 4"
+    assert code == IDENTICAL
+    lines, _, _ = shown(capsys, tmp_path / "whole", tmp_path / "longer")
+    assert "  evaluated only in B: steps 1, 3" in lines
+
+
 def test_runs_of_different_lengths_and_the_step_to_compare(first, tmp_path, capsys):
     runs.run(tmp_path, *MLP, "train.max_steps=2", "schedule.warmup=0", "schedule=constant")
     runs.run(tmp_path / "longer", *MLP, "schedule.warmup=0", "schedule=constant", "every.save=2")

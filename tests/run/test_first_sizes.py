@@ -227,3 +227,11 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(begin, sou
         assert searched.search_has_ended is not retries_in_place
         searched.history[64] = ShapeHistory(LargestRun(8))
         assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step
+
+
+def test_an_evaluation_of_rows_per_sample_has_no_more_samples_than_training(tmp_path):
+    """A model with a row for each sample of the global batch has none for others."""
+    own = (*runs.own_model("writing_models.Declares"), "user_packages=[writing_models]", "data=digits", "every.eval=2")
+    session = runs.closed(tmp_path / "a", *own)
+    assert session.sizes.evaluation.size == session.config.batch.global_size
+    assert runs.run(tmp_path / "b", *own).steps == 4

@@ -149,6 +149,7 @@ def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
 
 def test_an_objective_that_an_evaluation_does_not_have(prepare):
     run = prepare("objective=max third")
+    run.state.progress.step = 1
     evaluate.record_objective(run, {"loss": 1.0, "third": 0.5})
     evaluate.record_objective(run, {"loss": 1.0})
     assert math.isnan(run.state.progress.objective)

@@ -1,12 +1,18 @@
 """Evaluation: reproduces the number that training logged, and has no effect on training."""
 
+import signal
+from pathlib import Path
+from typing import Any
+
 import helpers
 import pytest
 import runs
 import torch
 from torch import nn
 
+from trainapp.assembly import trials
 from trainapp.errors import UserError
+from trainapp.snapshot import Snapshot
 from trainapp.training import loop
 
 
@@ -97,12 +103,13 @@ class Caching(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.head, self.table = nn.Linear(64, 64), nn.Linear(64, 10), None
+        self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+        self.tables = {}  # what a dict contains is not restored
 
     def forward(self, images):
-        if self.table is None or not self.training:
-            self.table = torch.linspace(0.5, 1.5, 64)
-        return self.head(self.inner(images.flatten(1)) * self.table)
+        if not self.tables or not self.training:
+            self.tables["table"] = torch.linspace(0.5, 1.5, 64)
+        return self.head(self.inner(images.flatten(1)) * self.tables["table"])
 
 
 CACHING = ("~model", "+model._target_=test_eval_mode.Caching", "user_packages=[test_eval_mode]", "data=digits")
@@ -118,3 +125,82 @@ def test_a_model_may_keep_what_it_makes_in_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", torch.inference_mode()(loop.evaluate))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         runs.run(tmp_path / "inference", *CACHING, "every.eval=2")
+
+
+WRITES = (
+    *("data=digits", "task=writing_models.Weighs", "user_packages=[writing_models]", "objective=min loss"),
+    *("train.max_steps=6", "schedule=constant", "schedule.warmup=0", "train.check_loss=false", "every.save=1"),
+    *("checkpointing.keep_last=9", "batch.eval_micro_size=90", "data.num_workers=0"),
+)
+AVERAGES = pytest.mark.parametrize("average", [(), ("train.ema=0.5",)], ids=["weights", "average"])
+
+
+def of_training(run_dir: Path) -> list[Any]:
+    """What training has computed: its losses, and the state after the last step."""
+    state = runs.saved(run_dir, 6)
+    parts = ("model", "optimizer", "average", "stateful", "model_values")
+    return [[line["loss"] for line in helpers.metrics(run_dir)], {part: state[part] for part in parts}]
+
+
+@AVERAGES
+def test_what_a_forward_writes_in_evaluation_is_undone(tmp_path, average, monkeypatch):
+    own = (*runs.own_model("writing_models.WritesAlways"), *WRITES, *average)
+    runs.run(tmp_path / "never", *own, "every.eval=null")
+    runs.run(tmp_path / "always", *own, "every.eval=1")
+    assert runs.differences(of_training(tmp_path / "never"), of_training(tmp_path / "always")) == []
+    runs.run(tmp_path / "rarely", *own, "every.eval=4")
+    assert helpers.evaluations(tmp_path / "rarely")[0] == helpers.evaluations(tmp_path / "always")[3]
+    monkeypatch.setattr(Snapshot, "return_to", lambda self, state: [])
+    runs.run(tmp_path / "kept", *own, "every.eval=1")
+    assert runs.differences(of_training(tmp_path / "never"), of_training(tmp_path / "kept")) != []
+
+
+@AVERAGES
+def test_it_is_undone_before_the_end_is_saved(tmp_path, average):
+    """A run that is extended is the undisturbed one, and the checkpoint evaluates to what was logged."""
+    own = (*runs.own_model("writing_models.WritesSaved"), *WRITES, *average, "every.eval=2")
+    runs.run(tmp_path / "whole", *own)
+    runs.run(tmp_path / "extended", *own, "train.max_steps=3")
+    runs.run(tmp_path / "eval", *own, "mode=eval", f"checkpointing.resume={tmp_path / 'extended'}")
+    assert helpers.evaluations(tmp_path / "eval") == helpers.evaluations(tmp_path / "extended")[-1:]
+    runs.run(tmp_path / "extended", *own)
+    assert [line["step"] for line in helpers.evaluations(tmp_path / "extended")] == [2, 3, 4, 6]
+    assert runs.differences(of_training(tmp_path / "whole"), of_training(tmp_path / "extended")) == []
+
+
+def test_it_is_undone_before_a_stopped_run_is_saved(tmp_path):
+    """A signal in the second micro-batch of an evaluation."""
+    own = (*runs.own_model("writing_models.WritesSaved"), *WRITES, "train.ema=0.5", "every.eval=2")
+    runs.run(tmp_path / "whole", *own)
+    session = runs.prepare(tmp_path / "parts", *own)
+    evaluate, calls = session.engine.evaluate, []
+
+    def interrupted(*arguments):
+        calls.append(session.state.progress.step)
+        if calls.count(4) == 2:
+            session.stop.signal = int(signal.SIGTERM)
+        return evaluate(*arguments)
+
+    session.engine.evaluate = interrupted
+    loop.train(session)
+    session.close()
+    assert calls == [2, 2, 2, 2, 4, 4]
+    runs.run(tmp_path / "parts", *own)
+    assert helpers.evaluations(tmp_path / "parts") == helpers.evaluations(tmp_path / "whole")
+    assert runs.differences(of_training(tmp_path / "whole"), of_training(tmp_path / "parts")) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "first"),
+    [("task=writing_models.Weighs", "the first trial of the metrics"), ("task=auto", "the evaluation at step 2")],
+)
+def test_parameters_that_only_evaluations_write_are_named_once(tmp_path, caplog, monkeypatch, task, first):
+    """There is no copy of a large model's when they are first written; from then on there is."""
+    monkeypatch.setattr(trials, "MOST_COPIED", 0)
+    own = (*runs.own_model("writing_models.OnlyInEvaluation"), *WRITES, task, "every.eval=2")
+    runs.run(tmp_path, *own)
+    assert f"{first} is the first to write model.scale in place, of which there was no copy yet" in caplog.text
+    assert caplog.text.count("is the first to write") == 1
+    scales = {float(runs.saved(tmp_path, step)["model"]["scale"]) for step in (2, 4, 6)}
+    assert len(scales) == 1
+    assert scales != {1.0}

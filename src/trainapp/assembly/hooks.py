@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainapp.assembly.trials import is_small
 from trainapp.config import excludes, targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
@@ -18,8 +19,10 @@ from trainapp.hooks.rungs import RUNGS, AskSweep, asks_sweep
 from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
+from trainapp.snapshot import Parameters
 from trainapp.tracking.meter import Utilisation, peak_of
 from trainapp.training.engine import Engine
+from trainapp.training.evaluate import written_without_copy
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
@@ -139,11 +142,12 @@ def _do_without_evaluations(session: Session) -> None:
 def _tried(session: Session) -> set[str]:
     """The names of the metrics that the task has for the first samples, on any rank. Collective."""
     found: set[str] = set()
+    parameters: Parameters = "all" if is_small(*session.state.modules) else "written"
     session.ranks.enable_votes(False)
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
-        with torch.no_grad(), session.snapshot.undone(), uncompiled(), evaluation_mode(session.state.modules):
+        with torch.no_grad(), session.snapshot.undone(parameters), uncompiled(), evaluation_mode(session.state.modules):
             try:
                 batch = map_tensors(lambda tensor: tensor.to(session.state.device), batches.example(SAMPLES))
                 _, _, metrics = session.engine.evaluate(session.task, batch)
@@ -153,6 +157,8 @@ def _tried(session: Session) -> set[str]:
                 log.debug("the metrics cannot be tried: %s", error)
                 continue
             session.metrics.update(metrics)
+        if session.snapshot.lost:
+            log.warning("%s", written_without_copy("the first trial of the metrics", session.snapshot.lost))
         found |= {"loss", *metrics} - {EVERY}
     found = found.union(*session.ranks.all_gather_object(found))
     if found:  # else no rank could try

@@ -197,7 +197,7 @@ class Trials:
             root.to(device)  # modules of a task are moved later anyway
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self.snapshot = Snapshot.of(stateful)
-        self.snapshot.take("all" if _is_small(task, model) else "trained")  # most of the memory may be frozen
+        self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")  # most of the memory may be frozen
 
     @torch.no_grad()
     def __call__(
@@ -326,7 +326,7 @@ def ways_of(
     as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     ways = [Way("fp32" if dtypes <= {torch.float32} else "the model's dtype", new), Way("as trained", as_trained)]
-    if noise is not None and _is_small(task, model):
+    if noise is not None and is_small(model, task.unchecked):
         double = functools.partial(in_double, *arguments, noise=noise, compute=options.get("compute"))
         ways.insert(0, Way(DOUBLE, double))
     return ways
@@ -359,8 +359,9 @@ def first_that_works(ways: Sequence[Way], use: Callable[[Trials], T]) -> Tried[T
     raise ValueError("no way to call the task")
 
 
-def _is_small(task: CheckedTask, model: nn.Module) -> bool:
-    parts = (part for tensor in held_tensors([model, task.unchecked]) for part in strided_parts(tensor))
+def is_small(*roots: Any) -> bool:
+    """Whether the tensors of model and task may be copied whole."""
+    parts = (part for tensor in held_tensors(roots) for part in strided_parts(tensor))
     return sum(part.nbytes for part in parts) <= MOST_COPIED
 
 

@@ -44,7 +44,9 @@ class View:
     evaluated: the evaluation data sets by name, "" for the data's own split. stop: ends the run after this step, as if
     it had reached its end; takes the reason, for result.json. pause: saves the run and ends the process, to be
     continued. is_stopping: whether a signal has asked for that. length: steps of the whole run, None if unknown.
-    logged: the step's loss, rates and other metrics if it is logged (`every.log`), otherwise empty.
+    is_scheduled: whether `every.eval` asks for an evaluation at this step; one that is made only because the run ends,
+    or before the first step to check the objective, should not change how training continues. logged: the step's loss,
+    rates and other metrics if it is logged (`every.log`), otherwise empty.
     """
 
     step: int
@@ -61,6 +63,7 @@ class View:
     pause: Callable[[], None]
     is_stopping: Callable[[], bool]
     length: int | None
+    is_scheduled: bool
     logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -129,7 +132,8 @@ class EarlyStopping:
     """`stopping.patience`: ends the run once `metric` has not improved by more than `min_delta` for `patience`
     evaluations in a row.
 
-    direction: "max" or "min". A non-finite value is never an improvement. Its state is in the checkpoints.
+    direction: "max" or "min". A non-finite value is never an improvement. Only scheduled evaluations count, see `View`.
+    Its state is in the checkpoints.
     """
 
     def __init__(self, patience: int, min_delta: float, direction: str, metric: str):
@@ -138,12 +142,16 @@ class EarlyStopping:
         self.best: float | None = None
         self.best_step = 0
         self.bad = 0  # evaluations since the last improvement
+        self._exists = False  # whether an evaluation of this process had the metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Count this evaluation. Raises UserError for a metric that does not exist or is not a number."""
+        """Count a scheduled evaluation. Raises UserError for a metric that does not exist or is not a number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        if self.metric not in metrics and self.best is None and not self.bad:  # later evaluations may lack it
+        self._exists |= self.metric in metrics or self.best is not None or self.bad > 0
+        if not self._exists:  # later evaluations may lack it
             raise no_such_metric("stopping.metric", self.direction, self.metric, metrics)
+        if not view.is_scheduled:
+            return
         value = metrics.get(self.metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
         if math.isfinite(value) and gain > self.min_delta:

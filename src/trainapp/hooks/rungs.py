@@ -48,6 +48,8 @@ class AskSweep:
         """Ask, on rank 0: the others wait at the end of the callbacks. Raises UserError for a run without an end."""
         if view.length is None:
             raise UserError("sweep.pruner: a stream's epochs have no known length; set train.max_steps")
+        if not view.step:  # only checks that the objective exists
+            return None
         reached = [own for own in self.rungs if view.step >= round(own[1] * view.length)]
         self.rungs = self.rungs[len(reached) :]
         if not reached or not view.is_rank_zero or view.step >= view.length:

@@ -5,7 +5,7 @@ abort a step on all ranks without leaving a trace.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,14 @@ class SingleDevice:
         """Tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
         return iter(())
 
-    def broadcast_buffers(self) -> None:
+    def broadcast_buffers(self, except_for: Collection[str] = ()) -> None:
         """Give every rank the buffers of rank 0, before evaluating and saving: until then each has its own BatchNorm
         statistics. Collective: call on every rank.
+
+        Args:
+            except_for: names of buffers that each rank keeps.
         """
-        self.ranks.broadcast(self.model.buffers())
+        self.ranks.broadcast(buffer for name, buffer in self.model.named_buffers() if name not in except_for)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients, from the norm of this rank's gradients or shards. Collective."""

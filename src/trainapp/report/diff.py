@@ -124,6 +124,7 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     yield from _pairs_section("entries of the recipe", comparison.recipe, "at least one run has no recipe.json")
     yield from _log_section("training", comparison.train)
     yield from _log_section("evaluations", comparison.evaluations)
+    yield from _evaluations_of_one(comparison)
     yield from _pairs_section("micro-batches and retries", comparison.micro_batches, "at least one run has not ended")
     yield from _weights_section(comparison)
 
@@ -166,6 +167,16 @@ def _log_section(title: str, log: LogDifference) -> Iterator[str]:
     for note, names in (("equal", log.equal), ("only in A", log.only_in_a), ("only in B", log.only_in_b)):
         if names:
             yield f"  {note}: {listed(names, _MOST_ROWS)}"
+
+
+def _evaluations_of_one(comparison: Comparison) -> Iterator[str]:
+    """Yield the steps, as far as both runs go, after which only one of them was evaluated."""
+    log, end = comparison.evaluations, min(comparison.steps)
+    for name, steps in (("A", log.steps_only_in_a), ("B", log.steps_only_in_b)):
+        texts = [str(step) for step in steps if step <= end]
+        if texts:
+            noun = "step" if len(texts) == 1 else "steps"
+            yield f"  evaluated only in {name}: {noun} {listed(texts, _MOST_ROWS)}"
 
 
 def _weights_section(comparison: Comparison) -> Iterator[str]:

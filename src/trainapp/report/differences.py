@@ -58,6 +58,8 @@ class LogDifference:
     equal: list[str] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
+    steps_only_in_a: list[int] = field(default_factory=list)
+    steps_only_in_b: list[int] = field(default_factory=list)
 
     def step_before(self, step: int) -> int | None:
         """Return the last step before this one that both have logged, or None."""
@@ -195,6 +197,8 @@ def logs(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> LogDifference:
         equal=sorted(equal, key=lambda name: (_rank(name), name)),
         only_in_a=sorted(a.keys() - b.keys()),
         only_in_b=sorted(b.keys() - a.keys()),
+        steps_only_in_a=[int(step) for step in np.setdiff1d(_steps(a), _steps(b))],
+        steps_only_in_b=[int(step) for step in np.setdiff1d(_steps(b), _steps(a))],
     )
 
 

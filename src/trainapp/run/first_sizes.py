@@ -11,7 +11,7 @@ from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
-from trainapp.models.inspect import smallest_micro_batch
+from trainapp.models.inspect import per_sample_buffers, smallest_micro_batch
 from trainapp.run.resume import BUILT_FROM
 from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes, ScheduledSizes
@@ -61,7 +61,8 @@ def initial_sizes(
     4. `saved`: the checkpoint's, if found with the same memory budget and without `changed`, see `changes_of_memory`.
     5. This rank's share of the global batch.
 
-    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share.
+    For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share, or its share where a module
+    declares `per_sample_buffers`.
 
     The record of `saved` is continued; `restart` may lack the sizes of some work. Raises UserError for settings that
     would split a batch that must stay whole.
@@ -87,8 +88,12 @@ def initial_sizes(
         own.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
         own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt, share)
         is_anew |= _begin(own, key_of(name), attempt, restart, saved if given is None else {}, changed)
+    most = batch.eval_micro_size
+    if not isinstance(most, int):
+        modules = {"model": session.state.model, **session.state.stateful.modules}
+        has_rows = bool(per_sample_buffers(modules))  # as many as training has samples
+        most = share if whole or has_rows else 2 * share
     # At most this rank's samples: a size that is never reached is never validated.
-    most = batch.eval_micro_size if isinstance(batch.eval_micro_size, int) else share if whole else 2 * share
     evaluation = new(min(most, eval_share), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
     is_anew |= _begin(evaluation, EVALUATION, attempt, restart, saved_for_evaluation, changed)

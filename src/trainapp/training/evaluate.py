@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from trainapp.data.source import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
-from trainapp.models.inspect import evaluation_mode
+from trainapp.models.inspect import evaluation_mode, per_sample_buffers
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
@@ -24,6 +24,7 @@ from trainapp.training.engine import Engine, Totals
 from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluation, Session
 from trainapp.training.transaction import note_refused, watched
+from trainapp.units import listed
 
 T = TypeVar("T")
 EVALUATION = "evaluation"  # the name in the ledger of what its forwards draw
@@ -48,9 +49,10 @@ def evaluate(session: Session) -> None:
                     session.evaluation.finished[name] = evaluate_set(session, name, batches)
     except Stopped:
         session.metrics.reset()
-        session.evaluation = Evaluation(last=session.evaluation.last)
         if session.strategy.forward_is_collective:
             session.strategy.finish_accumulation()
+        _undo_writes(session)
+        session.evaluation = Evaluation(last=session.evaluation.last)
         return
     finished, session.evaluation.finished = session.evaluation.finished, {}
     values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
@@ -69,11 +71,15 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     if present.totals is None:  # skipped on a retry, which may run on one rank only
         # Each rank validates its size on its own batches, whose number differs: agree once.
         session.ranks.enable_votes(any(session.ranks.all_gather_object(tunes or sizes.is_unvalidated)))
-        session.strategy.broadcast_buffers()
+        # Rows of a rank's own samples would be lost to training.
+        rows = {name.removeprefix("model.") for name in per_sample_buffers({"model": session.state.model})}
+        session.strategy.broadcast_buffers(except_for=rows)
     if present.totals is None or (batches.is_stream and not present.complete):  # a stream is read from its start
+        _undo_writes(session)
         present.totals = Totals()
         present.embedded = Embedded(session.task) if has_embeddings(session.task) else None
         session.metrics.reset()
+    _set_state_aside(session)
     fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
     with as_evaluated(session.engine, name):
         if not present.complete:  # otherwise one rank alone repeats what follows
@@ -84,6 +90,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
+    _undo_writes(session)
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks, session.interruptible)
     values = results | totals.means(session.ranks) | as_scalars(results)
@@ -96,6 +103,35 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
             topic=f"nothing counts in evaluation {name}",
         )
     return values
+
+
+def _set_state_aside(session: Session) -> None:
+    """Record the state that the evaluation of a set begins with, unless it continues after an error. With the weights'
+    average in their place, which forwards may write, too.
+    """
+    if session.evaluation.before is None:
+        with session.state.average.in_place_of_weights():
+            session.evaluation.before = session.snapshot.set_aside()
+
+
+def _undo_writes(session: Session) -> None:
+    """Return to the state that was set aside, if any: training does not depend on what forwards in evaluation write."""
+    if session.evaluation.before is None:
+        return
+    with session.state.average.in_place_of_weights():
+        lost = session.snapshot.return_to(session.evaluation.before)
+    session.evaluation.before = None
+    if lost:
+        what = f"the evaluation at step {session.state.progress.step}"
+        session.tracker.warn_once(written_without_copy(what, lost), topic="parameters written in evaluation")
+
+
+def written_without_copy(what: str, names: Sequence[str]) -> str:
+    """A warning about parameters whose first write in place cannot be undone. what: the work that has written them."""
+    return (
+        f"{what} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
+        "is): training continues with what it has written. Make them buffers, which are always copied"
+    )
 
 
 @contextlib.contextmanager
@@ -182,7 +218,9 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
-    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are."""
+    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are, nor is an
+    evaluation before the first step. Schedules follow scheduled evaluations only.
+    """
     progress, (direction, metric) = session.state.progress, session.objective
     if metric not in means:  # only some batches may have it
         if progress.objective is None:
@@ -193,9 +231,11 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)
-    for update in session.state.updates:
-        update.schedule.evaluated(value)
-    if direction is None:
+    if session.evaluation_is_scheduled:
+        for update in session.state.updates:
+            update.schedule.evaluated(value)
+    only_checks = session.config.mode == "train" and progress.step == 0
+    if direction is None or only_checks:
         return
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)

@@ -117,6 +117,7 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         pause=functools.partial(setattr, verdict, "pauses", True),
         is_stopping=lambda: bool(session.stop_heard()),
         length=length.total_steps if is_known else None,
+        is_scheduled=session.evaluation_is_scheduled,
         logged=dict(session.attempt.logged),
     )
 

@@ -19,7 +19,7 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import AtWork, Stopped, StopRequest
 from trainapp.sizes.record import Sizes
-from trainapp.snapshot import Snapshot
+from trainapp.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
@@ -63,6 +63,7 @@ class Evaluation:
 
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
+    before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluate`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
@@ -114,6 +115,15 @@ class Session:
     def awaits_evaluation(self) -> bool:
         """Whether an evaluation is due and not yet done at this step."""
         return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
+
+    @property
+    def evaluation_is_scheduled(self) -> bool:
+        """Whether `every.eval` asks for an evaluation at this step. Only such a one may change how training continues:
+        one that checks the objective before the first step, or that is made because the run ends, would make another
+        run of the same one, started or extended differently.
+        """
+        progress = self.state.progress
+        return progress.step > 0 and self.limits.evaluate.ends_at(progress)
 
     @property
     def save_is_due(self) -> bool:
