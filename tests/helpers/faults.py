@@ -100,6 +100,18 @@ def environment(folder: Path, *faults: Fault) -> dict[str, str]:
     return {ENVIRONMENT: json.dumps(plan), "PYTHONPATH": os.pathsep.join(path)}
 
 
+def arm() -> None:
+    """Fail as planned in $TRAINAPP_TEST_FAULTS, if it is set, until this process ends."""
+    if ENVIRONMENT in os.environ:
+        plan = json.loads(os.environ[ENVIRONMENT])
+        injector = Injector([Fault(**fault) for fault in plan["faults"]], Path(plan["folder"]))
+        _ARMED.append(injected(injector))
+        _ARMED[-1].__enter__()
+
+
+_ARMED: list[contextlib.AbstractContextManager["Injector"]] = []  # kept: a block whose manager is freed ends
+
+
 class Injector(TorchDispatchMode):
     """Sees every tensor operation of the loop before it runs, as an allocator would: a view takes no memory.
 

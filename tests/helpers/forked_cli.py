@@ -24,7 +24,10 @@ PROGRAM = (sys.executable, "-m", "trainapp")
 _SOURCES = str(Path(__file__).resolve().parents[2] / "src")
 _MODULES = ["__main__", "hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner"]
 # Of each test, or set by what earlier tests have run in this process: nothing reads them during the imports.
-_IGNORED = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE", "WANDB_MODE", "TORCHINDUCTOR_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG")
+_IGNORED = (
+    *("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE", "TRAINAPP_TEST_FAULTS", "WANDB_MODE", "TORCHINDUCTOR_CACHE_DIR"),
+    "CUBLAS_WORKSPACE_CONFIG",
+)
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 

@@ -3,10 +3,8 @@
 Importing it in a worker of the real launcher arms the faults planned in $TRAINAPP_TEST_FAULTS.
 """
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import faults
@@ -29,8 +27,5 @@ class MaskedTokens(SyntheticTokens):
         return batch
 
 
-if faults.ENVIRONMENT in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-    PLAN = json.loads(os.environ[faults.ENVIRONMENT])
-    PLANNED = [faults.Fault(**fault) for fault in PLAN["faults"]]
-    ARMED = faults.injected(faults.Injector(PLANNED, Path(PLAN["folder"])))
-    ARMED.__enter__()  # until this process ends
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    faults.arm()
