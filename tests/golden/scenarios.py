@@ -139,7 +139,7 @@ SCENARIOS = (
                 Fault("forward", 3, 6),
                 Fault("loss", 4),
                 Fault("backward", 5, 6),
-                Fault("evaluate", 5, 4),
+                Fault("evaluate", 5, 24),
                 Fault("metric", 6),
                 Fault("clip", 7),
                 Fault("after the commit", 8),

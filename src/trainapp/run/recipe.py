@@ -219,7 +219,9 @@ def _options_text(optimizer: dict[str, Any]) -> str:
     for name, value in optimizer["groups"][0]["options"].items():
         if not isinstance(value, bool | int | float | str | tuple | list):  # an array compares by element
             continue
-        is_default = repr(value) == repr(optimizer["class_defaults"].get(name))
+        if name not in optimizer["class_defaults"]:  # set by the class itself
+            continue
+        is_default = repr(value) == repr(optimizer["class_defaults"][name])
         if is_default and name not in _ALWAYS_SHOWN:
             continue
         if value is True:
