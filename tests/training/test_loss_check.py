@@ -68,6 +68,12 @@ def penalised(model, batch):
     return losses.sum() + 0.1 * sum(p.square().sum() for p in model.parameters()), len(losses), {}
 
 
+def rounded_share(model, batch):
+    """A share of the batch that is rounded, as of the hardest half: equal halves do not show it."""
+    losses = cross_entropies(model, batch)
+    return losses.sum() * 2 * max(1, len(losses) // 2) / len(losses), len(losses), {}
+
+
 NO_SUM = r"the loss is not a sum over samples: .*"
 REFUSED = {
     "own_tasks.mean": r"the loss is a mean, but a sum is required: for 4 samples .* 2\.\d+ with a count of 4, and",
@@ -76,6 +82,7 @@ REFUSED = {
     "test_loss_check.contrastive": NO_SUM + "`whole_batch = True`",
     "test_loss_check.weak_contrastive": NO_SUM + "`whole_batch = True`",
     "test_loss_check.penalised": NO_SUM,
+    "test_loss_check.rounded_share": NO_SUM + "for the first and the others .* the sum of their weights",
 }
 
 
@@ -128,7 +135,15 @@ def hungry(model, batch):
     return own_tasks.total(model, batch)
 
 
-SILENT = [weighted, cancelling, nothing, not_a_number, seeded_noise, noisy_by_numpy, hungry]
+def of_two(model, batch):
+    """No single sample runs, so equal halves alone are compared."""
+    losses = cross_entropies(model, batch)
+    if len(losses) < 2:
+        raise ValueError("a single sample")
+    return losses.sum(), len(losses), {}
+
+
+SILENT = [of_two, weighted, cancelling, nothing, not_a_number, seeded_noise, noisy_by_numpy, hungry]
 
 
 @pytest.mark.parametrize("task", SILENT, ids=lambda task: task.__name__)
@@ -322,7 +337,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=own_tasks.task_of_the_test", "train.draws=device")
-    assert Calls.made == [(size, training, False) for training in (False, True) for size in 2 * (4, 2, 2)]
+    assert Calls.made == [(size, training, False) for training in (False, True) for size in 2 * (4, 2, 2, 1, 3)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ from trainapp.assembly.comparison import IN_DOUBLE, Comparison
 from trainapp.assembly.parts import Parts
 from trainapp.assembly.trials import (
     DOUBLE,
+    UNEVEN,
     Observed,
     Rounding,
     Sums,
@@ -268,7 +269,7 @@ def _outcome_of_sum(call: Calls, results: Mapping[str, Sums]) -> Outcome:
     mode, samples = call.mode, call.trial.samples
     comparison = Comparison(samples, results)
     if comparison.problem(mode.task.setting, mode.training) is None:
-        return Outcome(None, comparison.compared())
+        return Outcome(_problem_of_unequal_parts(call, results["ab"]), comparison.compared())
 
     again = call("ab", observed := Observed())
     if observed.epsilon > IN_DOUBLE:
@@ -279,6 +280,31 @@ def _outcome_of_sum(call: Calls, results: Mapping[str, Sums]) -> Outcome:
     if comparison.failing_metrics():
         comparison = comparison._replace(rounded=tuple(sums.metrics for sums in call.rounded("ab")))
     return Outcome(comparison.problem(mode.task.setting, mode.training), comparison.compared())
+
+
+def _problem_of_unequal_parts(call: Calls, whole: Sums) -> str | None:
+    """Return the message about a task whose results for one sample and for the others do not add up, though those of
+    equal halves do: weights and rounded shares may be alike in both halves.
+    """
+    mode, samples = call.mode, call.trial.samples
+    if UNEVEN[0] not in samples.batches:
+        return None
+    try:
+        first, rest = (call(name) for name in UNEVEN)
+    except Exception:  # a model may not run a single sample: training makes none then
+        return None
+    if not all(math.isfinite(sums.loss) for sums in (first, rest)):  # nor a loss, such as one with a deviation
+        return None
+    comparison = Comparison(samples, {"ab": whole, "a": first, "b": rest}, parts="the first and the others")
+    if comparison.difference() is None:
+        return None
+    again = call("ab", observed := Observed())
+    if _reason_not_to_judge(mode, {"ab": whole}, again, observed, call.is_learnt):
+        return None
+    comparison = _with_rounding(comparison, observed, call.rounded("ab"))
+    if comparison.difference() is None:
+        return None
+    return comparison.problem(mode.task.setting, mode.training)
 
 
 def _outcome_of_cut(call: Calls, results: Mapping[str, Sums]) -> Outcome:
@@ -292,19 +318,23 @@ def _outcome_of_cut(call: Calls, results: Mapping[str, Sums]) -> Outcome:
         again = call(halves["ab"], observed := Observed())
         if reason := _reason_not_to_judge(mode, of_cut, again, observed, call.is_learnt):
             return _not_compared(reason)
-        rounded = call.rounded(halves["ab"])
-        comparison = comparison._replace(
-            epsilon=observed.epsilon_of_loss,
-            epsilon_of_metrics=observed.epsilon,
-            rounded=tuple(sums.metrics for sums in rounded),
-            rounded_losses=tuple(sums.loss for sums in rounded),
-        )
+        comparison = _with_rounding(comparison, observed, call.rounded(halves["ab"]))
         difference = comparison.difference()
     if difference is None:
         return Outcome(None, comparison.compared("" if samples.same else " collated in halves"))
     if difference.counts_padding and samples.cut.is_padded:
         return Outcome(difference.refusal(mode.task.setting), difference.text())
     return Outcome(None, difference.text(), dependence=difference.warning(mode.task.setting, mode.training))
+
+
+def _with_rounding(comparison: Comparison, observed: Observed, rounded: Sequence[Sums]) -> Comparison:
+    """Return the comparison with what rounding may change. rounded: the whole batch's results with other rounding."""
+    return comparison._replace(
+        epsilon=observed.epsilon_of_loss,
+        epsilon_of_metrics=observed.epsilon,
+        rounded=tuple(sums.metrics for sums in rounded),
+        rounded_losses=tuple(sums.loss for sums in rounded),
+    )
 
 
 def _reason_not_to_judge(

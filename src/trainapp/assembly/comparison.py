@@ -26,7 +26,8 @@ class Comparison(NamedTuple):
 
     epsilon, epsilon_of_metrics: relative rounding error of the coarsest dtype in the computation of the loss, and of
     the metrics; 0 until they are known. rounded: the metrics of `ab` computed with other rounding, see `Rounding`.
-    rounded_losses: its losses; without them, swapped halves measure the rounding of the loss.
+    rounded_losses: its losses; without them, swapped halves measure the rounding of the loss. parts: what `a` and `b`
+    are, in words.
     """
 
     samples: Samples
@@ -35,6 +36,7 @@ class Comparison(NamedTuple):
     epsilon_of_metrics: float = 0.0
     rounded: tuple[Mapping[str, float], ...] = ()
     rounded_losses: tuple[float, ...] = ()
+    parts: str = "their halves"
 
     def compared(self, addition: str = "") -> str:
         """What has been compared, in words that continue "the loss". addition: to "over 4 samples"."""
@@ -56,7 +58,7 @@ class Comparison(NamedTuple):
         most = self._most(self.epsilon)
         numbers = (
             f"for {samples.number} samples it returns {whole.loss:.9g} with a count of {whole.divisor:g}, and for "
-            f"their halves {a.loss:.9g} with {a.divisor:g} and {b.loss:.9g} with {b.divisor:g}"
+            f"{self.parts} {a.loss:.9g} with {a.divisor:g} and {b.loss:.9g} with {b.divisor:g}"
         )
         is_small = size_of(losses) <= 1e-6 * min(1.0, abs(whole.divisor))
         if not is_small and self._is_mean(losses, most):
@@ -69,7 +71,8 @@ class Comparison(NamedTuple):
             return (
                 f"{setting}: the loss is not a sum over samples{' in training mode' * training}: {numbers}. It "
                 "would depend on the micro-batch, and so on free memory. Do shapes broadcast, such as [B, 1] with [B]? "
-                "If it compares or mixes the samples of its batch, or has a term of the whole batch such as a "
+                "Are samples weighted, by their class, say? Then the count is the sum of their weights. If it "
+                "compares or mixes the samples of its batch, or has a term of the whole batch such as a "
                 "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
                 "on the task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md)."
                 " If the model normalises over the batch in evaluation mode, let it use running statistics there. "
@@ -91,7 +94,7 @@ class Comparison(NamedTuple):
             if is_mean or self.samples.same:
                 return (
                     f"{setting}: the metric {name} is {'a mean' if is_mean else 'not a sum over samples'}, but a sum "
-                    f"is required: for {self.samples.number} samples it is {values['ab']:.9g}, and for their halves "
+                    f"is required: for {self.samples.number} samples it is {values['ab']:.9g}, and for {self.parts} "
                     f"{values['a']:.9g} and {values['b']:.9g}. It would depend on the micro-batch: return the sum of "
                     "the samples' own values (of a mean over samples, that times the count), or configure it as "
                     f"metrics.{name}, which sees all samples (docs/extending.md). {_IF_MEANT}"

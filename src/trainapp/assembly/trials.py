@@ -54,12 +54,16 @@ class Cut(NamedTuple):
     is_padded: bool = False
 
 
+UNEVEN = ("first", "rest")  # names of batches: a cut into unequal parts
+
+
 class Samples(NamedTuple):
     """The batches to compare, on the CPU.
 
     batches: `a` and `b` are halves of `number` samples, and `ab` is the two together. same: whether they are known to
     hold the same values: padding and graphs may depend on what else is in a batch. Then there are `ba`, `aa` and `bb`,
-    too, or `b` is the first half again. cut: batches that may hold other values than their halves.
+    too, or `b` is the first half again; and of four samples `first` and `rest`, a cut into unequal parts. cut: batches
+    that may hold other values than their halves.
     """
 
     number: int
@@ -69,6 +73,10 @@ class Samples(NamedTuple):
 
     def positions(self, name: str) -> list[int]:
         """Of a batch's samples: the letters are halves, `a` and `A` of the first positions."""
+        if name == "first":
+            return [0]
+        if name == "rest":
+            return list(range(1, self.number))
         half = self.number // 2
         positions: list[int] = []
         for part in name:
@@ -98,6 +106,10 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
     if joints := joints_of(whole, [a, b]):
         orders = {"ba": (b, a), "aa": (a, a), "bb": (b, b)}
         others = {name: joined(whole, parts, joints) for name, parts in orders.items()}
+        if number > 2:
+            uneven = [Fetcher(data, seed)[Request(0, indices)] for indices in (first[:1], first[1:] + second)]
+            if joints_of(whole, uneven):
+                others |= dict(zip(UNEVEN, uneven, strict=True))
         return Samples(number, {"ab": whole, "a": a, "b": b, **others}, True)
     twice = Fetcher(data, seed)[Request(0, first * 2)]
     if joints_of(twice, [a, a]):
