@@ -249,6 +249,9 @@ SCENARIOS = (
         "plan",
         f"mode=plan {MLP} {RUN} batch.global_size=256 memory.limit=100KiB",
         f"mode=plan {GPT} hydra.run.dir=ranks parallel=fsdp plan.world=2 plan.techniques=false",
+        # In the backward two neighbours are entered at once; which of them is named depends on the seed of hashes.
+        varying=("module",),
+        varying_text=r"\(layers\.1\.[12]\)",
     ),
     # Each of these is one message.
     scenario("mistakes", *(f"{MLP} hydra.run.dir={n} {wrong}" for n, wrong in enumerate(MISTAKES))),
