@@ -4,6 +4,7 @@ A run that uses one of them fails where the scenario says: see `faults.arm`.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -97,12 +98,20 @@ class Stops:
         if view.step != self.step or view.run_dir.name != self.run or marker.exists():
             return
         marker.touch()
-        os.kill(os.getppid() if self.is_for_sweep else os.getpid(), signal.SIGTERM)
+        os.kill(_sweep_of(view.run_dir) if self.is_for_sweep else os.getpid(), signal.SIGTERM)
         until = time.monotonic() + 60
         while not view.is_stopping():
             assert time.monotonic() < until, "the signal has not come"
             time.sleep(0.01)
         time.sleep(0.2)  # for the thread that says so
+
+
+def _sweep_of(run_dir: Path) -> int:
+    """Return the number of the sweep's process, which is the parent, unless that has ended: then it may be any."""
+    holder = re.search(r"process (\d+) ", (run_dir.parent / "run.lock").read_text())
+    assert holder is not None
+    assert int(holder[1]) == os.getppid()
+    return os.getppid()
 
 
 # Models and data

@@ -62,7 +62,7 @@ VARYING_TEXTS = (
     (r"\b\d+(\.\d+)? (s|min|h)\b", "<time>"),
     (r"\(process \d+ on host \S+", "(process <number> on host <name>"),
     (r"\btorch-?\d+\.\d+\.\d+\S*|\bpython \d+\.\d+\.\d+", "<version>"),
-    (r"; this CPU has no instructions for \w+, so .*", ""),
+    (r"; emulated: this CPU has no .*", ""),
     # A table names what all rows have in common above its columns, by chance the time, too.
     (r"^(all: .*?)(, time <time>|time <time>, )", r"\1"),
     (r"^(# +job .*?) +time\b|^((?:\d+|-)  .*?) +<time>", r"\1\2"),

@@ -35,20 +35,44 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Swap the averages into the model inside the block; copies shards one at a time."""
-        with contextlib.ExitStack() as swapped:  # swaps back, even if memory ends at a shard's copy
-            for pair in zip(self.weights, self.averages, strict=True):
-                _exchange(*pair)
-                swapped.callback(_exchange, *pair)
+        """Swap the averages into the model inside the block.
+
+        Shards are copied, by way of a buffer of the largest one, which is held meanwhile: swapping back needs no memory
+        that might be missing then.
+        """
+        pairs = list(zip(self.weights, self.averages, strict=True))
+        buffers = _buffers_for([weight for weight in self.weights if _is_shard(weight)])
+        with contextlib.ExitStack() as swapped:  # swaps back, whatever happens inside
+            for weight, average in pairs:
+                _exchange(weight, average, buffers)
+                swapped.callback(_exchange, weight, average, buffers)
             yield
 
 
-def _exchange(weight: Tensor, average: Tensor) -> None:
+Buffers = dict[tuple[torch.device, torch.dtype], Tensor]
+
+
+def _is_shard(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")
+
+
+def _buffers_for(shards: list[Tensor]) -> Buffers:
+    """Return a buffer of the largest shard's size by device and dtype."""
+    largest: dict[tuple[torch.device, torch.dtype], int] = {}
+    for shard in map(local_part, shards):
+        key = (shard.device, shard.dtype)
+        largest[key] = max(largest.get(key, 0), shard.numel())
+    return {(device, dtype): torch.empty(size, device=device, dtype=dtype) for (device, dtype), size in largest.items()}
+
+
+def _exchange(weight: Tensor, average: Tensor, buffers: Buffers) -> None:
     """Swap two tensors; a shard by a copy, because FSDP gathers its memory, whatever `.data` of the DTensor is."""
-    if not hasattr(weight, "device_mesh"):
+    if not _is_shard(weight):
         weight.data, average.data = average.data, weight.data
         return
-    own, other = local_part(weight), local_part(average)
-    kept = own.clone()
-    own.copy_(other)
-    other.copy_(kept)
+    weight_shard = local_part(weight)
+    average_shard = local_part(average)
+    copy_of_weight = buffers[weight_shard.device, weight_shard.dtype][: weight_shard.numel()].view(weight_shard.shape)
+    copy_of_weight.copy_(weight_shard)
+    weight_shard.copy_(average_shard)
+    average_shard.copy_(copy_of_weight)
