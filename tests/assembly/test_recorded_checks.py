@@ -3,6 +3,7 @@
 import random
 
 import own_graphs
+import own_tasks
 import pytest
 import runs
 import torch
@@ -390,3 +391,17 @@ def test_updates_have_names_of_their_own(tmp_path):
     assert told["loss of update head in training"] == "not compared: ValueError: in training only"
     assert told["draws of update body in training"] == "none"
     assert told["draws of update head in training"].startswith("not known: ValueError: in training only")
+
+
+def of_two(model, batch):
+    loss, count, metrics = own_tasks.total(model, batch)
+    if count < 2:
+        raise ValueError("a single sample")
+    return loss, count, metrics
+
+
+def test_what_does_not_run_a_single_sample_is_compared_in_halves_alone(tmp_path):
+    told = checks_of(
+        tmp_path, *runs.own_model("own_tasks.Net"), HERE, "data=digits", "task=test_recorded_checks.of_two"
+    )
+    assert "adds up over 4 samples, as does its count; in halves alone: ValueError: a single sample" in told["loss"]

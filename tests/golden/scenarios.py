@@ -267,14 +267,14 @@ SCENARIOS = (
         "diff sweep/0 sweep/1",
         "rerun sweep/0 hydra.run.dir=rerun train.max_steps=1",
     ),
-    # Jobs are paused at a rung, the better goes on; a signal stops the sweep in its second job, which is continued.
+    # Jobs are paused at a rung, the better one resumes; a signal stops the sweep in its second job, which is continued.
     scenario(
         "halving",
         Command(f"{SWEEP} {HALVING} {PARTS} {STOPS_SWEEP}", is_unordered=True),
         "continue sweep",
         "leaderboard sweep",
     ),
-    # What the version before has begun, its checkpoint and its sweep, goes on.
+    # A checkpoint and a sweep of the version before are continued.
     scenario("continued", "continue run", "continue sweep", is_continued=True),
     scenario(
         "ddp",

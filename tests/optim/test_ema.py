@@ -86,3 +86,26 @@ def test_a_weight_that_is_frozen_later_keeps_its_name():
     model[0].requires_grad_(False)
     assert average.names == list(dict(model.named_parameters()))
     assert len(average.names) == len(average.averages) == 4
+
+
+def test_swapping_back_shards_needs_no_memory(monkeypatch):
+    """Or a shard would keep its average where memory runs out at the end of an evaluation."""
+    model = nn.Linear(3, 2)
+    average = WeightAverage(model, 0.5)
+    before = vector(model.parameters())
+    for weight, of_weight in zip(average.weights, average.averages, strict=True):
+        of_weight.add_(1)
+        for tensor in (weight, of_weight):  # as shards have
+            tensor.device_mesh = None
+            tensor._local_tensor = tensor.detach()
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with torch.no_grad(), average.in_place_of_weights():
+        assert torch.equal(vector(model.parameters()), before + 1)
+        monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+        monkeypatch.setattr(torch, "empty", no_memory)
+    monkeypatch.undo()
+    assert torch.equal(vector(model.parameters()), before)
+    assert torch.equal(vector(average.averages), before + 1)

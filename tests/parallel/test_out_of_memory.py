@@ -358,6 +358,24 @@ def test_too_few_samples_for_the_model(cell, share):
 
 
 @pytest.mark.slow
+def test_a_larger_size_that_the_model_refuses_on_ranks(cell):
+    """All ranks go back to the validated size, and lose one retried step."""
+    tiny = (*TINY, *runs.own_model("own_models.Grouped"), "data=digits", "user_packages=[own_models]")
+    # 64 samples of a rank do not fit, and the search tries others than multiples of 8.
+    settings = ("parallel=ddp", "batch.global_size=128", "batch.micro_size=auto", "oom.grow=true", "train.max_steps=8")
+    faults = [Fault("forward", 1, rank=0), Fault("forward", 1, 2, rank=0)]
+    records = cell.run(2, *settings, tiny=tiny, faults=faults)
+    for record in records:
+        *out_of_memory, rejected = record.failures
+        assert [failure.rejects_size for failure in out_of_memory] == [False] * len(out_of_memory)
+        assert rejected.rejects_size
+        assert rejected.old_size % 8
+        assert record.sizes[-1] == rejected.new_size == record.sizes[0]
+        assert len(record.losses) == 8
+    assert together(records)
+
+
+@pytest.mark.slow
 def test_too_few_samples_where_ranks_do_not_vote(cell, tmp_path):
     """The restart is no error out of memory, but is left as a recovery: otherwise it would count as a crash."""
     settings = ("parallel=ddp", "parallel.vote_on_oom=never", "batch.global_size=33", "batch.micro_size=2")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import runs
+import torch
 
 from trainapp.run import recipe
 
@@ -73,10 +74,19 @@ def test_the_precision_is_that_of_the_models_weights(tmp_path):
 
 def test_batchnorm_and_the_tasks_of_updates_are_named(tmp_path):
     _, lines = recipe_of(tmp_path / "norm", *runs.MODELS["resnet"])
-    assert lines["checks"].endswith("; results depend on the micro-batch, by 20 BatchNorm layers")
+    assert lines["checks"].endswith("; results depend on the micro-batch (20 BatchNorm layers)")
     updates = ", ".join(f"{{name: {name}, task: classification, parameters: [{part}]}}" for name, part in PARTS.items())
     _, lines = recipe_of(tmp_path / "updates", *MLP, f"updates=[{updates}]")
     assert "task classification for a, classification for b;" in lines["data"]
+
+
+def test_batchnorm_that_stays_in_evaluation_mode_does_not_depend_on_the_micro_batch(tmp_path):
+    run = runs.closed(tmp_path, *runs.MODELS["resnet"])
+    for module in run.state.model.modules():
+        module.training &= not isinstance(module, torch.nn.BatchNorm2d)
+    facts = recipe.recipe_of(run)
+    assert facts["batchnorm_layers"] == 0
+    assert "micro-batch (" not in recipe.lines_of(facts)[-1]
 
 
 def test_parameters_that_are_not_trained_are_counted(tmp_path):

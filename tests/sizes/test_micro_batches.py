@@ -15,7 +15,7 @@ from trainapp.sizes.micro_batches import (
     ShapeHistory,
 )
 from trainapp.sizes.record import shape_suffix, sizes_text
-from trainapp.sizes.search import FailedAllocation, PeakSample
+from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
@@ -254,3 +254,16 @@ def test_a_message_says_which_shape_a_size_is_for():
     sizes.load_state_dict({"start": 64, "buckets": {"32": [40, 40, None, True], "256": [22, 22, 24, True]}})
     assert sizes_text(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
     assert shape_suffix(sizes, 256) == " for up to 256 elements per sample"
+
+
+def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
+    sizes = MicroBatchSizes(64)
+    sizes.searches[16] = SizeSearch(21, largest_validated=16, smallest_failing=32, search_has_ended=False)
+    sizes.current_bucket = 16
+    assert sizes.tries_larger_size
+    first = RankReport({16: LargestRun(21)}, 0, None)
+    third = RankReport({16: LargestRun(21)}, 16, AttemptFailure(rejects_size=True))
+    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (21, 16)
+    search = sizes.searches[16]
+    assert (search.size, search.smallest_failing, search.search_has_ended) == (16, 32, True)
+    assert not sizes.tries_larger_size

@@ -269,7 +269,9 @@ def _outcome_of_sum(call: Calls, results: Mapping[str, Sums]) -> Outcome:
     mode, samples = call.mode, call.trial.samples
     comparison = Comparison(samples, results)
     if comparison.problem(mode.task.setting, mode.training) is None:
-        return Outcome(_problem_of_unequal_parts(call, results["ab"]), comparison.compared())
+        problem, reason = _problem_of_unequal_parts(call, results["ab"])
+        text = f"{comparison.compared()}; in halves alone: {reason}" if reason else comparison.compared()
+        return Outcome(problem, text)
 
     again = call("ab", observed := Observed())
     if observed.epsilon > IN_DOUBLE:
@@ -282,29 +284,33 @@ def _outcome_of_sum(call: Calls, results: Mapping[str, Sums]) -> Outcome:
     return Outcome(comparison.problem(mode.task.setting, mode.training), comparison.compared())
 
 
-def _problem_of_unequal_parts(call: Calls, whole: Sums) -> str | None:
-    """Return the message about a task whose results for one sample and for the others do not add up, though those of
-    equal halves do: weights and rounded shares may be alike in both halves.
+def _problem_of_unequal_parts(call: Calls, whole: Sums) -> tuple[str | None, str]:
+    """Compare one sample and the others with all of them, where equal halves add up: weights and rounded shares may be
+    alike in both halves.
+
+    Returns:
+        The message about the task, None without a problem; and why nothing was compared, empty if it was.
     """
-    mode, samples = call.mode, call.trial.samples
+    mode = call.mode
+    samples = call.trial.samples
     if UNEVEN[0] not in samples.batches:
-        return None
+        return None, ""
     try:
         first, rest = (call(name) for name in UNEVEN)
-    except Exception:  # a model may not run a single sample: training makes none then
-        return None
-    if not all(math.isfinite(sums.loss) for sums in (first, rest)):  # nor a loss, such as one with a deviation
-        return None
+    except Exception as error:  # a model may not run a single sample: training makes none then
+        return None, summary_of(error)
+    if not (math.isfinite(first.loss) and math.isfinite(rest.loss)):
+        return None, "the loss of a single sample is not finite"
     comparison = Comparison(samples, {"ab": whole, "a": first, "b": rest}, parts="the first and the others")
     if comparison.difference() is None:
-        return None
+        return None, ""
     again = call("ab", observed := Observed())
-    if _reason_not_to_judge(mode, {"ab": whole}, again, observed, call.is_learnt):
-        return None
+    if reason := _reason_not_to_judge(mode, {"ab": whole}, again, observed, call.is_learnt):
+        return None, reason
     comparison = _with_rounding(comparison, observed, call.rounded("ab"))
     if comparison.difference() is None:
-        return None
-    return comparison.problem(mode.task.setting, mode.training)
+        return None, ""
+    return comparison.problem(mode.task.setting, mode.training), ""
 
 
 def _outcome_of_cut(call: Calls, results: Mapping[str, Sums]) -> Outcome:

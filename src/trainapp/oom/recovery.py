@@ -64,7 +64,7 @@ def rejects_larger_size(session: Session, error: Exception) -> bool:
 
 
 def _device_works(session: Session) -> bool:
-    """Return whether the device can go on: after an assertion in a kernel nothing can run."""
+    """Return whether the device still works: after an assertion in a kernel nothing can run."""
     try:
         session.memory.synchronize()
     except Exception:

@@ -44,7 +44,7 @@ def recipe_of(session: Session) -> dict[str, Any]:
         "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
         "grad_clip": session.config.train.grad_clip,
         "schedule": _schedule(session),
-        "batchnorm_layers": len(batchnorms(session.state.model)),
+        "batchnorm_layers": _batchnorm_layers(session.state.model),
         "checks": dict(session.checks),
     }
     return recipe
@@ -160,6 +160,11 @@ def _task_name(task: Task) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def _batchnorm_layers(model: nn.Module) -> int:
+    """Return the number of layers that normalise over a micro-batch: not those that stay in evaluation mode."""
+    return sum(model.get_submodule(name).training for name in batchnorms(model))
+
+
 # --- optimizer and schedule
 
 
@@ -252,13 +257,10 @@ def _decay_text(optimizer: dict[str, Any]) -> str:
 def _schedule(session: Session) -> dict[str, Any]:
     settings = session.config.schedule
     schedule = session.state.updates[0].schedule
-    advances = "step"
-    if schedule.follows_evaluations:
-        advances = "evaluation"
     return {
         "name": settings.shape if settings.target is None else settings.target,
         "arguments": dict(settings.arguments),
-        "advances_with_each": advances,
+        "advances_with_each": "evaluation" if schedule.follows_evaluations else "step",
         "warmup_steps": schedule.warmup_steps,
         "final_factor": settings.final if settings.target is None and settings.shape != "constant" else None,
         "total_steps": session.limits.length.total_steps,
@@ -340,7 +342,7 @@ def _checks_text(recipe: dict[str, Any]) -> str:
         clauses.extend(_check_text(subjects, modes, outcome) for modes, subjects in subjects_of.items())
     if recipe["batchnorm_layers"]:
         layers = plural(recipe["batchnorm_layers"], "BatchNorm layer")
-        clauses.append(f"results depend on the micro-batch, by {layers}")
+        clauses.append(f"results depend on the micro-batch ({layers})")
     return "; ".join(clauses) or "none"
 
 
