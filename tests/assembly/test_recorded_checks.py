@@ -1,4 +1,4 @@
-"""What was checked before the first step, and what could not be and why: `Parts.checks`, of which nothing is silent."""
+"""What was checked before the first step, and what could not be and why: see `Resources.checks`."""
 
 import random
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from trainapp.assembly import checks
 from trainapp.assembly.model import assemble
-from trainapp.assembly.parts import load_parts
+from trainapp.assembly.resources import open_resources
 from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask
 
@@ -26,7 +26,7 @@ UNKNOWN = "not known: {}; the first dimension as long as the batch counts as the
 def checks_of(run_dir, *overrides, resumes=False):
     """The record of a run that is assembled for training."""
     config = runs.configure(run_dir, *overrides)
-    parts = load_parts(config, SingleRank(), resumes=resumes)
+    parts = open_resources(config, SingleRank(), resumes=resumes)
     try:
         assemble(config, parts, SingleRank())
     finally:

@@ -20,7 +20,7 @@ import runs
 import torch
 
 from trainapp.assembly import build
-from trainapp.assembly.parts import load_parts
+from trainapp.assembly.resources import open_resources
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.precision import NonFiniteCheck, Precision
 from trainapp.parallel.ranks import SingleRank
@@ -127,11 +127,11 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
     """A run of the configuration on fake tensors of the device, and what it asks of it."""
     sizes = (f"batch.global_size={2 * SAMPLES}", f"batch.micro_size={SAMPLES}")
     config = runs.configure(Path(tempfile.mkdtemp()), *overrides, *sizes, "checkpointing=off")
-    parts = load_parts(config, SingleRank())
-    parts.initial_device = str(device)
+    resources = open_resources(config, SingleRank())
+    resources.initial_device = str(device)
     if task:
-        parts.components = dataclasses.replace(parts.components, task=globals()[task](parts.components.task))
-    parts.device, parts.memory = device, Recorder(device)
+        resources.targets = dataclasses.replace(resources.targets, task=globals()[task](resources.targets.task))
+    resources.device, resources.memory = device, Recorder(device)
     if device.type == "cuda" and config.optimizer.target.rpartition(".")[2] not in ("Adam", "AdamW"):
         # Of torch 2.13's fused optimizers, only these have a kernel for fake tensors.
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, fused=False))
@@ -141,10 +141,10 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
             return mode.from_tensor(tensor).to(device, non_blocking=True)  # as the loader does, from pinned memory
 
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
-        parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        fetched = parts.batches.micro_batches
-        parts.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None)
-        run = build.session_of(config, parts, StopRequest(), SingleRank())
+        resources.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
+        fetched = resources.batches.micro_batches
+        resources.batches.micro_batches = lambda *of: without_values(fetched(*of), moved, None)
+        run = build.session_of(config, resources, StopRequest(), SingleRank())
         run.sizes = initial_sizes(run)
         run.limits = dataclasses.replace(run.limits, log=0, evaluate=Interval(), save=Interval())
         if ranks > 1:

@@ -7,7 +7,7 @@ import torch
 from helpers import run_cli
 from torch import nn
 
-from trainapp.assembly.components import load_components
+from trainapp.assembly.resolved_targets import resolve_targets
 from trainapp.config import compose
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.planning import planner, process
@@ -123,7 +123,7 @@ def test_each_phase_has_a_line_of_its_own():
 
 def test_no_more_than_a_share_of_the_memory_is_used():
     config = compose.from_command_line(own(Huge))
-    estimator = Measured(load_components(config), 1, torch.device("cpu"))
+    estimator = Measured(resolve_targets(config), 1, torch.device("cpu"))
     with pytest.raises((MemoryLimitExceeded, MemoryError, RuntimeError)):
         estimator.peak(config, 2)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainapp.assembly import hooks
 from trainapp.assembly.model import assemble
-from trainapp.assembly.parts import Parts, load_parts
+from trainapp.assembly.resources import Resources, open_resources
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
@@ -36,33 +36,33 @@ def build(
     memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
     resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
     """
-    parts = load_parts(config, ranks, memory=memory, resumes=resumes)
+    resources = open_resources(config, ranks, memory=memory, resumes=resumes)
     try:
-        return session_of(config, parts, stop, ranks)
+        return session_of(config, resources, stop, ranks)
     except BaseException:
-        parts.close()  # reader processes may be running for a stream's first samples
+        resources.close()  # reader processes may be running for a stream's first samples
         raise
 
 
-def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) -> Session:
-    """The session of these parts."""
-    components, memory = parts.components, parts.memory
-    batches, eval_sets = parts.batches, parts.eval_sets
-    sets = list(components.eval_data)
-    callbacks = hooks.callbacks_of(config, components.hooks, components.task, sets)
-    engine = assemble(config, parts, ranks, callbacks)
+def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: Ranks) -> Session:
+    """Return the session that works with these resources."""
+    targets, memory = resources.targets, resources.memory
+    batches, eval_sets = resources.batches, resources.eval_sets
+    sets = list(targets.eval_data)
+    callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, sets)
+    engine = assemble(config, resources, ranks, callbacks)
     state = engine.state
-    if not parts.resumes:
+    if not resources.resumes:
         _begin_at_weights(config, state, ranks)
-    if parts.device.type == "cuda":
+    if resources.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: libraries have now allocated their own memory
     state.data_samples, state.data_order = batches.samples, batches.source.order_name
-    state.class_names = [str(name) for name in labels_of(components.train_data)]
-    state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
+    state.class_names = [str(name) for name in labels_of(targets.train_data)]
+    state.vocabulary = str(getattr(targets.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
     engine.nonfinite.last_checkpoint = checkpointer.newest_name
-    metrics = hooks.metrics_of(components.hooks, engine)
+    metrics = hooks.metrics_of(targets.hooks, engine)
     session = Session(
         config=config,
         engine=engine,
@@ -77,17 +77,17 @@ def session_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks) ->
             engine.gradients,
             engine.strategy.communication_buffers,
             metrics.tensors,
-            losses.attribute(components.training_tasks[-1], "counts") == "tokens",  # whose count is the finished step's
+            losses.attribute(targets.training_tasks[-1], "counts") == "tokens",  # whose count is the finished step's
             hooks.utilisation_of(config, engine),
         ),
-        tracker=SilentTracker(Path(config.run_dir), components.hooks["tracker"]),
+        tracker=SilentTracker(Path(config.run_dir), targets.hooks["tracker"]),
         checkpointer=checkpointer,
         stop=stop,
-        objective=Objective.of(config, components.task, sets),
+        objective=Objective.of(config, targets.task, sets),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
-        filled=parts.filled,
-        checks=parts.checks,
+        filled=resources.filled,
+        checks=resources.checks,
     )
     if config.train.check_exactness:
         session.rehearsals = exactness.STEPS * len(state.updates)

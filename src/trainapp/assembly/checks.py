@@ -19,7 +19,7 @@ padding may be meant (convolutions over padded audio): it is noted in the ledger
 
 Costs six forwards in each mode, three of a large model, two thirds more of padded batches, and more if they do not add
 up. A stream's samples are read once, and kept for training. What was compared, and what could not be and why, is in
-`Parts.checks` by mode.
+`Resources.checks` by mode.
 """
 
 import functools
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from trainapp.assembly.comparison import IN_DOUBLE, Comparison
-from trainapp.assembly.parts import Parts
+from trainapp.assembly.resources import Resources
 from trainapp.assembly.trials import (
     DOUBLE,
     UNEVEN,
@@ -70,7 +70,7 @@ class Mode(NamedTuple):
     update: str = ""
 
     def check(self, subject: str) -> str:
-        """The name of a check of its "loss", "padding" or "draws" in `Parts.checks`."""
+        """The name of a check of its "loss", "padding" or "draws" in `Resources.checks`."""
         update = f" of update {self.update}" if self.update else ""
         return f"{subject}{update}{' in training' if self.training else ''}"
 
@@ -88,9 +88,9 @@ class Outcome(NamedTuple):
     cut: "Outcome | None" = None
 
 
-def modes_of(parts: Parts) -> list[Mode]:
+def modes_of(resources: Resources) -> list[Mode]:
     """The tasks in evaluation and in training."""
-    task, updates = parts.components.task, parts.components.updates
+    task, updates = resources.targets.task, resources.targets.updates
     modes = [Mode(task, EVALUATION, False)]
     modes += [Mode(own, training_draws(name), False, name) for name, own in updates.items()]
     modes += [Mode(own, training_draws(name), True, name) for name, own in (updates or {"": task}).items()]
@@ -109,29 +109,29 @@ def without_values(model: nn.Module) -> str:
     return "parameters have no values yet (parallel.fsdp.meta_init)"
 
 
-def require_sum(config: Config, parts: Parts, model: nn.Module, ranks: Ranks, ledger: Ledger) -> None:
+def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: Ranks, ledger: Ledger) -> None:
     """Raises UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
     compared = []
-    for mode in modes_of(parts):
-        if reason := _reason_to_skip(config, parts, model, mode):
-            parts.note_check(mode.check("loss"), reason)
+    for mode in modes_of(resources):
+        if reason := _reason_to_skip(config, resources, model, mode):
+            resources.note_check(mode.check("loss"), reason)
         else:
             compared.append(mode)
     if compared:
-        parts.first_samples(config.train.seed)
+        resources.first_samples(config.train.seed)
     for mode in compared:
-        outcome = _outcome(config, parts, model, mode, ledger)
+        outcome = _outcome(config, resources, model, mode, ledger)
         of_ranks: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
-        _note(of_ranks, mode.check("loss"), mode, parts, ledger)
+        _note(of_ranks, mode.check("loss"), mode, resources, ledger)
         if of_cut := [of_rank.cut for of_rank in of_ranks if of_rank.cut is not None]:
-            _note(of_cut, mode.check("padding"), mode, parts, ledger)
-    if parts.device.type == "cuda":
+            _note(of_cut, mode.check("padding"), mode, resources, ledger)
+    if resources.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, parts: Parts, ledger: Ledger) -> None:
+def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resources, ledger: Ledger) -> None:
     """Record the ranks' outcomes of a check, what depends on the micro-batch once per task. Raises UserError for a
     problem of any of them.
     """
@@ -140,10 +140,10 @@ def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, parts: Parts, ledg
             raise UserError(outcome.problem)
         if outcome.dependence:
             ledger.depends.setdefault(f"{PADDING}{mode.task.setting}", outcome.dependence)
-    parts.note_check(name, "; ".join(dict.fromkeys(outcome.text for outcome in outcomes)))
+    resources.note_check(name, "; ".join(dict.fromkeys(outcome.text for outcome in outcomes)))
 
 
-def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) -> str:
+def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
     """Why a mode is not compared, the same on all ranks; "" if it is."""
     if is_known(mode, model):
         return NO_CHECK_NEEDED
@@ -153,17 +153,17 @@ def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) 
         return "not compared: an embedding loss compares the samples of the whole step"
     if needs_whole_batch(mode.task):
         return "not compared: the task declares whole_batch, its batch is never cut"
-    if parts.resumes and is_stream(parts.components.train_data):
+    if resources.resumes and is_stream(resources.targets.train_data):
         return "not compared: a resumed run does not read its stream from the start"
     reason = without_values(model)
     return f"not compared: {reason}" if reason else ""
 
 
-def _outcome(config: Config, parts: Parts, model: nn.Module, mode: Mode, ledger: Ledger) -> Outcome:
+def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode, ledger: Ledger) -> Outcome:
     """The comparison with the first samples, in the first precision that works, and with noise on copies in fp64."""
-    if parts.samples is None:
-        return _not_compared(parts.samples_error)
-    ways = functools.partial(ways_of, mode.task, config, parts, model)
+    if resources.samples is None:
+        return _not_compared(resources.samples_error)
+    ways = functools.partial(ways_of, mode.task, config, resources, model)
     check = functools.partial(outcome_of, mode=mode, ledger=ledger)
     try:
         tried = first_that_works(ways(), check)

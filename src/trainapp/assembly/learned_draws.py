@@ -4,7 +4,7 @@ Shapes tell most of it: a task is called with four samples and with two of them,
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
 as in `cat([view, view])`: the loss of the four is that of their halves only if rows are read as they are meant. This is
 seen best in fp64, with noise on the parameters. What was found, and what could not be tried and why, is in
-`Parts.checks`.
+`Resources.checks`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, is_known, modes_of, without_values
 from trainapp.assembly.comparison import excess, size_of
-from trainapp.assembly.parts import Parts
+from trainapp.assembly.resources import Resources
 from trainapp.assembly.trials import Trials, first_that_works, ways_of
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
@@ -36,37 +36,37 @@ BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of d
 Places = dict[int, Place]
 
 
-def learnt(config: Config, parts: Parts, model: nn.Module, ranks: Ranks) -> Ledger:
+def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> Ledger:
     """The ledger of the first rank. Collective. Call before the model is compiled or sharded. Restores everything that
     a Snapshot covers. Raises errors of reading a stream.
     """
     ledger = Ledger()
     tried = []
-    for mode in modes_of(parts):
+    for mode in modes_of(resources):
         if not mode.training and mode.work != EVALUATION:  # an update's task is not evaluated
             continue
-        if reason := _reason_to_skip(config, parts, model, mode):
-            parts.note_check(mode.check("draws"), reason)
+        if reason := _reason_to_skip(config, resources, model, mode):
+            resources.note_check(mode.check("draws"), reason)
         else:
             tried.append(mode)
-    samples = parts.first_samples(config.train.seed) if tried else None
+    samples = resources.first_samples(config.train.seed) if tried else None
     for mode in tried:
         if samples is None:
-            text = f"not tried: {parts.samples_error}"
+            text = f"not tried: {resources.samples_error}"
         elif not samples.same:
             text = f"not tried: a batch is not its halves joined; {BY_DEFAULT}"
         else:
-            text = _learn(config, parts, model, mode, ledger)
-        parts.note_check(mode.check("draws"), text)
+            text = _learn(config, resources, model, mode, ledger)
+        resources.note_check(mode.check("draws"), text)
     (first, *_) = ranks.all_gather_object(ledger)
     return first
 
 
-def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) -> str:
+def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
     """Why nothing is learnt of a mode, the same on all ranks; "" if it is."""
-    if not belong_to_samples(config.train.draws, parts.device):
-        return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {parts.device.type}"
-    if parts.resumes:
+    if not belong_to_samples(config.train.draws, resources.device):
+        return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {resources.device.type}"
+    if resources.resumes:
         return "those of the resumed checkpoint"
     if is_known(mode, model):
         return NO_CHECK_NEEDED
@@ -76,10 +76,10 @@ def _reason_to_skip(config: Config, parts: Parts, model: nn.Module, mode: Mode) 
     return f"not tried: {reason}; {BY_DEFAULT}" if reason else ""
 
 
-def _learn(config: Config, parts: Parts, model: nn.Module, mode: Mode, ledger: Ledger) -> str:
+def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, ledger: Ledger) -> str:
     """Add a mode's draws to the ledger. Returns what was found, in words."""
     compute = _of_embeddings if has_embeddings(mode.task) else None
-    ways = functools.partial(ways_of, mode.task, config, parts, model, compute=compute)
+    ways = functools.partial(ways_of, mode.task, config, resources, model, compute=compute)
     try:
         shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
         candidates, others = first_that_works(ways(noise=None), shapes).result

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from trainapp.assembly import checks, learned_draws, updates
-from trainapp.assembly.components import Components
-from trainapp.assembly.parts import Parts
+from trainapp.assembly.resolved_targets import ResolvedTargets
+from trainapp.assembly.resources import Resources
 from trainapp.assembly.sizes import compare_sizes
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.config import targets
 from trainapp.config.schema import Config
+from trainapp.config.targets import Spec, construct
 from trainapp.data.batch import map_tensors
 from trainapp.draws import belong_to_samples, install
 from trainapp.errors import UserError
@@ -45,29 +45,29 @@ from trainapp.training.in_backward import InBackward
 log = logging.getLogger(__name__)
 
 
-def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
+def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
     """The model on its device, spread over the ranks, with its optimizers and losses.
 
     In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
     activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
     callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
     """
-    components, device, precision = parts.components, parts.device, parts.numerics
-    is_meta = parts.initial_device is None and ranks.world > 1 and config.parallel.fsdp.meta_init
-    model = built(config, parts, is_meta)
+    targets, device, precision = resources.targets, resources.device, resources.numerics
+    is_meta = resources.initial_device is None and ranks.world > 1 and config.parallel.fsdp.meta_init
+    model = built(config, resources, is_meta)
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
-        require_suited(Situation(own, model, components.knows_loss))
+        require_suited(Situation(own, model, targets.knows_loss))
     ledger = Ledger()
     by_sample = belong_to_samples(config.train.draws, device)
     if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
     if config.mode == "train":
-        ledger = learned_draws.learnt(config, parts, model, ranks)
-        checks.require_sum(config, parts, model, ranks, ledger)
-        if config.memory.loss_chunk is not None and components.knows_loss:
-            _require_same_forward(config, model, parts)
+        ledger = learned_draws.learnt(config, resources, model, ranks)
+        checks.require_sum(config, resources, model, ranks, ledger)
+        if config.memory.loss_chunk is not None and targets.knows_loss:
+            _require_same_forward(config, model, resources)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     checkpointing.apply(model, config.activation_checkpointing)
@@ -89,64 +89,64 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
         device=device,
         seed=config.train.seed,
         keeps_gradients=not config.optimizer.in_backward,
-        filled=parts.filled,
-        stateful=Stateful(model=model, **parts.owners, callbacks=callbacks or None),
+        filled=resources.filled,
+        stateful=Stateful(model=model, **resources.owners, callbacks=callbacks or None),
     )
     for module in state.stateful.modules.values():
         module.to(device)
-    return _kind_of_engine(config, components)(
+    return _kind_of_engine(config, targets)(
         state,
         strategy,
-        losses.in_chunks(components.task, config.memory.loss_chunk),
-        {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in components.updates.items()},
+        losses.in_chunks(targets.task, config.memory.loss_chunk),
+        {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in targets.updates.items()},
         config.train,
         wrap_compute=None if offloading is None else offloading.wrap_compute,
-        stateful_metrics=frozenset(components.hooks["metrics"]),
+        stateful_metrics=frozenset(targets.hooks["metrics"]),
         ledger=ledger,
     )
 
 
-def _kind_of_engine(config: Config, components: Components) -> type[Engine]:
+def _kind_of_engine(config: Config, targets: ResolvedTargets) -> type[Engine]:
     if config.optimizer.in_backward:
-        return CachedInBackward if components.has_embeddings else InBackward
-    return CachedGradients if components.has_embeddings else Engine
+        return CachedInBackward if targets.has_embeddings else InBackward
+    return CachedGradients if targets.has_embeddings else Engine
 
 
 class CachedInBackward(InBackward, CachedGradients):
     """Both; the update happens during pass 3."""
 
 
-def built(config: Config, parts: Parts, is_meta: bool = False) -> nn.Module:
+def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
     """The model in training mode on its device: constructed, its lazy modules given their shapes, its parameters frozen
     and cast as the configuration says. is_meta: build it on the meta device.
     """
-    initial = "meta" if is_meta else parts.initial_device
+    initial = "meta" if is_meta else resources.initial_device
     with torch.device(initial) if initial else contextlib.nullcontext():
-        model = _constructed(config, parts)
-    device = parts.device
+        model = _constructed(config, resources)
+    device = resources.device
     if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.train()
-    materialise(model, parts, device, is_meta)
+    materialise(model, resources, device, is_meta)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
     for name in matching(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
         model.get_parameter(name).requires_grad_(False)
-    parts.numerics.cast_parameters(model)
+    resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself
         emulated_kernels.install_for(device, dtype)
     return model
 
 
-def _constructed(config: Config, parts: Parts) -> nn.Module:
+def _constructed(config: Config, resources: Resources) -> nn.Module:
     """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
-    components = parts.components
-    spec = targets.Spec(components.spec, filled=parts.filled)
+    targets = resources.targets
+    spec = Spec(targets.spec, filled=resources.filled)
     required = [
         name
-        for name, parameter in inspect.signature(components.model).parameters.items()
+        for name, parameter in inspect.signature(targets.model).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     lacking = [name for name in required if name not in config.model.arguments and name not in spec.values]
@@ -155,9 +155,9 @@ def _constructed(config: Config, parts: Parts) -> nn.Module:
             f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
             f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
         )
-    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec=spec)
+    model: Any = construct(targets.model, config.model.arguments, "model", config.user_packages, spec=spec)
     _require_training_switch(model)
-    compare_sizes(config, components, spec)
+    compare_sizes(config, targets, spec)
     without_cache(model)
     if spec.values.get("packed") and is_of_transformers(model):
         require_documents_apart(model)
@@ -178,35 +178,35 @@ def _require_training_switch(model: nn.Module) -> None:
             ) from None
 
 
-def materialise(model: nn.Module, parts: Parts, device: torch.device, is_meta: bool = False) -> None:
+def materialise(model: nn.Module, resources: Resources, device: torch.device, is_meta: bool = False) -> None:
     """Give lazy modules their shapes by a forward of two samples, equal on every rank. Raises UserError for modules
     that it does not reach. is_meta: whether the model has no values to compute with.
     """
     if not is_meta and lazy_modules(model):
         model.eval()
-        with torch.no_grad(), parts.numerics.autocast:
-            for task in parts.components.training_tasks:
-                task(model, map_tensors(lambda tensor: tensor.to(device), parts.batches.example(2)))
+        with torch.no_grad(), resources.numerics.autocast:
+            for task in resources.targets.training_tasks:
+                task(model, map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2)))
         model.train()
     if lazy := lazy_modules(model):
         reason = "parallel.fsdp.meta_init=true" if is_meta else "a forward of the first two samples"
         raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; set them")
 
 
-def _require_same_forward(config: Config, model: nn.Module, parts: Parts) -> None:
+def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
     """Raises UserError unless the loss in chunks agrees with the model's forward on two samples."""
     name = "loss in chunks"
     if not config.train.check_loss:
-        parts.note_check(name, "not compared: train.check_loss=false")
+        resources.note_check(name, "not compared: train.check_loss=false")
         return
     if reason := checks.without_values(model):
-        parts.note_check(name, f"not compared: {reason}")
+        resources.note_check(name, f"not compared: {reason}")
         return
-    with preserved_rng(parts.device), parts.numerics.autocast:
-        batch = map_tensors(lambda tensor: tensor.to(parts.device), parts.batches.example(2))
+    with preserved_rng(resources.device), resources.numerics.autocast:
+        batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
-    parts.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
+    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
 
 
 def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from trainapp.assembly.components import Components
+from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
 from trainapp.config.targets import Spec, Written
 from trainapp.errors import UserError
@@ -13,7 +13,7 @@ CONTEXT = "context_length"
 log = logging.getLogger(__name__)
 
 
-def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
+def compare_sizes(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
     """Log the model's sizes that differ from the data's, one line each. Raises UserError if a built-in loss has targets
     for which the model has no output.
     """
@@ -21,7 +21,7 @@ def compare_sizes(config: Config, components: Components, spec: Spec) -> None:
     if config.mode not in WITHOUT_NUMBERS:
         if config.model.target.startswith("trainapp.models."):
             _require_context(spec)
-        for task in (components.task, *components.training_tasks):
+        for task in (targets.task, *targets.training_tasks):
             _require_outputs(task, different, spec)
     if config.mode != "export":  # it reads no batch
         for written in different:

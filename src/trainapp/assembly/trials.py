@@ -4,7 +4,7 @@
     whole, first, second = trial("ab"), trial("a"), trial("b")
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
-Whatever cannot be tried is recorded in `Parts.checks` with the reason.
+Whatever cannot be tried is recorded in `Resources.checks` with the reason.
 """
 
 import contextlib
@@ -322,20 +322,20 @@ class Way(NamedTuple):
 def ways_of(
     task: CheckedTask,
     config: Config,
-    parts: Any,
+    resources: Any,
     model: nn.Module,
     noise: float | None = 0.0,
     **options: Any,
 ) -> list[Way]:
-    """How a task may be called with the first samples of these `Parts`, the most precise way first; none without
+    """How a task may be called with the first samples of these `Resources`, the most precise way first; none without
     samples. noise: in small models' copies in fp64, see `in_double`; None: no copies. options: of `Trials`.
     """
-    if parts.samples is None:
+    if resources.samples is None:
         return []
-    metrics = frozenset(parts.components.hooks["metrics"])
-    arguments: Any = (task, model, parts.samples, parts.device, config.train.seed, metrics)
+    metrics = frozenset(resources.targets.hooks["metrics"])
+    arguments: Any = (task, model, resources.samples, resources.device, config.train.seed, metrics)
     new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
-    as_trained = functools.partial(new, around=lambda: parts.numerics.autocast)
+    as_trained = functools.partial(new, around=lambda: resources.numerics.autocast)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     ways = [Way("fp32" if dtypes <= {torch.float32} else "the model's dtype", new), Way("as trained", as_trained)]
     if noise is not None and is_small(model, task.unchecked):

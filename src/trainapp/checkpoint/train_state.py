@@ -65,7 +65,9 @@ class TrainState:
     data_order: str = "permutation"  # the order in which they are counted: `Source.order_name`
     class_names: list[str] = field(default_factory=list)  # the training data's class names, if any
     vocabulary: str = ""  # digest of the training data's tokenizer, if any
-    filled: Mapping[str, Any] = field(default_factory=dict)  # the model's sizes that the data determine: see `Parts`
+    filled: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the model's sizes that the data determine: see `Resources`
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     model_state: ModelState = field(init=False)
 

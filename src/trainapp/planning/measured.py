@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly.components import Components
 from trainapp.assembly.model import assemble
-from trainapp.assembly.parts import load_parts
+from trainapp.assembly.resolved_targets import ResolvedTargets
+from trainapp.assembly.resources import open_resources
 from trainapp.config.schema import Config, Memory
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
@@ -39,8 +39,8 @@ class Measured:
 
     method = "measured"
 
-    def __init__(self, components: Components, world: int, device: torch.device, instead_of: AbsentGpu | None = None):
-        self.components, self.world, self.device, self._instead_of = components, world, device, instead_of
+    def __init__(self, targets: ResolvedTargets, world: int, device: torch.device, instead_of: AbsentGpu | None = None):
+        self.targets, self.world, self.device, self._instead_of = targets, world, device, instead_of
         self.margin = self.spare = 0.1 if instead_of is None else 0.3
         self._known: dict[tuple[Any, ...], dict[int, Breakdown]] = {}
 
@@ -52,7 +52,7 @@ class Measured:
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """As `Traced.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
-        accumulates = size < -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
+        accumulates = size < -(-at_most(config.batch.global_size, self.targets.train_data) // self.world)
         known = self._known.setdefault((repr(config), accumulates), {})
         for small in (small for small in SIZES if small < size):
             if small not in known:
@@ -89,7 +89,7 @@ class Measured:
 
         Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
-        share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
+        share = -(-at_most(config.batch.global_size, self.targets.train_data) // self.world)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
         with self._running(config, size, parts) as work:
             taken = []
@@ -108,11 +108,11 @@ class Measured:
         """
         planned = planned_config(config, size, micro_batches * size * self.world)
         with simulated(0, self.world, self.device) as ranks:
-            parts = load_parts(planned, ranks, self.components)
-            if most is not None and parts.device.type == "cpu":
-                parts.memory = Recorder(parts.device, most)
-            with contextlib.closing(parts):
-                yield Work(planned, assemble(planned, parts, ranks), parts, size)
+            resources = open_resources(planned, ranks, self.targets)
+            if most is not None and resources.device.type == "cpu":
+                resources.memory = Recorder(resources.device, most)
+            with contextlib.closing(resources):
+                yield Work(planned, assemble(planned, resources, ranks), resources, size)
 
 
 def _by_counters(work: Work) -> Breakdown:

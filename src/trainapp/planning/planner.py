@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainapp.assembly.components import choose_device, load_components
+from trainapp.assembly.resolved_targets import choose_device, resolve_targets
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
@@ -39,10 +39,10 @@ class Planner:
 
     def __init__(self, config: Config, estimator: Estimator):
         self.config, self.estimator = config, estimator
-        self.limit, components = estimator.limit(config), estimator.components
+        self.limit, targets = estimator.limit(config), estimator.targets
         self.room = int(self.limit / (1 + estimator.spare))
-        self.whole = needs_whole_batch(components.task)
-        self.share = -(-at_most(config.batch.global_size, components.train_data) // estimator.world)
+        self.whole = needs_whole_batch(targets.task)
+        self.share = -(-at_most(config.batch.global_size, targets.train_data) // estimator.world)
         self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
 
     def fits(self, size: int) -> bool:
@@ -72,7 +72,7 @@ class Planner:
         """The plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
         config, world = self.config, self.estimator.world
         if self.whole:
-            require_uncut(config, world, at_most(config.batch.global_size, self.estimator.components.train_data))
+            require_uncut(config, world, at_most(config.batch.global_size, self.estimator.targets.train_data))
         size = self.given or self.largest or self.smallest
         found = self.peak(size)
         plan = Plan(
@@ -184,11 +184,11 @@ def estimator_of(config: Config, method: str) -> Estimator:
     world, gpu = world_of(config), None
     if config.plan.device is not None:
         gpu, config = absent_gpu.find(config), absent_gpu.on_cpu(config)
-    components = load_components(config)
+    targets = resolve_targets(config)
     if method == "measured":
-        return Measured(components, world, choose_device(config.train.device), gpu)
+        return Measured(targets, world, choose_device(config.train.device), gpu)
     if gpu is not None and method == "traced as on the CPU":
         gpu = replace(gpu, on_cpu=True, margin=0.3)
     elif gpu is not None:
         pretend.give_autograd_a_device()
-    return Traced(components, world, gpu, refuses=method != "made up")
+    return Traced(targets, world, gpu, refuses=method != "made up")

@@ -118,7 +118,7 @@ def with_modes(config: Config, ranks: "Ranks") -> Config:
 
 def _modes(config: Config, world: int) -> list[str] | None:
     """Choose modes for this process's device, which the planner's process need not see."""
-    from trainapp.assembly.components import choose_device
+    from trainapp.assembly.resolved_targets import choose_device
     from trainapp.planning.absent_gpu import named
 
     device = choose_device(config.train.device)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from trainapp.assembly.components import choose_device, load_components
+from trainapp.assembly.resolved_targets import choose_device, resolve_targets
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -139,7 +139,7 @@ def measured(config: Config, facts: Facts) -> Facts:
     """With `plan.measure`: adds `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps
     run for real in this process.
     """
-    estimator = Measured(load_components(config), world_of(config), choose_device(config.train.device))
+    estimator = Measured(resolve_targets(config), world_of(config), choose_device(config.train.device))
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])
     config = dataclasses.replace(config, activation_checkpointing=settings)
     known = {technique.setting: technique for technique in TECHNIQUES}

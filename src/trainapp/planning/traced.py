@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.components import Components
 from trainapp.assembly.model import assemble, materialise
-from trainapp.assembly.parts import Parts, load_parts
+from trainapp.assembly.resolved_targets import ResolvedTargets
+from trainapp.assembly.resources import Resources, open_resources
 from trainapp.config.schema import Config
 from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import is_of_transformers
@@ -37,8 +37,8 @@ class Traced:
 
     method = "traced"
 
-    def __init__(self, components: Components, world: int, gpu: AbsentGpu | None = None, refuses: bool = True):
-        self.components, self.world, self.gpu, self.refuses = components, world, gpu, refuses
+    def __init__(self, targets: ResolvedTargets, world: int, gpu: AbsentGpu | None = None, refuses: bool = True):
+        self.targets, self.world, self.gpu, self.refuses = targets, world, gpu, refuses
         self._is_of_transformers = False
 
     @property
@@ -68,34 +68,36 @@ class Traced:
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
         with simulated(0, self.world, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
-            components, gpu, samples = self.components, self.gpu, config.batch.global_size
+            targets, gpu, samples = self.targets, self.gpu, config.batch.global_size
             # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of
             # fewer than three, the second need not be full); all of them where each leaves memory for the next.
-            if not components.has_embeddings and -(-samples // ranks.world) >= 3 * size:
+            if not targets.has_embeddings and -(-samples // ranks.world) >= 3 * size:
                 samples = 2 * size * ranks.world
             planned = planned_config(config, size, samples)
-            longest_batch = longest(load_parts(planned, ranks, components).batches, size)
-            parts = load_parts(planned, ranks, components)
-            host = parts.device
+            longest_batch = longest(open_resources(planned, ranks, targets).batches, size)
+            resources = open_resources(planned, ranks, targets)
+            host = resources.device
             if gpu is not None:
-                parts.device = gpu.device
+                resources.device = gpu.device
                 stack.enter_context(gpu.pretended())
-            parts.memory = recorder = Recorder(parts.device)
-            parts.initial_device = str(parts.device)
-            fake = functools.partial(_fake, stack.enter_context(fake_tensor_mode()).from_tensor, parts.device)
+            resources.memory = recorder = Recorder(resources.device)
+            resources.initial_device = str(resources.device)
+            fake = functools.partial(_fake, stack.enter_context(fake_tensor_mode()).from_tensor, resources.device)
             values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
             stack.enter_context(values)
             if gpu is not None:
                 stack.enter_context(contextlib.nullcontext() if gpu.on_cpu else EngineOnCuda())
-                parts.numerics = precision.build(planned.precision, parts.device)  # the device's autocast and scaler
+                resources.numerics = precision.build(
+                    planned.precision, resources.device
+                )  # the device's autocast and scaler
             if ranks.world > 1:
-                ranks.device = parts.device
-            parts.components = dataclasses.replace(components, model=_model_without_data(parts, fake, host))
-            engine = assemble(planned, parts, ranks)
-            stack.enter_context(document_borders(bool(components.spec.get("packed"))))
+                ranks.device = resources.device
+            resources.targets = dataclasses.replace(targets, model=_model_without_data(resources, fake, host))
+            engine = assemble(planned, resources, ranks)
+            stack.enter_context(document_borders(bool(targets.spec.get("packed"))))
             engine.is_first = False  # the first step's additional checks read values
             self._is_of_transformers = any(map(is_of_transformers, engine.state.model.modules()))
-            work = Work(planned, engine, parts, size, lambda fetched: without_values(fetched, fake, longest_batch))
+            work = Work(planned, engine, resources, size, lambda fetched: without_values(fetched, fake, longest_batch))
             if gpu is not None:
                 gpu.prepare(engine)
             found = work.peak(recorder)
@@ -116,24 +118,24 @@ def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor:
 
 
 def _model_without_data(
-    parts: Parts, fake: Callable[[Tensor], Tensor], device: torch.device
+    resources: Resources, fake: Callable[[Tensor], Tensor], device: torch.device
 ) -> Callable[..., nn.Module]:
     """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise for
     real, for lazy modules and models that read values, and then drops the data.
     """
-    components = parts.components
+    targets = resources.targets
 
-    @functools.wraps(components.model, updated=())
+    @functools.wraps(targets.model, updated=())
     def made(*args: Any, **kwargs: Any) -> nn.Module:
         try:
             with convertible_fakes():
-                return cast(nn.Module, components.model(*args, **kwargs))
+                return cast(nn.Module, targets.model(*args, **kwargs))
         except Exception as error:
             first = error
         try:
             with outside_dispatch_modes(), torch.device(device):
-                model: nn.Module = components.model(*args, **kwargs)
-                materialise(model, parts, device)
+                model: nn.Module = targets.model(*args, **kwargs)
+                materialise(model, resources, device)
         except Exception as error:
             raise error from first
         _drop_data(model, fake)

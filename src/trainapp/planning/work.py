@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainapp.assembly.parts import Parts
+from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.source import Progress, TrainBatches
@@ -39,12 +39,12 @@ class Work:
 
     config: Config
     engine: Engine
-    parts: Parts
+    resources: Resources
     size: int
     fetched: Fetched = iter
 
     def __post_init__(self) -> None:
-        self.memory, engine = self.parts.memory, self.engine
+        self.memory, engine = self.resources.memory, self.engine
         self.meter = Meter(engine.state, self.memory, engine.gradients, engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
             self.memory.resident, self.memory.phase = self.meter.resident, lambda: engine.phase
@@ -71,7 +71,7 @@ class Work:
 
     def train_step(self) -> None:
         """One optimizer step, with all its updates; see `training.loop.train_step`."""
-        engine, state, batches = self.engine, self.engine.state, self.parts.batches
+        engine, state, batches = self.engine, self.engine.state, self.resources.batches
         with outside_dispatch_modes():  # tensors that a stream makes are real ones
             samples = batches.share(state.progress).total
         logs = self.config.every.log is not None  # a logged step also computes metrics

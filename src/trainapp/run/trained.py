@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainapp.assembly import model as assembly
-from trainapp.assembly.parts import load_parts
+from trainapp.assembly.resources import open_resources
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import checkpoints_in, resolve
 from trainapp.checkpoint.manifest import read_manifest
@@ -73,9 +73,9 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
         # Only bf16_pure has weights in another dtype.
         precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
     )
-    with contextlib.closing(load_parts(config, SingleRank())) as parts:
-        data, built = parts.components.train_data, assembly.built(config, parts)
-    values = checkpointer.restore_model(built, path, parts.filled)
+    with contextlib.closing(open_resources(config, SingleRank())) as resources:
+        data, built = resources.targets.train_data, assembly.built(config, resources)
+    values = checkpointer.restore_model(built, path, resources.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
     return built.eval(), data, values

@@ -142,7 +142,7 @@ class Composer:
 
 def _errors_in(configs: dict[str, Config]) -> dict[str, str]:
     """The mistakes in the classes that configurations name, and in their arguments."""
-    from trainapp.assembly.components import located
+    from trainapp.assembly.resolved_targets import located
 
     errors = {}
     for name, config in configs.items():

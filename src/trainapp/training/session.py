@@ -98,7 +98,7 @@ class Session:
     objective: Objective
     metrics: StatefulMetrics
     callbacks: Callbacks
-    filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Parts`
+    filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Resources`
     checks: Mapping[str, str]
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: Attempt = field(default_factory=Attempt)

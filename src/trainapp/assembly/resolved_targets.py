@@ -27,7 +27,7 @@ BUILT_IN_TASKS: dict[str, Any] = {
 
 
 @dataclass
-class Components:
+class ResolvedTargets:
     """The classes named by `_target_`s and `task`, and the data sets."""
 
     model: Callable[..., Any]
@@ -54,7 +54,7 @@ class Components:
         return all(map(losses.can_be_chunked, (self.task, *self.training_tasks)))
 
 
-def load_components(config: Config) -> Components:
+def resolve_targets(config: Config) -> ResolvedTargets:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
     found = located(config)
     train, evaluated = _datasets(config, found)
@@ -64,7 +64,7 @@ def load_components(config: Config) -> Components:
         evaluated["train"] = train
     spec = dict(getattr(train, "spec", {}))
     task, updates = _tasks(config, found, train)
-    return Components(
+    return ResolvedTargets(
         model=adapted(found["model"], config, _base_weights(config)),
         task=task,
         updates=updates,
@@ -159,7 +159,7 @@ def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[s
 
 
 def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The training data, and the evaluation data: see `Components`."""
+    """The training data, and the evaluation data: see `ResolvedTargets`."""
 
     def opened(setting: str, node: Target, split: str) -> Any:
         provided = {"split": split, "seed": config.train.seed}

@@ -1,4 +1,4 @@
-"""The parts opened before anything is assembled: data as batches; device, memory and numerics."""
+"""What is opened before anything is assembled: data as batches; device, memory and numerics."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainapp.assembly import padding
-from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
+from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
 from trainapp.assembly.trials import SAMPLES, Samples, first_samples
 from trainapp.config.schema import Config
 from trainapp.data.loader import Fetcher, worker_count
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
-    """Parts that need values or the device: data, memory, numerics. A trace replaces them before assembling an engine.
+class Resources:
+    """Opened data, memory and numerics of a run. A trace replaces them before it assembles an engine.
 
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
@@ -38,7 +38,7 @@ class Parts:
     checks: what was checked before the first step, with the outcome in words; or why it was not.
     """
 
-    components: Components
+    targets: ResolvedTargets
     device: torch.device
     memory: DeviceMemory
     numerics: precision.Precision
@@ -54,8 +54,8 @@ class Parts:
     @property
     def owners(self) -> dict[str, Any]:
         """Owners of state other than the model's tensors, by their names in checkpoints."""
-        tasks = {"task": self.components.task.unchecked}
-        tasks |= {f"{name}'s task": task.unchecked for name, task in self.components.updates.items()}
+        tasks = {"task": self.targets.task.unchecked}
+        tasks |= {f"{name}'s task": task.unchecked for name, task in self.targets.updates.items()}
         evaluated = {name: own.dataset for name, own in self.eval_sets.items() if not own.is_stream}
         return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
 
@@ -63,7 +63,7 @@ class Parts:
         """The first samples of training, to compare; None if there are too few, or if they cannot be fetched, which the
         first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
-        only_stacks = Fetcher(self.components.train_data, seed).only_stacks
+        only_stacks = Fetcher(self.targets.train_data, seed).only_stacks
         data, indices = self.batches.source.first(SAMPLES if only_stacks else padding.LOOKED_AT)
         if self.samples is None and not self.samples_error:
             stateful = Stateful(data=data)
@@ -90,20 +90,20 @@ class Parts:
             evaluated.close()
 
 
-def load_parts(
+def open_resources(
     config: Config,
     ranks: Ranks,
-    components: Components | None = None,
+    targets: ResolvedTargets | None = None,
     memory: DeviceMemory | None = None,
     resumes: bool = False,
-) -> Parts:
+) -> Resources:
     """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters.
 
-    components: opened by an earlier call. memory, resumes: see `build`. Raises UserError for errors in names and
+    targets: resolved by an earlier call. memory, resumes: see `build`. Raises UserError for errors in names and
     arguments, and for settings that do not suit the data.
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
-    components = components or load_components(config)
+    targets = targets or resolve_targets(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or device_memory.build(config.memory, device)  # before anything is allocated on the device
@@ -113,14 +113,14 @@ def load_parts(
     common: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _workers(config, components, ranks.world),
+        "workers": _workers(config, targets, ranks.world),
         "ranks": ranks,
     }
-    batches = _train_batches(config, components, common)
+    batches = _train_batches(config, targets, common)
     common["equal"] = ranks.world > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
-    split = attribute(components.task, "split")
-    eval_sets = {name: EvalBatches(data, split=split, **common) for name, data in components.eval_data.items()}
-    return Parts(components, device, memory, numerics, batches, eval_sets, resumes=resumes)
+    split = attribute(targets.task, "split")
+    eval_sets = {name: EvalBatches(data, split=split, **common) for name, data in targets.eval_data.items()}
+    return Resources(targets, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
 def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:
     return {"data": train} | {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
 
 
-def _split_of_training(components: Components) -> Any:
+def _split_of_training(targets: ResolvedTargets) -> Any:
     """The training tasks' `split` function, if they have one. Raises UserError if updates have different ones."""
-    splits = [split for task in components.training_tasks if callable(split := attribute(task, "split"))]
-    if callable(getattr(components.train_data, "split", None)) or not splits:
+    splits = [split for task in targets.training_tasks if callable(split := attribute(task, "split"))]
+    if callable(getattr(targets.train_data, "split", None)) or not splits:
         return None
-    if len(splits) < len(components.training_tasks) or any(split != splits[0] for split in splits):
+    if len(splits) < len(targets.training_tasks) or any(split != splits[0] for split in splits):
         raise UserError(
             "updates: their tasks cut batches in different ways (`split`), but have the same batches; give the data "
             "set a method `split(batch, start, end)` that keeps what each of them needs, or all tasks the same function"
@@ -141,9 +141,9 @@ def _split_of_training(components: Components) -> Any:
     return splits[0]
 
 
-def _train_batches(config: Config, components: Components, common: dict[str, Any]) -> TrainBatches:
-    size, data, settings = config.batch.global_size, components.train_data, config.data
-    common = common | {"global_size": size, "split": _split_of_training(components)}
+def _train_batches(config: Config, targets: ResolvedTargets, common: dict[str, Any]) -> TrainBatches:
+    size, data, settings = config.batch.global_size, targets.train_data, config.data
+    common = common | {"global_size": size, "split": _split_of_training(targets)}
     if is_stream(data):
         _require_streamable(config)
         # `auto` is one process at most: with more, the order of the samples depends on their number.
@@ -173,13 +173,13 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _workers(config: Config, components: Components, world: int) -> int:
+def _workers(config: Config, targets: ResolvedTargets, world: int) -> int:
     """The number of loader processes; none for stateful data: each would change its own copy, ahead of the steps. (A
     stream's state is its position.)
     """
     setting, local_ranks = config.data.num_workers, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    count = worker_count(setting, components.train_data, local_ranks)
-    sets = _data_roots(components.train_data, components.eval_data)
+    count = worker_count(setting, targets.train_data, local_ranks)
+    sets = _data_roots(targets.train_data, targets.eval_data)
     owners = Stateful(**{name: data for name, data in sets.items() if not is_stream(data)}).owners
     if not (count and owners):
         return count
