@@ -151,9 +151,9 @@ def outcome_for(task, model, samples, way="fp64"):
     if way == "fp64":
         trial = trials.in_double(*arguments, noise=0.0)
     elif way == "fp32":
-        trial = trials.Trials(*arguments)
+        trial = trials.TaskProbe(*arguments)
     else:
-        trial = trials.Trials(*arguments, around=functools.partial(torch.autocast, "cpu", torch.bfloat16))
+        trial = trials.TaskProbe(*arguments, around=functools.partial(torch.autocast, "cpu", torch.bfloat16))
     outcome = checks.outcome_of(trial, checks.Mode(arguments[0], EVALUATION, False), Ledger())
     return outcome.cut if outcome.cut is not None else outcome
 

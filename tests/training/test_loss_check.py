@@ -291,11 +291,11 @@ def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
     halves = [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}]
-    assert not trials.joints_of(whole, [whole, whole])
-    assert trials.joints_of(whole, halves) == [0]
+    assert not trials.batch_dims(whole, [whole, whole])
+    assert trials.batch_dims(whole, halves) == [0]
     assert trials.joined(whole, halves[::-1], [0])["x"].tolist() == [2, 3, 0, 1]
     table = torch.eye(3)
-    assert trials.joints_of((whole["x"], table), [(half["x"], table) for half in halves]) == [0, None]
+    assert trials.batch_dims((whole["x"], table), [(half["x"], table) for half in halves]) == [0, None]
 
 
 ROWS = torch.arange(1.0, 13.0).view(4, 3) * (torch.arange(12).view(4, 3) % 3 != 1)
@@ -313,13 +313,13 @@ BATCHED = {
 def test_so_are_those_of_sparse_and_nested_tensors(kind):
     make = BATCHED[kind]
     whole, a, b = make(ROWS), make(ROWS[:2]), make(ROWS[2:])
-    assert trials.joints_of(whole, [a, b]) == [0]
-    assert not trials.joints_of(whole, [b, a])
-    assert not trials.joints_of(whole, [whole, whole])
+    assert trials.batch_dims(whole, [a, b]) == [0]
+    assert not trials.batch_dims(whole, [b, a])
+    assert not trials.batch_dims(whole, [whole, whole])
     swapped = trials.joined(whole, [b, a], [0])
     assert swapped.layout is whole.layout
-    assert trials.joints_of(swapped, [b, a]) == [0]
-    assert trials.joints_of((ROWS, whole), [(ROWS[:2], whole), (ROWS[2:], whole)]) == [0, None]  # one for all batches
+    assert trials.batch_dims(swapped, [b, a]) == [0]
+    assert trials.batch_dims((ROWS, whole), [(ROWS[:2], whole), (ROWS[2:], whole)]) == [0, None]  # one for all batches
 
 
 class Calls:
@@ -362,8 +362,8 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
     install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     known = {
         "double": functools.partial(trials.in_double, *arguments, noise=0.0),
-        "fp32": functools.partial(trials.Trials, *arguments),
-        "bf16": functools.partial(trials.Trials, *arguments, **half),
+        "fp32": functools.partial(trials.TaskProbe, *arguments),
+        "bf16": functools.partial(trials.TaskProbe, *arguments, **half),
     }
     check = functools.partial(checks.outcome_of, mode=mode_of(task), ledger=Ledger())
     return trials.first_that_works([trials.Way(way, known[way]) for way in ways], check).result.problem
@@ -408,7 +408,7 @@ def test_a_small_term_of_the_whole_batch_is_refused(term):
     assert "the loss is not a sum over samples" in found(task, model)
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
-    trial = trials.Trials(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
+    trial = trials.TaskProbe(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
     whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
     assert abs(whole - a - b) < 1e-3 * whole
 

@@ -38,10 +38,10 @@ from trainapp.assembly.trials import (
     Observed,
     Rounding,
     Sums,
-    Trials,
+    TaskProbe,
     Tried,
     first_that_works,
-    ways_of,
+    precisions_to_try,
 )
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
@@ -163,7 +163,7 @@ def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode,
     """The comparison with the first samples, in the first precision that works, and with noise on copies in fp64."""
     if resources.samples is None:
         return _not_compared(resources.samples_error)
-    ways = functools.partial(ways_of, mode.task, config, resources, model)
+    ways = functools.partial(precisions_to_try, mode.task, config, resources, model)
     check = functools.partial(outcome_of, mode=mode, ledger=ledger)
     try:
         tried = first_that_works(ways(), check)
@@ -216,7 +216,7 @@ class Calls:
     whether it is known which draws are whose.
     """
 
-    def __init__(self, trial: Trials, mode: Mode, ledger: Ledger):
+    def __init__(self, trial: TaskProbe, mode: Mode, ledger: Ledger):
         places = ledger.places.get(mode.work)
         self.trial, self.mode = trial, mode
         self._places = places
@@ -238,7 +238,7 @@ class Calls:
         return [self(name, Rounding(self.trial.device, seed)) for seed in range(REPEATS)]
 
 
-def outcome_of(trial: Trials, mode: Mode, ledger: Ledger) -> Outcome:
+def outcome_of(trial: TaskProbe, mode: Mode, ledger: Ledger) -> Outcome:
     """The comparison of a task's results. Raises errors of the task and the model. ledger: of what forwards draw."""
     call, samples = Calls(trial, mode, ledger), trial.samples
     results = {name: call(name) for name in ("ab", "a", "b")}

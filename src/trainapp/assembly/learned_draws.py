@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, is_known, modes_of, without_values
 from trainapp.assembly.comparison import excess, size_of
 from trainapp.assembly.resources import Resources
-from trainapp.assembly.trials import Trials, first_that_works, ways_of
+from trainapp.assembly.trials import TaskProbe, first_that_works, precisions_to_try
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.draws import belong_to_samples
@@ -79,7 +79,7 @@ def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode
 def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, ledger: Ledger) -> str:
     """Add a mode's draws to the ledger. Returns what was found, in words."""
     compute = _of_embeddings if has_embeddings(mode.task) else None
-    ways = functools.partial(ways_of, mode.task, config, resources, model, compute=compute)
+    ways = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
     try:
         shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
         candidates, others = first_that_works(ways(noise=None), shapes).result
@@ -129,7 +129,7 @@ def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int
     return total, 1, {}
 
 
-def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> tuple[list[Places], list[str]]:
+def _shapes(trial: TaskProbe, mode: Mode, ledger: Ledger) -> tuple[list[Places], list[str]]:
     """Add what is drawn to the ledger. Returns the ways to read it, and what else is drawn, in words."""
     logs = {"ab": dict[int, Drawn](), "a": dict[int, Drawn]()}
     positions = {batch: trial.samples.positions(batch) for batch in logs}
@@ -155,7 +155,7 @@ def _shapes(trial: Trials, mode: Mode, ledger: Ledger) -> tuple[list[Places], li
     return [places] if turned == places else [places, turned], others
 
 
-def _choose(trial: Trials, mode: Mode, ledger: Ledger, candidates: list[Places]) -> None:
+def _choose(trial: TaskProbe, mode: Mode, ledger: Ledger, candidates: list[Places]) -> None:
     """Keep the one with which the loss of all samples is that of their halves."""
     deviations = []
     for candidate in candidates:

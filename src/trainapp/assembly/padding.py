@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.assembly.trials import Cut, Samples, are_joined, equal_tensors, joints_of
+from trainapp.assembly.trials import Cut, Samples, are_joined, batch_dims, equal_tensors
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request, Split
 from trainapp.errors import summary_of
@@ -53,10 +53,10 @@ def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Spl
         return samples._replace(cut=Cut(reason=reason))
     if split is not None:
         batches["A"], batches["C"] = _halves_by(split, whole, half)
-        if not joints_of(whole, [batches["A"], batches["C"]]):
+        if not batch_dims(whole, [batches["A"], batches["C"]]):
             names = (names[0], "A", "C")
     halves = [batches[name] for name in names[1:]]
-    if joints_of(whole, halves):
+    if batch_dims(whole, halves):
         return samples._replace(cut=Cut(reason="batches are their halves joined, whatever their shapes"))
     return samples._replace(batches=batches, cut=Cut(names, is_padded=is_padded(whole, halves)))
 

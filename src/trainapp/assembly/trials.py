@@ -1,6 +1,6 @@
 """Trial calls of a task: its results for a few samples, together and in halves, which `assembly.checks` compares.
 
-    trial = Trials(task, model, samples, device, seed)
+    trial = TaskProbe(task, model, samples, device, seed)
     whole, first, second = trial("ab"), trial("a"), trial("b")
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
@@ -103,35 +103,35 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
         return None
     first, second = list(indices[: number // 2]), list(indices[number // 2 : number])
     whole, a, b = (Fetcher(data, seed)[Request(0, own)] for own in (first + second, first, second))
-    if joints := joints_of(whole, [a, b]):
+    if dims := batch_dims(whole, [a, b]):
         orders = {"ba": (b, a), "aa": (a, a), "bb": (b, b)}
-        others = {name: joined(whole, parts, joints) for name, parts in orders.items()}
+        others = {name: joined(whole, parts, dims) for name, parts in orders.items()}
         if number > 2:
             uneven = [Fetcher(data, seed)[Request(0, indices)] for indices in (first[:1], first[1:] + second)]
-            if joints_of(whole, uneven):
+            if batch_dims(whole, uneven):
                 others |= dict(zip(UNEVEN, uneven, strict=True))
         return Samples(number, {"ab": whole, "a": a, "b": b, **others}, True)
     twice = Fetcher(data, seed)[Request(0, first * 2)]
-    if joints_of(twice, [a, a]):
+    if batch_dims(twice, [a, a]):
         return Samples(number, {"ab": twice, "a": a, "b": a}, True)
     return Samples(number, {"ab": whole, "a": a, "b": b}, False)
 
 
-def joints_of(batch: Any, parts: Sequence[Any]) -> list[int | None]:
+def batch_dims(batch: Any, parts: Sequence[Any]) -> list[int | None]:
     """For each tensor of the batch the dimension in which it is the concatenation of its parts, None for one that is
     identical in all of them. Empty if some tensor is neither, or if all are identical.
     """
     of_each = [tensors_in(batch), *map(tensors_in, parts)]
     if len({len(tensors) for tensors in of_each}) > 1:
         return []
-    joints: list[int | None] = []
+    dims: list[int | None] = []
     for whole, *pieces in zip(*of_each, strict=True):
         is_same = all(equal_tensors(whole, piece) for piece in pieces)
         found = (dim for dim in range(whole.dim()) if not is_same and are_joined(whole, pieces, dim))
-        joints.append(next(found, None))
-        if joints[-1] is None and not is_same:
+        dims.append(next(found, None))
+        if dims[-1] is None and not is_same:
             return []
-    return joints if any(joint is not None for joint in joints) else []
+    return dims if any(dim is not None for dim in dims) else []
 
 
 def equal_tensors(a: Tensor, b: Tensor) -> bool:
@@ -166,18 +166,18 @@ def _concatenated(tensors: Sequence[Tensor], dimension: int) -> Tensor:
     return torch.cat(list(tensors), dimension)
 
 
-def joined(batch: Any, parts: Sequence[Any], joints: Sequence[int | None]) -> Any:
-    """The batch with other parts in its place. joints: the batch's, see `joints_of`."""
-    pieces = zip(joints, *map(tensors_in, parts), strict=True)
+def joined(batch: Any, parts: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """The batch with other parts in its place. dims: the batch's, see `batch_dims`."""
+    pieces = zip(dims, *map(tensors_in, parts), strict=True)
 
     def replaced(tensor: Tensor) -> Tensor:
-        joint, *own = next(pieces)
-        return tensor if joint is None else _concatenated(own, joint)
+        dim, *tensors = next(pieces)
+        return tensor if dim is None else _concatenated(tensors, dim)
 
     return map_tensors(replaced, batch)
 
 
-class Trials:
+class TaskProbe:
     """Calls of a task with one of the `samples`' batches, by its name, without gradients.
 
     stateful_metrics: names of metrics that are not numbers. compute: the results of (task, model, batch on the device);
@@ -316,10 +316,10 @@ class Way(NamedTuple):
     """A way to call a task. precision: in words."""
 
     precision: str
-    trials: Callable[[], Trials]
+    trials: Callable[[], TaskProbe]
 
 
-def ways_of(
+def precisions_to_try(
     task: CheckedTask,
     config: Config,
     resources: Any,
@@ -328,13 +328,13 @@ def ways_of(
     **options: Any,
 ) -> list[Way]:
     """How a task may be called with the first samples of these `Resources`, the most precise way first; none without
-    samples. noise: in small models' copies in fp64, see `in_double`; None: no copies. options: of `Trials`.
+    samples. noise: in small models' copies in fp64, see `in_double`; None: no copies. options: of `TaskProbe`.
     """
     if resources.samples is None:
         return []
     metrics = frozenset(resources.targets.hooks["metrics"])
     arguments: Any = (task, model, resources.samples, resources.device, config.train.seed, metrics)
-    new: Callable[..., Trials] = functools.partial(Trials, *arguments, **options)
+    new: Callable[..., TaskProbe] = functools.partial(TaskProbe, *arguments, **options)
     as_trained = functools.partial(new, around=lambda: resources.numerics.autocast)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     ways = [Way("fp32" if dtypes <= {torch.float32} else "the model's dtype", new), Way("as trained", as_trained)]
@@ -353,7 +353,7 @@ class Tried(Generic[T]):
     failures: dict[str, str]
 
 
-def first_that_works(ways: Sequence[Way], use: Callable[[Trials], T]) -> Tried[T]:
+def first_that_works(ways: Sequence[Way], use: Callable[[TaskProbe], T]) -> Tried[T]:
     """What `use` returns for the first trial that raises no error. Raises the error of the last of them."""
     failures: dict[str, str] = {}
     for precision, new in ways:
@@ -377,9 +377,9 @@ def is_small(*roots: Any) -> bool:
     return sum(part.nbytes for part in parts) <= MOST_COPIED
 
 
-def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float, **options: Any) -> Trials:
-    """Trials of copies of task and model in fp64, which is also the default dtype of a call. Raises errors of copying;
-    what cannot be converted, such as a tensor in a closure, fails when called. arguments, options: of `Trials`.
+def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float, **options: Any) -> TaskProbe:
+    """Return probes of copies of task and model in fp64, also the default dtype of a call. Raises errors of copying;
+    what cannot be converted, such as a tensor in a closure, fails when called. arguments, options: of `TaskProbe`.
 
     noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before it.
     """
@@ -396,7 +396,7 @@ def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(drawn.to(parameter.device), alpha=noise)
     task = CheckedTask(own, task.setting)
-    return Trials(task, doubled, *arguments, around=_double_by_default, to=torch.float64, **options)
+    return TaskProbe(task, doubled, *arguments, around=_double_by_default, to=torch.float64, **options)
 
 
 def _copies_in_double(modules: Sequence[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:

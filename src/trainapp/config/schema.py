@@ -224,7 +224,7 @@ class Optimizer(Target):
 
 
 @dataclass(config=STRICT)
-class Update:
+class UpdateSettings:
     """One of several updates of a step: a loss, the parameters it trains, and their optimizer."""
 
     name: UpdateName
@@ -398,7 +398,7 @@ class Config:
     data: Data
     model: Model
     optimizer: Optimizer
-    updates: list[Update] = field(default_factory=list)
+    updates: list[UpdateSettings] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
     task: Str = "auto"
