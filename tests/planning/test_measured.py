@@ -11,7 +11,7 @@ from trainapp.assembly.resolved_targets import resolve_targets
 from trainapp.config import compose
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.planning import planner, process
-from trainapp.planning.measured import Measured, _at
+from trainapp.planning.measured import MeasuredEstimator, _at
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.values import NeedsValues
 
@@ -123,7 +123,7 @@ def test_each_phase_has_a_line_of_its_own():
 
 def test_no_more_than_a_share_of_the_memory_is_used():
     config = compose.from_command_line(own(Huge))
-    estimator = Measured(resolve_targets(config), 1, torch.device("cpu"))
+    estimator = MeasuredEstimator(resolve_targets(config), 1, torch.device("cpu"))
     with pytest.raises((MemoryLimitExceeded, MemoryError, RuntimeError)):
         estimator.peak(config, 2)
 

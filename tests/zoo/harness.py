@@ -17,7 +17,7 @@ from harness import Record, Recorded
 from runs import differences
 from torch import nn
 
-from trainapp.config.schema import Config, Target, Update
+from trainapp.config.schema import Config, Target, UpdateSettings
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import Ranks
@@ -56,7 +56,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         task=f"zoo.{cell.task}",
         metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
         updates=[
-            Update(name=name, task=f"zoo.{task}", parameters=[parameters], optimizer=config.optimizer)
+            UpdateSettings(name=name, task=f"zoo.{task}", parameters=[parameters], optimizer=config.optimizer)
             for name, task, parameters in cell.updates
         ],
     )

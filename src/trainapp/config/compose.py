@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from trainapp.config import command_line, excludes, replaced_options
-from trainapp.config.schema import Config, Update
+from trainapp.config.schema import Config, UpdateSettings
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
@@ -157,5 +157,9 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
     node: Any = Config
     for part in location:
         # `updates`, the only list of sections, has numbers in its locations
-        node = Update if isinstance(part, int) else next(f.type for f in dataclasses.fields(node) if f.name == part)
+        node = (
+            UpdateSettings
+            if isinstance(part, int)
+            else next(f.type for f in dataclasses.fields(node) if f.name == part)
+        )
     return [f.name for f in dataclasses.fields(node) if f.name not in FILLED_IN]

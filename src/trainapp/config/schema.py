@@ -288,7 +288,7 @@ class Memory:
 
 
 @dataclass(config=STRICT)
-class Plan:
+class PlanSettings:
     device: Str | None = None
     world: PositiveInt | None = None
     techniques: Bool = True
@@ -415,7 +415,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)
-    plan: Plan = field(default_factory=Plan)
+    plan: PlanSettings = field(default_factory=PlanSettings)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     stopping: Stopping = field(default_factory=Stopping)
     metrics: dict[HookName, Target] = field(default_factory=dict)

@@ -30,7 +30,7 @@ TIMED = 3  # number of timed steps
 MOST_MICRO_BATCHES = 8  # in a timed step
 
 
-class Measured:
+class MeasuredEstimator:
     """The estimator that runs small real steps, on one rank whose peers exchange nothing.
 
     instead_of: an absent GPU that steps on the CPU stand in for.
@@ -51,7 +51,7 @@ class Measured:
         return device_memory.build(config.memory, self.device).enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
-        """As `Traced.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
+        """As `TracedEstimator.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
         accumulates = size < -(-at_most(config.batch.global_size, self.targets.train_data) // self.world)
         known = self._known.setdefault((repr(config), accumulates), {})
         for small in (small for small in SIZES if small < size):

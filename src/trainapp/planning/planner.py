@@ -16,17 +16,17 @@ from trainapp.losses.losses import needs_whole_batch
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded, Picture, draw
 from trainapp.planning import absent_gpu, pretend
-from trainapp.planning.measured import Measured
-from trainapp.planning.process import Plan, answer_of
+from trainapp.planning.measured import MeasuredEstimator
+from trainapp.planning.process import MemoryPlan, answer_of
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
-from trainapp.planning.traced import Traced
+from trainapp.planning.traced import TracedEstimator
 from trainapp.sizes.record import configured_size
 from trainapp.sizes.search import PeakSample, SizeSearch
 from trainapp.techniques.checkpointing import Mode, choose_modes
 
 Facts = dict[str, Any]
-Estimator = Traced | Measured  # estimates the memory that a configuration needs
+Estimator = TracedEstimator | MeasuredEstimator  # estimates the memory that a configuration needs
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 
@@ -68,14 +68,14 @@ class Planner:
         """The largest micro-batch that fits, 0 if none does."""
         return largest_size(lambda size: self.peak(size).total, self.room, self.share, self.smallest)
 
-    def plan(self) -> tuple[Plan, Breakdown]:
+    def plan(self) -> tuple[MemoryPlan, Breakdown]:
         """The plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
         config, world = self.config, self.estimator.world
         if self.whole:
             require_uncut(config, world, at_most(config.batch.global_size, self.estimator.targets.train_data))
         size = self.given or self.largest or self.smallest
         found = self.peak(size)
-        plan = Plan(
+        plan = MemoryPlan(
             self.estimator.method,
             self.estimator.margin,
             notes=list(found.notes),
@@ -151,7 +151,7 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
     given = config if config.plan.device is None else absent_gpu.on_cpu(config)
     planner = Planner(with_modes(given, estimator), estimator)
     if only_modes:
-        return asdict(Plan(estimator.method, modes=planner.config.activation_checkpointing.modes)), Breakdown()
+        return asdict(MemoryPlan(estimator.method, modes=planner.config.activation_checkpointing.modes)), Breakdown()
     plan, found = planner.plan()
     if config.plan.techniques:
         plan.techniques, plan.best = ranked(planner, plan)
@@ -186,9 +186,9 @@ def estimator_of(config: Config, method: str) -> Estimator:
         gpu, config = absent_gpu.find(config), absent_gpu.on_cpu(config)
     targets = resolve_targets(config)
     if method == "measured":
-        return Measured(targets, world, choose_device(config.train.device), gpu)
+        return MeasuredEstimator(targets, world, choose_device(config.train.device), gpu)
     if gpu is not None and method == "traced as on the CPU":
         gpu = replace(gpu, on_cpu=True, margin=0.3)
     elif gpu is not None:
         pretend.give_autograd_a_device()
-    return Traced(targets, world, gpu, refuses=method != "made up")
+    return TracedEstimator(targets, world, gpu, refuses=method != "made up")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Plan:
+class MemoryPlan:
     """The content of plan.json. Sizes are samples per rank, bytes are per rank. docs/memory.md explains the fields.
 
     method: None if no estimator succeeded; `notes` then have the reasons. modes: each block's mode, with
@@ -89,7 +89,7 @@ def ask(config: Config, picture: Path | None = None, only_modes: bool = False) -
         except NoAnswer as error:
             reasons.append(str(error))
     else:
-        return asdict(Plan(None, notes=list(dict.fromkeys(reasons))))
+        return asdict(MemoryPlan(None, notes=list(dict.fromkeys(reasons))))
     facts["notes"] = [*(f"not traced: {reason}" for reason in reasons[:1]), *facts["notes"]]
     if config.plan.measure and facts["micro_size"]:
         try:
@@ -122,7 +122,7 @@ def _modes(config: Config, world: int) -> list[str] | None:
     from trainapp.planning.absent_gpu import named
 
     device = choose_device(config.train.device)
-    config = replace(config, plan=schema.Plan(techniques=False, world=world))
+    config = replace(config, plan=schema.PlanSettings(techniques=False, world=world))
     facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])

@@ -10,9 +10,9 @@ from trainapp.assembly.resolved_targets import choose_device, resolve_targets
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.planning.measured import Measured
+from trainapp.planning.measured import MeasuredEstimator
 from trainapp.planning.planner import Facts, Planner, with_modes
-from trainapp.planning.process import Plan
+from trainapp.planning.process import MemoryPlan
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, with_techniques
@@ -54,7 +54,7 @@ class Variant:
         }
 
 
-def ranked(planner: Planner, plan: Plan) -> tuple[list[Facts], Facts | None]:
+def ranked(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Facts | None]:
     """`techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration."""
     size = plan.micro_size or 1
     own = Variant((), planner, planner.peak(size))
@@ -139,7 +139,7 @@ def measured(config: Config, facts: Facts) -> Facts:
     """With `plan.measure`: adds `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps
     run for real in this process.
     """
-    estimator = Measured(resolve_targets(config), world_of(config), choose_device(config.train.device))
+    estimator = MeasuredEstimator(resolve_targets(config), world_of(config), choose_device(config.train.device))
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])
     config = dataclasses.replace(config, activation_checkpointing=settings)
     known = {technique.setting: technique for technique in TECHNIQUES}

@@ -28,7 +28,7 @@ _VARIES = "the batches differ in shape: the plan is for the longest of the first
 _MADE_UP = "the model reads values, which were made up: with real ones it may need more"
 
 
-class Traced:
+class TracedEstimator:
     """The estimator that steps on fake tensors. Exact on the CPU, where the kernels' sizes are known.
 
     gpu: an absent GPU; None for the CPU. Traces set torch's global switches and seed the generators: use it in a
