@@ -56,7 +56,7 @@ class LongTail(SyntheticTokens):
         }
 
 
-class Ledger:
+class DrawRecord:
     """Records every optimizer step, its samples and its model, independently of what a trainer reports.
 
     A sample belongs to a step if its gradient was in the parameters when the optimizer stepped.
@@ -85,15 +85,15 @@ class Ledger:
 
 
 @functools.cache
-def ledger() -> Ledger:
-    """The ledger of this process."""
-    return Ledger()
+def draw_record() -> DrawRecord:
+    """The draw_record of this process."""
+    return DrawRecord()
 
 
 def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, losses.Metrics]:
-    """trainapp's next-token loss, recorded in the ledger."""
+    """trainapp's next-token loss, recorded in the draw_record."""
     if torch.is_grad_enabled():
-        ledger().saw(model, batch["ids"])
+        draw_record().saw(model, batch["ids"])
     return losses.next_token(model, batch)
 
 

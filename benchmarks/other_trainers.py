@@ -76,7 +76,7 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
     """`python -m trainapp`, run in this process so that its steps can be counted."""
     import oom_job
 
-    ledger = oom_job.ledger()
+    draw_record = oom_job.draw_record()
     with tempfile.TemporaryDirectory() as folder:
         from trainapp.config import compose
         from trainapp.launch.launch import launch
@@ -87,7 +87,7 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
             launch(config)
         result = json.loads(Path(folder, "result.json").read_text())
     reported, loss, restarts = result["steps"], result["objective"], result["oom_restarts"]
-    return findings(ledger, job, reported, loss, started, counter.peak, restarts)
+    return findings(draw_record, job, reported, loss, started, counter.peak, restarts)
 
 
 def overrides(job: dict[str, Any]) -> list[str]:
@@ -119,7 +119,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
 
     from trainapp.data.sampler import Permutation
 
-    ledger, tries = oom_job.ledger(), Counter()
+    draw_record, tries = oom_job.draw_record(), Counter()
     train_data, val_data = datasets(job)
 
     @find_executable_batch_size(starting_batch_size=job["global_size"])
@@ -140,7 +140,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     with oom_job.Limit(job["limit"]) as counter:
         reported, loss = train()
-    return findings(ledger, job, reported, loss, started, counter.peak, tries["train"] - 1)
+    return findings(draw_record, job, reported, loss, started, counter.peak, tries["train"] - 1)
 
 
 def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
 
     from trainapp.data.sampler import Permutation
 
-    ledger, tries = oom_job.ledger(), Counter()
+    draw_record, tries = oom_job.draw_record(), Counter()
     train_data, val_data = datasets(job)
 
     class Tries(TrainerCallback):
@@ -188,20 +188,20 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
         trainer.train()
         loss = oom_job.evaluate(model, val_data, 2 * trainer._train_batch_size)
     reported = trainer.state.global_step
-    return findings(ledger, job, reported, loss, started, counter.peak, tries["train"] - 1)
+    return findings(draw_record, job, reported, loss, started, counter.peak, tries["train"] - 1)
 
 
-def findings(ledger, job, reported, loss, started, peak, failures) -> dict[str, Any]:
-    """What a run did according to the ledger, what it reported, and its time and peak (seconds, bytes)."""
-    survivor = ledger.steps[-1][0]  # under Accelerate, each attempt builds a new model
-    kept = [samples for model, samples in ledger.steps if model == survivor]
+def findings(draw_record, job, reported, loss, started, peak, failures) -> dict[str, Any]:
+    """What a run did according to the draw_record, what it reported, and its time and peak (seconds, bytes)."""
+    survivor = draw_record.steps[-1][0]  # under Accelerate, each attempt builds a new model
+    kept = [samples for model, samples in draw_record.steps if model == survivor]
     seen = Counter(sample for samples in kept for sample in samples)
     return {
         "out_of_memory": failures,
-        "steps_done": len(ledger.steps),
+        "steps_done": len(draw_record.steps),
         "steps_in_weights": len(kept),
         "steps_reported": reported,
-        "samples_trained": sum(len(samples) for _, samples in ledger.steps),
+        "samples_trained": sum(len(samples) for _, samples in draw_record.steps),
         "samples_in_weights": seen.total(),
         "repeated": sum(1 for times in seen.values() if times > 1),
         "skipped": job["size"] - len(seen),

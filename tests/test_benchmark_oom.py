@@ -65,22 +65,22 @@ def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
     import oom_job
     import other_trainers
 
-    ledger = oom_job.Ledger()
+    draw_record = oom_job.DrawRecord()
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(*micro_batches):
         optimizer.zero_grad()
         for ids in micro_batches:
-            ledger.saw(model, torch.tensor(ids))
+            draw_record.saw(model, torch.tensor(ids))
             model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    ledger.saw(model, torch.tensor([9]))  # aborted before its backward: belongs to no step
+    draw_record.saw(model, torch.tensor([9]))  # aborted before its backward: belongs to no step
     step([0, 1], [2])
     step([2], [3])
-    row = other_trainers.findings(ledger, {"size": 6}, 2, 0.0, 0.0, 0, 0)
-    assert [samples for _, samples in ledger.steps] == [[0, 1, 2], [2, 3]]
+    row = other_trainers.findings(draw_record, {"size": 6}, 2, 0.0, 0.0, 0, 0)
+    assert [samples for _, samples in draw_record.steps] == [[0, 1, 2], [2, 3]]
     assert (row["steps_done"], row["samples_trained"], row["repeated"], row["skipped"]) == (2, 5, 1, 2)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.draws import BLOCK, LEAVES, install
-from trainapp.rng import Drawing, Ledger, places_of
+from trainapp.rng import DrawRecord, SampleDraws, places_of
 
 BATCH = 12
 CUTS = ([12], [5, 7], [4, 4, 4], [1] * 12)
@@ -35,19 +35,19 @@ def pieces(cut):
 
 
 def learnt(forward):
-    """A ledger, from batches of four samples and of two."""
+    """A draw_record, from batches of four samples and of two."""
     logs = [{}, {}]
     for log, size in zip(logs, (4, 2), strict=True):
-        with Drawing((0, 0), range(size), Ledger(), "train", log):
+        with SampleDraws((0, 0), range(size), DrawRecord(), "train", log):
             forward(torch.arange(size))
-    return Ledger({"train": places_of(*logs, 4, 2)})
+    return DrawRecord({"train": places_of(*logs, 4, 2)})
 
 
-def drawn(forward, cut, ledger=None, key=(0, 1)):
+def drawn(forward, cut, draw_record=None, key=(0, 1)):
     """What `forward(positions)` returns for the samples of all micro-batches."""
     found = []
     for positions in pieces(cut):
-        with Drawing(key, positions, ledger or Ledger(), "train"):
+        with SampleDraws(key, positions, draw_record or DrawRecord(), "train"):
             found.append(forward(torch.tensor(list(positions))))
     return torch.cat(found).double()
 
@@ -134,24 +134,24 @@ def test_a_draw_is_the_samples_own(kind):
     def forward(i):
         return torch.cat([KINDS[kind](i).reshape(len(i), -1) for _ in range(2)], 1)
 
-    ledger, atol = learnt(forward), 1e-6  # matmuls round by batch size
+    draw_record, atol = learnt(forward), 1e-6  # matmuls round by batch size
     if kind in ("two views", "flattened tokens, time first"):  # which the shapes do not tell
-        assert not torch.allclose(drawn(forward, [12], ledger), drawn(forward, [5, 7], ledger), atol=atol)
-        ledger = apart(ledger)
-    whole = drawn(forward, [12], ledger)
+        assert not torch.allclose(drawn(forward, [12], draw_record), drawn(forward, [5, 7], draw_record), atol=atol)
+        draw_record = apart(draw_record)
+    whole = drawn(forward, [12], draw_record)
     for cut in CUTS[1:]:
-        assert torch.allclose(drawn(forward, cut, ledger), whole, atol=atol), cut
-    assert not ledger.depends
+        assert torch.allclose(drawn(forward, cut, draw_record), whole, atol=atol), cut
+    assert not draw_record.depends
     first, second = whole.chunk(2, 1)
     assert not torch.equal(first, second)
-    assert not torch.allclose(drawn(forward, [12], ledger, (0, 2)), whole, atol=atol)
+    assert not torch.allclose(drawn(forward, [12], draw_record, (0, 2)), whole, atol=atol)
     assert not torch.allclose(of_torch(forward, [12]), of_torch(forward, [5, 7]), atol=atol)
 
 
-def apart(ledger):
+def apart(draw_record):
     """The other layout for all draws with several rows per sample."""
-    places = {number: own._replace(apart=own.rows > 1) for number, own in ledger.places["train"].items()}
-    return Ledger({"train": places})
+    places = {number: own._replace(interleaved=own.rows > 1) for number, own in draw_record.places["train"].items()}
+    return DrawRecord({"train": places})
 
 
 def test_every_kernel_that_draws_is_covered():
@@ -186,10 +186,10 @@ def test_what_mixes_samples_is_drawn_per_micro_batch_and_noted():
     def forward(i):
         return torch.stack([torch.randperm(len(i)), torch.multinomial(torch.ones(50), len(i))], 1)
 
-    ledger = learnt(forward)
-    halves = drawn(forward, [6, 6], ledger)
+    draw_record = learnt(forward)
+    halves = drawn(forward, [6, 6], draw_record)
     assert not torch.equal(halves[:6], halves[6:])
-    assert set(ledger.depends) == {"draws of randperm.generator_out", "draws of multinomial"}
+    assert set(draw_record.depends) == {"draws of randperm.generator_out", "draws of multinomial"}
 
 
 def test_a_forward_that_draws_a_varying_number_of_times_is_noted():
@@ -198,9 +198,9 @@ def test_a_forward_that_draws_a_varying_number_of_times_is_noted():
             torch.rand(len(i), 2)
         return torch.randn(len(i), 3)
 
-    ledger = learnt(forward)
-    assert not torch.equal(drawn(forward, [12], ledger), drawn(forward, [5, 7], ledger))
-    assert "uniform_ of [5, 2]" in ledger.depends["number of draws"]
+    draw_record = learnt(forward)
+    assert not torch.equal(drawn(forward, [12], draw_record), drawn(forward, [5, 7], draw_record))
+    assert "uniform_ of [5, 2]" in draw_record.depends["number of draws"]
     drawn(forward, [12], unnoted := learnt(forward))
     assert not unnoted.depends
 
@@ -210,7 +210,7 @@ def test_padding_changes_nothing_before_it(draw):
     """Of waveforms, hidden states and the weights of attention."""
 
     def padded(length):
-        with Drawing((0, 1), range(3), Ledger(), "train"):
+        with SampleDraws((0, 1), range(3), DrawRecord(), "train"):
             return draw(3, length), draw(3, length, 5), draw(3, 2, length, length)
 
     for short, long in zip(padded(7), padded(12), strict=True):
@@ -231,8 +231,8 @@ def test_without_a_ledger_an_axis_of_the_batchs_size_is_that_of_the_samples():
 
 def test_alike_draws_are_the_same_for_each_sample():
     """Whichever rows are whose."""
-    ledger = learnt(KINDS["two views"])
-    with Drawing((0, 1), range(4), ledger, "train", alike=True):
+    draw_record = learnt(KINDS["two views"])
+    with SampleDraws((0, 1), range(4), draw_record, "train", alike=True):
         masks = F.dropout(torch.ones(8, 6, 8), 0.3)
     assert torch.equal(masks, masks[:1].expand(8, 6, 8))
     assert 0 < (masks[0] == 0).sum() < 48
@@ -263,7 +263,7 @@ def gradient(model, cut, is_outside=False):
     inputs = torch.arange(96, dtype=torch.float64).view(12, 8).requires_grad_()
     model.zero_grad()
     for positions in pieces(cut):
-        with Drawing((0, 1), positions, Ledger(), "train"):
+        with SampleDraws((0, 1), positions, DrawRecord(), "train"):
             loss = model(inputs[positions]).square().sum()
             if not is_outside:
                 loss.backward()
@@ -294,13 +294,13 @@ def test_a_forward_may_seed_or_fork_the_generator(manner):
             first = torch.rand(len(i), 2)
         return torch.cat([first, torch.rand(len(i), 2)], 1)
 
-    ledger, before = learnt(forward), torch.default_generator.get_state()
-    whole = drawn(forward, [12], ledger)
-    assert all(torch.equal(drawn(forward, cut, ledger), whole) for cut in CUTS)
-    assert not ledger.depends
+    draw_record, before = learnt(forward), torch.default_generator.get_state()
+    whole = drawn(forward, [12], draw_record)
+    assert all(torch.equal(drawn(forward, cut, draw_record), whole) for cut in CUTS)
+    assert not draw_record.depends
     assert torch.equal(torch.default_generator.get_state(), before)
     is_seeded = manner != "fork_rng"
-    assert torch.equal(drawn(forward, [12], ledger, (0, 2))[:, :2], whole[:, :2]) == is_seeded
+    assert torch.equal(drawn(forward, [12], draw_record, (0, 2))[:, :2], whole[:, :2]) == is_seeded
 
 
 def test_a_hook_that_logs_in_the_backward_does_not_change_a_recomputation(caplog):
@@ -317,8 +317,8 @@ def test_outside_of_a_drawing_torch_draws_its_own():
     torch.manual_seed(7)
     expected = torch.tensor([0.5349, 0.1988, 0.6592])
     assert torch.allclose(torch.rand(3), expected, atol=1e-4)
-    ledger, elsewhere = Ledger(), []
-    with Drawing((0, 1), range(3), ledger, "train"):
+    draw_record, elsewhere = DrawRecord(), []
+    with SampleDraws((0, 1), range(3), draw_record, "train"):
         torch.manual_seed(7)
         thread = threading.Thread(target=lambda: elsewhere.append(torch.rand(3)))
         thread.start()
@@ -326,18 +326,18 @@ def test_outside_of_a_drawing_torch_draws_its_own():
         assert torch.allclose(elsewhere[0], expected, atol=1e-4)
         own = torch.Generator().manual_seed(7)
         assert torch.allclose(torch.rand(3, generator=own), expected, atol=1e-4)
-        assert not ledger.draws
+        assert not draw_record.draws
         assert not torch.allclose(torch.rand(3), expected, atol=1e-2)
-    assert set(ledger.depends) == {"own generator"}
+    assert set(draw_record.depends) == {"own generator"}
 
 
 def test_an_error_restores_the_generator_and_keeps_its_class():
     before = torch.default_generator.get_state()
-    with pytest.raises(ZeroDivisionError), Drawing((0, 1), range(3), Ledger(), "train"):
+    with pytest.raises(ZeroDivisionError), SampleDraws((0, 1), range(3), DrawRecord(), "train"):
         1 / (torch.rand(3) > 2).sum().item()
     assert torch.equal(torch.default_generator.get_state(), before)
-    assert Drawing.active is None
-    with pytest.raises(RuntimeError, match="probability"), Drawing((0, 1), range(3), Ledger(), "train"):
+    assert SampleDraws.active is None
+    with pytest.raises(RuntimeError, match="probability"), SampleDraws((0, 1), range(3), DrawRecord(), "train"):
         torch.multinomial(-torch.ones(3, 2), 1)
 
 
@@ -346,7 +346,7 @@ def test_an_error_restores_the_generator_and_keeps_its_class():
 def test_the_scratch_of_a_draw_has_a_bound(kind, shape):
     """Per element of a block and per row, by torch's profiler of memory. No limit or plan counts it."""
     target = torch.empty(shape)
-    with Drawing((0, 1), range(16), Ledger(), "train"):
+    with SampleDraws((0, 1), range(16), DrawRecord(), "train"):
         getattr(target, kind)()  # makes the table of steps
         with torch.profiler.profile(profile_memory=True) as profile:
             getattr(target, kind)()
@@ -373,7 +373,7 @@ def correlation(first, second):
 
 
 def sampled(draw, samples=64, step=1, key=None):
-    with Drawing(key or (7, step), range(samples), Ledger(), "train"):
+    with SampleDraws(key or (7, step), range(samples), DrawRecord(), "train"):
         return draw(samples), draw(samples)
 
 

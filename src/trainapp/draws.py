@@ -1,9 +1,9 @@
-"""torch's random numbers, sample by sample: inside a `rng.Drawing` they depend on the sample, not on the micro-batch.
+"""torch's random numbers, sample by sample: inside `rng.SampleDraws` they depend on the sample, not on the micro-batch.
 
 Every random function of torch (`F.dropout`, `torch.randn_like`, the dropout of attention and `nn.LSTM`,
 `torch.distributions`) ends in a few kernels of ATen: `uniform_`, `normal_`, `bernoulli_`, `random_` and some rare ones.
 `install` replaces these leaves through `torch.library`, so that calls from C++ are reached, too. Outside of a
-`Drawing`, and where a generator is passed, they call torch's own; what draws nothing pays nothing.
+`SampleDraws`, and where a generator is passed, they call torch's own; what draws nothing pays nothing.
 
 The common ones are computed for the whole micro-batch by SplitMix64 (see `data.sampler`) on int64 tensors: an element
 is a hash of (key, number of the draw, position of the sample, coordinates in the sample), so that padding changes
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.rng import FACTORS, GAMMA, Drawing, Drawn, Place, hashed, signed, topic_of
+from trainapp.rng import FACTORS, GAMMA, DrawLayout, RandomDraw, SampleDraws, hashed, signed, topic_of
 from trainapp.torch_private import draws_numbers
 
 # Elements drawn at a time, of one sample and of all: on the CPU they fit the cache, on a GPU launches are few.
@@ -152,7 +152,7 @@ def _leaf(name: str, original: Any) -> Callable[..., Any]:
     draw = special.get(name, _draw)
 
     def leaf(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        drawing = Drawing.active
+        drawing = SampleDraws.active
         if drawing is None or not drawing.covers_thread():
             return original.call_boxed(keyset, *args, **kwargs)
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
@@ -163,14 +163,14 @@ def _leaf(name: str, original: Any) -> Callable[..., Any]:
     return leaf
 
 
-def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw(drawing: SampleDraws, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     main, sizes = args[0], tuple(value for value in args if type(value) is int)
     is_tensor = isinstance(main, Tensor)  # `randperm` has none
     if is_tensor and main.is_complex():
         mean, std = [*args[1:], 0.0, 1.0][:2] if len(args) != 2 else [args[1], 1.0]
         torch.view_as_real(main).normal_(0.0, std / math.sqrt(2))
         return main.add_(mean)
-    drawn = Drawn(name, tuple(main.shape) if is_tensor else (), sizes)
+    drawn = RandomDraw(name, tuple(main.shape) if is_tensor else (), sizes)
     seed = drawing.next_seed()
     place, samples = drawing.place(seed, drawn), len(drawing.positions)
     if place.axis is None:
@@ -180,7 +180,7 @@ def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
             drawing.note(topic_of(name), f"{shown}: none of its dimensions is that of the samples")
         return _seeded(torchs, main.device if is_tensor else kwargs["out"].device, seed, args, kwargs)
     if drawing.alike:  # whichever rows are whose
-        place, samples = place._replace(rows=1, apart=False), main.shape[place.axis]
+        place, samples = place._replace(rows=1, interleaved=False), main.shape[place.axis]
     if not main.numel():
         return torchs(*args, **kwargs)
     keys = drawing.keys(main.device, samples) + signed(hashed(seed))
@@ -191,11 +191,13 @@ def _draw(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
 
 def _seeded(torchs: _Torchs, device: torch.device, seed: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """torch's own kernel with a generator of its own; the leaves that it calls are torch's own, too."""
-    with Drawing.suspended():
+    with SampleDraws.suspended():
         return torchs(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(hashed(seed))})
 
 
-def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _one_by_one(
+    torchs: _Torchs, place: DrawLayout, keys: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
     """torch's own kernel for each sample. Waits for the device, and holds the result twice."""
     main, name, results = args[0], place.kernel, []
     is_in_place = name.partition(".")[0].endswith("_")
@@ -203,7 +205,9 @@ def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any]
 
     def by_sample(value: Any) -> Any:
         is_split = (
-            isinstance(value, Tensor) and value.dim() == main.dim() and place.fits(Drawn(name, value.shape), len(keys))
+            isinstance(value, Tensor)
+            and value.dim() == main.dim()
+            and place.fits(RandomDraw(name, value.shape), len(keys))
         )
         return _by_sample(value, place, len(keys)) if is_split else [value] * len(keys)
 
@@ -216,11 +220,13 @@ def _one_by_one(torchs: _Torchs, place: Place, keys: Tensor, args: Sequence[Any]
     if written == 0:
         return main
     found = torch.stack(results)
-    found = (found.transpose(0, 1) if place.apart else found).flatten(0, 1).movedim(0, place.axis or 0).contiguous()
+    found = (
+        (found.transpose(0, 1) if place.interleaved else found).flatten(0, 1).movedim(0, place.axis or 0).contiguous()
+    )
     return main.copy_(found) if is_in_place else found
 
 
-def _into(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _into(drawing: SampleDraws, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`out=`, by the operation without it."""
     base, _, overload = name.removesuffix("_out").removesuffix(".out").partition(".")
     found = getattr(getattr(torch.ops.aten, base), overload or "default")(*args)
@@ -229,13 +235,13 @@ def _into(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], k
 
 
 def _normal_around(
-    drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    drawing: SampleDraws, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     mean, std = (*args, 1.0)[:2]
     return torch.empty_like(mean + std).normal_().mul_(std).add_(mean)
 
 
-def _dropout(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dropout(drawing: SampleDraws, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, p, train = args
     if train is False or not 0 < p < 1:
         return torchs(source, p, train)
@@ -243,9 +249,9 @@ def _dropout(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...]
     return source * mask * (1 / (1 - p)), mask
 
 
-def _fused(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _fused(drawing: SampleDraws, name: str, torchs: _Torchs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if draws_numbers(getattr(torch.ops.aten, name).default, args, kwargs):
-        drawing.ledger.draws = True
+        drawing.draw_record.draws = True
         drawing.note(
             name,
             f"{name.strip('_')} draws inside a fused kernel, by micro-batch; see `sdpa_kernel` of torch",
@@ -256,13 +262,13 @@ def _fused(drawing: Drawing, name: str, torchs: _Torchs, args: tuple[Any, ...], 
 # --- blocks of samples
 
 
-def _by_sample(tensor: Tensor, place: Place, samples: int) -> Tensor:
+def _by_sample(tensor: Tensor, place: DrawLayout, samples: int) -> Tensor:
     """A view, [samples, rows, ...]: a dimension can be split without a copy."""
     moved = tensor.movedim(place.axis or 0, 0)
-    return moved.unflatten(0, (-1, samples)).transpose(0, 1) if place.apart else moved.unflatten(0, (samples, -1))
+    return moved.unflatten(0, (-1, samples)).transpose(0, 1) if place.interleaved else moved.unflatten(0, (samples, -1))
 
 
-def _filled(fill: Fill, main: Tensor, place: Place, keys: Tensor, args: tuple[Any, ...]) -> Tensor:
+def _filled(fill: Fill, main: Tensor, place: DrawLayout, keys: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Fill a tensor block by block. Each row of a sample's last dimension has a key of its own."""
     samples, views = len(keys), _by_sample(main, place, len(keys))
     width, per, block = views.shape[-1], main.numel() // len(keys), BLOCK[main.device.type]

@@ -4,8 +4,8 @@ The global generators of a run are never saved. They are seeded at the start of 
 update, rank), and at the start of an evaluation, from the seed and the name of its data. A retry, a resume, a plan and
 draws in callbacks therefore change nothing.
 
-What a forward draws from torch's generators belongs to its samples (`Drawing`), so that it depends neither on how the
-samples are cut into micro-batches nor on the ranks.
+What a forward draws from torch's generators belongs to its samples (`SampleDraws`), so that it depends neither on how
+the samples are cut into micro-batches nor on the ranks.
 """
 
 import contextlib
@@ -118,15 +118,15 @@ def hashed(*numbers: int) -> int:
     return bits ^ bits >> 31
 
 
-PADDING = "padding of "  # begins the topics under which a ledger notes tasks whose results depend on the padding
+PADDING = "padding of "  # begins the topics under which a record notes tasks whose results depend on the padding
 
 
 def topic_of(kernel: str) -> str:
-    """Under which a ledger notes a draw whose samples it does not know."""
+    """Return the topic under which a draw with unknown samples is noted."""
     return f"draws of {kernel}"
 
 
-class Drawn(NamedTuple):
+class RandomDraw(NamedTuple):
     """A draw: its kernel, the shape of its first argument, and the integers among the others."""
 
     kernel: str
@@ -134,27 +134,27 @@ class Drawn(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
-class Place(NamedTuple):
+class DrawLayout(NamedTuple):
     """Where a draw holds the samples. axis: their dimension, None where there is none: all micro-batches draw the same.
-    rows: in it, per sample. apart: these are one batch apart instead of neighbours, as in `cat([view, view])`. varies:
-    its shape follows the batch in another way, so it is drawn per micro-batch.
+    rows: in it, per sample. interleaved: these are one batch apart instead of neighbours, as in `cat([view, view])`.
+    varies: its shape follows the batch in another way, so it is drawn per micro-batch.
     """
 
     kernel: str
     dimensions: int
     axis: int | None = None
     rows: int = 1
-    apart: bool = False
+    interleaved: bool = False
     varies: bool = False
 
-    def fits(self, drawn: Drawn, samples: int) -> bool:
+    def fits(self, drawn: RandomDraw, samples: int) -> bool:
         """Whether it can be this draw, of a batch of so many samples."""
         is_same = (drawn.kernel, len(drawn.shape)) == (self.kernel, self.dimensions)
         return is_same and (self.axis is None or drawn.shape[self.axis] == self.rows * samples)
 
 
 @dataclass
-class Ledger:
+class DrawRecord:
     """What is known of the draws in a run's forwards.
 
     places: by work (an update, or evaluation), then by the draw's number. Of work that is not listed, the first
@@ -162,7 +162,7 @@ class Ledger:
     whether anything was drawn.
     """
 
-    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+    places: dict[str, dict[int, DrawLayout]] = field(default_factory=dict)
     depends: dict[str, str] = field(default_factory=dict)
     draws: bool = False
 
@@ -175,43 +175,51 @@ class Ledger:
         depends = state["depends"] | self.depends
         vars(self).update(state)
         self.depends = depends
-        self.places = {work: {n: Place(*own) for n, own in of.items()} for work, of in state["places"].items()}
+        self.places = {work: {n: DrawLayout(*own) for n, own in of.items()} for work, of in state["places"].items()}
 
-    def place(self, work: str, number: int, drawn: Drawn, samples: int) -> Place:
+    def place(self, work: str, number: int, drawn: RandomDraw, samples: int) -> DrawLayout:
         """Where a draw of this work holds the samples. One that differs from what was learnt takes the axis of another
-        that it fits, and is noted: the number of draws then depends on the batch. A negative number: `Drawing.place`.
+        that it fits, and is noted: the number of draws then depends on the batch. Negative: `SampleDraws.place`.
         """
         known, (kernel, shape, _) = self.places.get(work), drawn
         if shape == () and not kernel.startswith("randperm"):
-            return Place(kernel, 0)
+            return DrawLayout(kernel, 0)
         if known is None:
-            return Place(kernel, len(shape), 0) if shape[:1] == (samples,) else Place(kernel, len(shape), varies=True)
+            return (
+                DrawLayout(kernel, len(shape), 0)
+                if shape[:1] == (samples,)
+                else DrawLayout(kernel, len(shape), varies=True)
+            )
         if number in known and known[number].fits(drawn, samples):
             return known[number]
         if number >= 0:
             order = "the forward draws in another order, or another number of times, than before the first step"
             self.depends.setdefault("number of draws", f"{kernel} of {list(shape)}: {order}, and later draws follow it")
         others = [own._replace(kernel=kernel) for own in known.values() if own.axis is not None]
-        return next((own for own in others if own.fits(drawn, samples)), Place(kernel, len(shape), varies=True))
+        return next((own for own in others if own.fits(drawn, samples)), DrawLayout(kernel, len(shape), varies=True))
 
 
-def places_of(whole: dict[int, Drawn], part: dict[int, Drawn], samples: int, of_part: int) -> dict[int, Place]:
+def places_of(
+    whole: dict[int, RandomDraw], part: dict[int, RandomDraw], samples: int, of_part: int
+) -> dict[int, DrawLayout]:
     """Where each draw holds the samples, from the same forward of two batches with other numbers of samples."""
     places = {}
     for number, (kernel, shape, sizes) in whole.items():
-        place, other = Place(kernel, len(shape), varies=True), part.get(number)
+        place, other = DrawLayout(kernel, len(shape), varies=True), part.get(number)
         if other is not None and (kernel, sizes) == (other.kernel, other.sizes) and len(shape) == len(other.shape):
             changed = [d for d, size in enumerate(shape) if size != other.shape[d]]
             if not changed:
-                place = Place(kernel, len(shape))
+                place = DrawLayout(kernel, len(shape))
             elif len(changed) == 1 and shape[changed[0]] * of_part == other.shape[changed[0]] * samples:
-                place = Place(kernel, len(shape), changed[0], shape[changed[0]] // samples)
+                place = DrawLayout(kernel, len(shape), changed[0], shape[changed[0]] // samples)
         places[number] = place
     return places
 
 
 @contextlib.contextmanager
-def noted_draws(ledger: Ledger, device: torch.device, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def noted_draws(
+    draw_record: DrawRecord, device: torch.device, around: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
     """Note whether the block, inside of `around`, draws from torch's generators. Takes 20 microseconds."""
 
     def states() -> list[torch.Tensor]:
@@ -223,10 +231,10 @@ def noted_draws(ledger: Ledger, device: torch.device, around: contextlib.Abstrac
     with around:
         yield
     with outside_dispatch_modes():
-        ledger.draws |= not all(map(torch.equal, before, states()))
+        draw_record.draws |= not all(map(torch.equal, before, states()))
 
 
-class Drawing:
+class SampleDraws:
     """Around the forward and backward of a micro-batch: what is drawn depends on (key, number of the draw, position of
     the sample), not on the other samples. Needs the kernels of `draws.install`; without them it has no effect.
 
@@ -234,33 +242,33 @@ class Drawing:
     `base`; each draw advances it. So whatever saves and restores the generator (activation checkpointing, `fork_rng`)
     also saves and restores the number. On exit the generator is as it was.
 
-    key: equal in a retry and on all ranks. positions: see `MicroBatch`. work: what the ledger knows the draws by.
+    key: equal in a retry and on all ranks. positions: see `MicroBatch`. work: what the draw_record knows the draws by.
     log: where to note each draw, by number. alike: draw the same numbers for each sample.
     """
 
-    active: "ClassVar[Drawing | None]" = None  # not thread-local: autograd's own threads recompute
+    active: "ClassVar[SampleDraws | None]" = None  # not thread-local: autograd's own threads recompute
 
     def __init__(
         self,
         key: tuple[int, ...],
         positions: Sequence[int],
-        ledger: Ledger,
+        draw_record: DrawRecord,
         work: str,
-        log: dict[int, Drawn] | None = None,
+        log: dict[int, RandomDraw] | None = None,
         alike: bool = False,
     ):
-        self.key, self.positions, self.ledger, self.work = key, positions, ledger, work
+        self.key, self.positions, self.draw_record, self.work = key, positions, draw_record, work
         self.log, self.alike, self.base = log, alike, 0
         self._state: torch.Tensor | None = None
         self._keys: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    def __enter__(self) -> "Drawing":  # under a microsecond: most forwards draw nothing
-        self._outer, Drawing.active = Drawing.active, self
+    def __enter__(self) -> "SampleDraws":  # under a microsecond: most forwards draw nothing
+        self._outer, SampleDraws.active = SampleDraws.active, self
         self._found, self._owner = torch.default_generator.initial_seed(), threading.get_ident()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        Drawing.active = self._outer
+        SampleDraws.active = self._outer
         if torch.default_generator.initial_seed() == self._found:
             return
         if self._state is None:  # seeded by the user before the first draw
@@ -272,11 +280,11 @@ class Drawing:
     @contextlib.contextmanager
     def suspended() -> Iterator[None]:
         """Inside the block, draws are torch's own."""
-        active, Drawing.active = Drawing.active, None
+        active, SampleDraws.active = SampleDraws.active, None
         try:
             yield
         finally:
-            Drawing.active = active
+            SampleDraws.active = active
 
     def covers_thread(self) -> bool:
         """Whether this thread computes the micro-batch. Others, such as a user's prefetcher, draw as ever."""
@@ -287,24 +295,24 @@ class Drawing:
         generator = torch.default_generator
         seed = generator.initial_seed()
         if not self.base:
-            self.base, self.ledger.draws = hashed(*self.key), True
+            self.base, self.draw_record.draws = hashed(*self.key), True
             if seed == self._found:
                 self._state = generator.get_state()
         seed = self.base if seed == self._found else seed
         generator.manual_seed(seed + 1 & ALL)
         return seed
 
-    def place(self, seed: int, drawn: Drawn) -> Place:
+    def place(self, seed: int, drawn: RandomDraw) -> DrawLayout:
         """Where the draw with this seed holds the samples. Negative numbers: from a seed that the forward has set."""
         number = seed - self.base & ALL
         number = number if number < 2**32 else -1 - seed
         if self.log is not None:
             self.log[number] = drawn
-        return self.ledger.place(self.work, number, drawn, len(self.positions))
+        return self.draw_record.place(self.work, number, drawn, len(self.positions))
 
     def note(self, topic: str, text: str) -> None:
         """Note once what depends on the micro-batch nevertheless."""
-        self.ledger.depends.setdefault(topic, text)
+        self.draw_record.depends.setdefault(topic, text)
 
     def keys(self, device: torch.device, samples: int) -> torch.Tensor:
         """A number per sample, int64 [samples, 1], which depends on its position."""

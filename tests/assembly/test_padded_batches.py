@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from trainapp.assembly import checks, padding, trials
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.rng import Ledger
+from trainapp.rng import DrawRecord
 from trainapp.training.evaluate import EVALUATION
 
 HERE = "user_packages=[test_padded_batches]"
@@ -154,7 +154,7 @@ def outcome_for(task, model, samples, way="fp64"):
         trial = trials.TaskProbe(*arguments)
     else:
         trial = trials.TaskProbe(*arguments, around=functools.partial(torch.autocast, "cpu", torch.bfloat16))
-    outcome = checks.outcome_of(trial, checks.Mode(arguments[0], EVALUATION, False), Ledger())
+    outcome = checks.outcome_of(trial, checks.Mode(arguments[0], EVALUATION, False), DrawRecord())
     return outcome.cut if outcome.cut is not None else outcome
 
 

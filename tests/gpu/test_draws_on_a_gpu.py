@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainapp.draws import install
-from trainapp.rng import Drawing, Ledger
+from trainapp.rng import DrawRecord, SampleDraws
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,10 +24,10 @@ KINDS = {
 }
 
 
-def drawn(kind, cut, ledger):
+def drawn(kind, cut, draw_record):
     inputs, found = torch.ones(12, 6, 8, device="cuda"), []
     for positions in torch.arange(12).split(cut):
-        with Drawing((0, 1), positions.tolist(), ledger, "train"):
+        with SampleDraws((0, 1), positions.tolist(), draw_record, "train"):
             found.append(kind(inputs[positions.cuda()]).float())
     return torch.cat(found)
 
@@ -37,8 +37,8 @@ def test_a_draw_is_the_samples_own(name):
     """Torch's own, in another micro-batch, is another one."""
     install("cpu")
     install("cuda")
-    whole = drawn(KINDS[name], 12, Ledger())
-    assert all(torch.equal(drawn(KINDS[name], size, Ledger()), whole) for size in (5, 1))
+    whole = drawn(KINDS[name], 12, DrawRecord())
+    assert all(torch.equal(drawn(KINDS[name], size, DrawRecord()), whole) for size in (5, 1))
     torch.manual_seed(0)
     inputs = torch.ones(12, 6, 8, device="cuda")
     torchs = torch.cat([KINDS[name](part).float() for part in inputs.split(5)])
@@ -52,7 +52,7 @@ def test_a_recomputation_in_autograds_thread():
     layer, gradients = nn.Linear(8, 8).cuda(), []
     for checkpointed in (False, True):
         layer.zero_grad()
-        with Drawing((0, 1), range(12), Ledger(), "train"):
+        with SampleDraws((0, 1), range(12), DrawRecord(), "train"):
             block = lambda x: F.dropout(layer(x), 0.3)  # noqa: E731
             x = torch.ones(12, 8, device="cuda", requires_grad=True)
             y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
@@ -65,7 +65,7 @@ def test_the_dropout_of_fused_attention_is_noted():
     install("cuda")
     heads = torch.randn(4, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     for backend, is_noted in ((SDPBackend.FLASH_ATTENTION, True), (SDPBackend.MATH, False)):
-        ledger = Ledger()
-        with sdpa_kernel(backend), Drawing((0, 1), range(4), ledger, "train"):
+        draw_record = DrawRecord()
+        with sdpa_kernel(backend), SampleDraws((0, 1), range(4), draw_record, "train"):
             F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
-        assert bool(ledger.depends) == is_noted
+        assert bool(draw_record.depends) == is_noted

@@ -172,7 +172,7 @@ def test_what_the_loss_draws_and_keeps(tmp_path):
     assert run.task.unchecked.seen == 3
     run, cut = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
-    assert "task" not in "".join(run.engine.ledger.depends.values())
+    assert "task" not in "".join(run.engine.draw_record.depends.values())
 
 
 UPDATES = (

@@ -36,7 +36,7 @@ def differences(folder, *overrides, sizes=SIZES, first=()):
     loss, gradient, session = step(folder / "whole", *overrides, *first, f"batch.micro_size={sizes[0]}")
     found = [step(folder / str(size), *overrides, f"batch.micro_size={size}") for size in sizes[1:]]
     largest = max(abs(other - loss) / abs(loss) for other, _, _ in found)
-    return largest, max(runs.relative_error(other, gradient) for _, other, _ in found), session.engine.ledger
+    return largest, max(runs.relative_error(other, gradient) for _, other, _ in found), session.engine.draw_record
 
 
 MODELS = ["Transformer", "TimeFirst", "Depth", "VAE", "Diffusion"]
@@ -44,11 +44,11 @@ MODELS = ["Transformer", "TimeFirst", "Depth", "VAE", "Diffusion"]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, name):
-    loss, gradient, ledger = differences(tmp_path / "own", *of(name), BY_SAMPLE)
+    loss, gradient, draw_record = differences(tmp_path / "own", *of(name), BY_SAMPLE)
     assert loss < 1e-6
     assert gradient < 1e-5
-    assert ledger.draws
-    assert not ledger.depends
+    assert draw_record.draws
+    assert not draw_record.depends
     loss, gradient, _ = differences(tmp_path / "torchs", *of(name), OF_TORCH)
     assert loss > 1e-4
     assert gradient > 1e-2
@@ -61,9 +61,9 @@ GRAPH = (*runs.own_model("own_graphs.GraphNet"), "data=digits", "user_packages=[
 def test_those_of_a_graph_network_with_a_sparse_matrix_do_not(tmp_path, layout):
     """Its draws have the nodes first, and the samples second."""
     graph = (*runs.STEPS_ONLY, *GRAPH, f"+model.layout={layout}")
-    loss, gradient, ledger = differences(tmp_path / "own", *graph, BY_SAMPLE)
+    loss, gradient, draw_record = differences(tmp_path / "own", *graph, BY_SAMPLE)
     assert max(loss, gradient) < 1e-5
-    assert not ledger.depends
+    assert not draw_record.depends
     assert differences(tmp_path / "torchs", *graph, OF_TORCH)[0] > 1e-4
 
 
@@ -154,12 +154,12 @@ def test_embeddings_are_drawn_by_sample(tmp_path):
 
 
 def test_a_resumed_run_draws_as_it_would_have(tmp_path):
-    """By the ledger of its checkpoint; another way of drawing is refused, and an older checkpoint has torch's own."""
+    """By the record in its checkpoint; another way of drawing is refused, and an older checkpoint has torch's own."""
     settings = (*of("TimeFirst")[len(runs.STEPS_ONLY) :], BY_SAMPLE, "every.save=2", "train.max_steps=4")
     whole, parts = runs.resumed(tmp_path, 2, *settings, "batch.micro_size=7")
     assert not runs.differences(whole, parts)
     session = runs.closed(tmp_path / "parts", *settings, "train.max_steps=6")
-    place = session.engine.ledger.places["train "][0]
+    place = session.engine.draw_record.places["train "][0]
     assert place.axis == 1 or place.rows > 1
     with pytest.raises(UserError, match=r"train.draws=device: the run in .* has draws per_sample"):
         runs.closed(tmp_path / "parts", *settings, OF_TORCH)

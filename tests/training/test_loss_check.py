@@ -20,7 +20,7 @@ from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.rng import Ledger
+from trainapp.rng import DrawRecord
 from trainapp.training.evaluate import EVALUATION
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"
@@ -365,7 +365,7 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
         "fp32": functools.partial(trials.TaskProbe, *arguments),
         "bf16": functools.partial(trials.TaskProbe, *arguments, **half),
     }
-    check = functools.partial(checks.outcome_of, mode=mode_of(task), ledger=Ledger())
+    check = functools.partial(checks.outcome_of, mode=mode_of(task), draw_record=DrawRecord())
     return trials.first_that_works([trials.Way(way, known[way]) for way in ways], check).result.problem
 
 

@@ -15,7 +15,7 @@ recomputed with every number changed by rounding: an argmax may flip, and summan
 
 Where a batch is more than its halves joined, mostly because it is padded, it is also compared with its halves as
 training makes them (`assembly.padding`). A count that includes padding is refused. A loss or metric that depends on the
-padding may be meant (convolutions over padded audio): it is noted in the ledger, which warns before the first step.
+padding may be meant (convolutions over padded audio): it is noted, and warned of before the first step.
 
 Costs six forwards in each mode, three of a large model, two thirds more of padded batches, and more if they do not add
 up. A stream's samples are read once, and kept for training. What was compared, and what could not be and why, is in
@@ -48,7 +48,7 @@ from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import CheckedTask, has_embeddings, is_built_in, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import PADDING, Drawing, Ledger, topic_of
+from trainapp.rng import PADDING, DrawRecord, SampleDraws, topic_of
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
 from trainapp.training.evaluate import EVALUATION
@@ -62,7 +62,7 @@ NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 
 
 class Mode(NamedTuple):
-    """How a task is called. work: the name in the ledger of what it draws. update: the name of its update, if any."""
+    """How a task is called. work: names its draws in the record. update: the name of its update, if any."""
 
     task: CheckedTask
     work: str
@@ -109,7 +109,7 @@ def without_values(model: nn.Module) -> str:
     return "parameters have no values yet (parallel.fsdp.meta_init)"
 
 
-def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: Ranks, ledger: Ledger) -> None:
+def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: Ranks, draw_record: DrawRecord) -> None:
     """Raises UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
@@ -122,16 +122,16 @@ def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: R
     if compared:
         resources.first_samples(config.train.seed)
     for mode in compared:
-        outcome = _outcome(config, resources, model, mode, ledger)
+        outcome = _outcome(config, resources, model, mode, draw_record)
         of_ranks: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
-        _note(of_ranks, mode.check("loss"), mode, resources, ledger)
+        _note(of_ranks, mode.check("loss"), mode, resources, draw_record)
         if of_cut := [of_rank.cut for of_rank in of_ranks if of_rank.cut is not None]:
-            _note(of_cut, mode.check("padding"), mode, resources, ledger)
+            _note(of_cut, mode.check("padding"), mode, resources, draw_record)
     if resources.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resources, ledger: Ledger) -> None:
+def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resources, draw_record: DrawRecord) -> None:
     """Record the ranks' outcomes of a check, what depends on the micro-batch once per task. Raises UserError for a
     problem of any of them.
     """
@@ -139,7 +139,7 @@ def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resourc
         if outcome.problem is not None:
             raise UserError(outcome.problem)
         if outcome.dependence:
-            ledger.depends.setdefault(f"{PADDING}{mode.task.setting}", outcome.dependence)
+            draw_record.depends.setdefault(f"{PADDING}{mode.task.setting}", outcome.dependence)
     resources.note_check(name, "; ".join(dict.fromkeys(outcome.text for outcome in outcomes)))
 
 
@@ -159,12 +159,12 @@ def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode
     return f"not compared: {reason}" if reason else ""
 
 
-def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode, ledger: Ledger) -> Outcome:
+def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> Outcome:
     """The comparison with the first samples, in the first precision that works, and with noise on copies in fp64."""
     if resources.samples is None:
         return _not_compared(resources.samples_error)
     ways = functools.partial(precisions_to_try, mode.task, config, resources, model)
-    check = functools.partial(outcome_of, mode=mode, ledger=ledger)
+    check = functools.partial(outcome_of, mode=mode, draw_record=draw_record)
     try:
         tried = first_that_works(ways(), check)
     except Exception as error:  # the first step raises it again
@@ -216,17 +216,17 @@ class Calls:
     whether it is known which draws are whose.
     """
 
-    def __init__(self, trial: TaskProbe, mode: Mode, ledger: Ledger):
-        places = ledger.places.get(mode.work)
+    def __init__(self, trial: TaskProbe, mode: Mode, draw_record: DrawRecord):
+        places = draw_record.places.get(mode.work)
         self.trial, self.mode = trial, mode
         self._places = places
-        self._known = Ledger({} if places is None else {mode.work: places})
+        self._known = DrawRecord({} if places is None else {mode.work: places})
         # If the shapes do not tell whose draws are whose, each sample draws the same.
         self._alike = places is None or any(place.rows > 1 or place.varies for place in places.values())
 
     def __call__(self, name: str, observed: Observed | Rounding | None = None) -> Sums:
         positions = self.trial.samples.positions(name)
-        drawing = Drawing((0,), positions, self._known, self.mode.work, alike=self._alike)
+        drawing = SampleDraws((0,), positions, self._known, self.mode.work, alike=self._alike)
         return self.trial(name, self.mode.training, drawing, observed)
 
     @property
@@ -238,12 +238,14 @@ class Calls:
         return [self(name, Rounding(self.trial.device, seed)) for seed in range(REPEATS)]
 
 
-def outcome_of(trial: TaskProbe, mode: Mode, ledger: Ledger) -> Outcome:
-    """The comparison of a task's results. Raises errors of the task and the model. ledger: of what forwards draw."""
-    call, samples = Calls(trial, mode, ledger), trial.samples
+def outcome_of(trial: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Outcome:
+    """Compare a task's results. Raises errors of the task and the model. draw_record: of what forwards draw."""
+    call, samples = Calls(trial, mode, draw_record), trial.samples
     results = {name: call(name) for name in ("ab", "a", "b")}
     if any(sums.drawn for sums in results.values()):
-        ledger.depends["python"] = "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
+        draw_record.depends["python"] = (
+            "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
+        )
     outcome = _outcome_of_sum(call, results)
     if outcome.problem is not None:
         return outcome

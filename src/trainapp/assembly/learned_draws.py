@@ -25,7 +25,7 @@ from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import Drawing, Drawn, Ledger, Place, places_of, topic_of
+from trainapp.rng import DrawLayout, DrawRecord, RandomDraw, SampleDraws, places_of, topic_of
 from trainapp.training.evaluate import EVALUATION
 from trainapp.units import listed
 
@@ -33,14 +33,14 @@ from trainapp.units import listed
 CLOSE, CLOSE_IN_FP32 = 1e-5, 1e-3
 NOISE = 0.3
 BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of draws that are not known
-Places = dict[int, Place]
+Places = dict[int, DrawLayout]
 
 
-def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> Ledger:
-    """The ledger of the first rank. Collective. Call before the model is compiled or sharded. Restores everything that
-    a Snapshot covers. Raises errors of reading a stream.
+def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
+    """Return the first rank's record of draws. Collective. Call before the model is compiled or sharded. Restores all
+    that a Snapshot covers. Raises errors of reading a stream.
     """
-    ledger = Ledger()
+    draw_record = DrawRecord()
     tried = []
     for mode in modes_of(resources):
         if not mode.training and mode.work != EVALUATION:  # an update's task is not evaluated
@@ -56,9 +56,9 @@ def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks)
         elif not samples.same:
             text = f"not tried: a batch is not its halves joined; {BY_DEFAULT}"
         else:
-            text = _learn(config, resources, model, mode, ledger)
+            text = _learn(config, resources, model, mode, draw_record)
         resources.note_check(mode.check("draws"), text)
-    (first, *_) = ranks.all_gather_object(ledger)
+    (first, *_) = ranks.all_gather_object(draw_record)
     return first
 
 
@@ -76,30 +76,30 @@ def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode
     return f"not tried: {reason}; {BY_DEFAULT}" if reason else ""
 
 
-def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, ledger: Ledger) -> str:
-    """Add a mode's draws to the ledger. Returns what was found, in words."""
+def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> str:
+    """Add a mode's draws to the record. Return what was found, in words."""
     compute = _of_embeddings if has_embeddings(mode.task) else None
     ways = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
     try:
-        shapes = functools.partial(_shapes, mode=mode, ledger=ledger)
+        shapes = functools.partial(_shapes, mode=mode, draw_record=draw_record)
         candidates, others = first_that_works(ways(noise=None), shapes).result
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"
-    text = _in_words(ledger, mode, others)
+    text = _in_words(draw_record, mode, others)
     try:
         if candidates:
-            choose = functools.partial(_choose, mode=mode, ledger=ledger, candidates=candidates)
+            choose = functools.partial(_choose, mode=mode, draw_record=draw_record, candidates=candidates)
             first_that_works(ways(noise=NOISE), choose)
     except Exception as error:
         text += f", by their shapes alone: {summary_of(error)}"
-    if _topic(mode) in ledger.depends:
+    if _topic(mode) in draw_record.depends:
         text += ", but the loss does not add up: perhaps not each to its own"
     return text
 
 
-def _in_words(ledger: Ledger, mode: Mode, others: list[str]) -> str:
+def _in_words(draw_record: DrawRecord, mode: Mode, others: list[str]) -> str:
     """Whose draws are whose. others: what else is drawn, in words."""
-    places = ledger.places[mode.work].values()
+    places = draw_record.places[mode.work].values()
     texts = []
     if shared := sorted({_kernel(place) for place in places if place.axis is None and not place.varies}):
         texts.append(f"shared by all samples: {listed(shared)}")
@@ -111,12 +111,12 @@ def _in_words(ledger: Ledger, mode: Mode, others: list[str]) -> str:
     return "; ".join(texts) or "none"
 
 
-def _kernel(place: Place) -> str:
+def _kernel(place: DrawLayout) -> str:
     return place.kernel.partition(".")[0]
 
 
 def _topic(mode: Mode) -> str:
-    """Under which the ledger notes that draws cannot be assigned."""
+    """Return the topic under which draws that cannot be assigned are noted."""
     return f"draws of {mode.work}"
 
 
@@ -129,47 +129,47 @@ def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int
     return total, 1, {}
 
 
-def _shapes(trial: TaskProbe, mode: Mode, ledger: Ledger) -> tuple[list[Places], list[str]]:
-    """Add what is drawn to the ledger. Returns the ways to read it, and what else is drawn, in words."""
-    logs = {"ab": dict[int, Drawn](), "a": dict[int, Drawn]()}
+def _shapes(trial: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple[list[Places], list[str]]:
+    """Add what is drawn to the record. Return the ways to read it, and what else is drawn, in words."""
+    logs = {"ab": dict[int, RandomDraw](), "a": dict[int, RandomDraw]()}
     positions = {batch: trial.samples.positions(batch) for batch in logs}
-    noted = Ledger()
+    noted = DrawRecord()
     others: list[str] = []
     for batch, drawn in logs.items():
-        sums = trial(batch, mode.training, Drawing((0,), positions[batch], noted, mode.work, drawn))
+        sums = trial(batch, mode.training, SampleDraws((0,), positions[batch], noted, mode.work, drawn))
         if sums.drawn and not others:
             others.append("Python's or NumPy's of the micro-batch")
-    # A generator of its own, fused kernels; whose the other draws are is not known to this ledger.
+    # A generator of its own, fused kernels; whose the other draws are is not known to this record.
     others += [text for topic, text in noted.depends.items() if not topic.startswith(topic_of(""))]
     (whole, part), (number, of_part) = logs.values(), map(len, positions.values())
-    ledger.places[mode.work] = places = places_of(whole, part, number, of_part)
+    draw_record.places[mode.work] = places = places_of(whole, part, number, of_part)
     if len(whole) != len(part):
-        ledger.depends["number of draws"] = (
+        draw_record.depends["number of draws"] = (
             f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {of_part}: later "
             "draws depend on the micro-batch"
         )
         others.append("their number depends on the micro-batch")
     if all(own.axis is None for own in places.values()):
         return [], others
-    turned = {draw: own._replace(apart=own.rows > 1) for draw, own in places.items()}
+    turned = {draw: own._replace(interleaved=own.rows > 1) for draw, own in places.items()}
     return [places] if turned == places else [places, turned], others
 
 
-def _choose(trial: TaskProbe, mode: Mode, ledger: Ledger, candidates: list[Places]) -> None:
+def _choose(trial: TaskProbe, mode: Mode, draw_record: DrawRecord, candidates: list[Places]) -> None:
     """Keep the one with which the loss of all samples is that of their halves."""
     deviations = []
     for candidate in candidates:
         values = {}
         for name in ("ab", "a", "b"):
-            drawing = Drawing((0,), trial.samples.positions(name), Ledger({mode.work: candidate}), mode.work)
+            drawing = SampleDraws((0,), trial.samples.positions(name), DrawRecord({mode.work: candidate}), mode.work)
             values[name] = trial(name, mode.training, drawing).loss
         deviations.append(abs(excess(values)) / (size_of(values) or 1.0))
     smallest = min(deviations)
     if not math.isfinite(smallest):
         raise ArithmeticError("the loss is not finite")
-    ledger.places[mode.work] = candidates[deviations.index(smallest)]
+    draw_record.places[mode.work] = candidates[deviations.index(smallest)]
     if smallest > (CLOSE if trial.dtype is torch.float64 else CLOSE_IN_FP32):
-        ledger.depends[_topic(mode)] = (
+        draw_record.depends[_topic(mode)] = (
             f"the loss of {trial.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
             "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
         )

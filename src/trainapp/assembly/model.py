@@ -33,7 +33,7 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.rng import Ledger, preserved_rng, seed_everything
+from trainapp.rng import DrawRecord, preserved_rng, seed_everything
 from trainapp.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
@@ -58,14 +58,14 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
         require_suited(Situation(own, model, targets.knows_loss))
-    ledger = Ledger()
+    draw_record = DrawRecord()
     by_sample = belong_to_samples(config.train.draws, device)
     if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
     if config.mode == "train":
-        ledger = learned_draws.learnt(config, resources, model, ranks)
-        checks.require_sum(config, resources, model, ranks, ledger)
+        draw_record = learned_draws.learnt(config, resources, model, ranks)
+        checks.require_sum(config, resources, model, ranks, draw_record)
         if config.memory.loss_chunk is not None and targets.knows_loss:
             _require_same_forward(config, model, resources)
     if config.precision.mode in ("int8", "fp8"):
@@ -102,7 +102,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
         config.train,
         wrap_compute=None if offloading is None else offloading.wrap_compute,
         stateful_metrics=frozenset(targets.hooks["metrics"]),
-        ledger=ledger,
+        draw_record=draw_record,
     )
 
 

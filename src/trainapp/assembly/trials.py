@@ -28,7 +28,7 @@ from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
-from trainapp.rng import Drawing, preserved_rng, seed_from
+from trainapp.rng import SampleDraws, preserved_rng, seed_from
 from trainapp.snapshot import Snapshot
 from trainapp.stateful import Stateful, held_tensors, is_expanded
 from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers, storage_id, strided_parts
@@ -299,7 +299,7 @@ class Rounding(DispatchMode):
 
     def _round(self, tensor: Tensor) -> None:
         epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
-        with Drawing.suspended():
+        with SampleDraws.suspended():
             options: dict[str, Any] = {"device": tensor.device, "generator": self._generator, "dtype": torch.int8}
             bits = torch.randint(0, 2, tensor.shape, **options)
         is_exact = (tensor == tensor.round()) & (tensor.abs() < 0.25 / epsilon)  # larger numbers have no fractions

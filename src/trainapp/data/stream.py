@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_convert
 
 from trainapp.data.batch import own_part, tensors_in
 from trainapp.data.sampler import Share, Source
-from trainapp.data.stream_reader import Place, Shard
+from trainapp.data.stream_reader import Shard, StreamPosition
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.snapshot import checksum
@@ -137,7 +137,7 @@ class Stream(Source):
                 self.close()
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            shard.go_to(epoch, number, place := Place(*base))
+            shard.go_to(epoch, number, place := StreamPosition(*base))
             if number and place.state is None:
                 log.info(
                     "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "

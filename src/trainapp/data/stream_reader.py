@@ -72,7 +72,7 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
     return any(_has_shuffle_buffer(one) for one in inner if one is not None)
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A place from which a source can be read: before the sample `number` of an epoch.
 
     state: its `state_dict` at this place; None at the start of the epoch.
@@ -87,7 +87,7 @@ class Read(NamedTuple):
     """A sample. base: an earlier place from which it can be read again, possibly in the previous epoch."""
 
     sample: Any
-    base: Place
+    base: StreamPosition
 
 
 class Shard(IterableDataset):
@@ -105,9 +105,9 @@ class Shard(IterableDataset):
         self._in_process, self._tells = in_process, _tells_position(self.source)
         self.go_to(0)
 
-    def go_to(self, epoch: int, number: int = 0, base: Place | None = None) -> None:
+    def go_to(self, epoch: int, number: int = 0, base: StreamPosition | None = None) -> None:
         """Continue after `number` samples of an epoch. Reads nothing yet."""
-        self.epoch, self.number, self.base = epoch, number, base or Place(epoch)
+        self.epoch, self.number, self.base = epoch, number, base or StreamPosition(epoch)
         self._reads: Iterator[Read | None] | None = None  # None until the first read
         self._buffer: list[Read] = []  # the next samples of the epoch
         self._ended = False  # whether the epoch has no more
@@ -137,7 +137,7 @@ class Shard(IterableDataset):
         """Call after the end of the epoch in all shards."""
         self.epoch, self.number, self._ended = self.epoch + 1, 0, False
         if self.base.state is None:
-            self.base = Place(self.epoch)
+            self.base = StreamPosition(self.epoch)
 
     def close(self) -> None:
         """End the process that reads ahead. Discards its samples."""
@@ -182,7 +182,7 @@ class Shard(IterableDataset):
                     if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
                         self._tells = False  # it counts a sample only after it was yielded: its states are one too low
                     else:
-                        base = Place(epoch, number, state)
+                        base = StreamPosition(epoch, number, state)
             if epoch == start[0] and number < start[1]:
                 raise UserError(
                     f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
@@ -191,9 +191,9 @@ class Shard(IterableDataset):
                 )
             if epoch >= start[0]:
                 yield None
-            place = Place(epoch + 1)
+            place = StreamPosition(epoch + 1)
 
-    def _open(self, place: Place) -> Any:
+    def _open(self, place: StreamPosition) -> Any:
         """Begin at the place. Returns the source's state at the start of an epoch, if it has one."""
         seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
         if hasattr(self.source, "set_epoch"):

@@ -22,7 +22,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, write_rows
 from trainapp.losses.losses import Output, tensor_of_output
 from trainapp.models.inspect import is_of_transformers, positions_of
-from trainapp.rng import Drawing, seed_from
+from trainapp.rng import SampleDraws, seed_from
 from trainapp.training.session import Session
 
 SHOWN = 16  # maximum number of prompts shown on the terminal
@@ -86,7 +86,7 @@ def by_transformers(
     longest, pad = max(map(len, prompts.values())), min(ends, default=0)
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
     starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
-    seed_from(device, settings.seed, *([min(prompts)] if Drawing.active is None else []))
+    seed_from(device, settings.seed, *([min(prompts)] if SampleDraws.active is None else []))
     drawn = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
     texts = model.generate(
         tokens,

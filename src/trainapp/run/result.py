@@ -80,7 +80,9 @@ def result_of(session: Session) -> Result:
         samples_per_second=session.meter.samples_per_second(),
         seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
-        draws=("per_sample" if session.engine.draws_by_sample else "device") if session.engine.ledger.draws else None,
+        draws=("per_sample" if session.engine.draws_by_sample else "device")
+        if session.engine.draw_record.draws
+        else None,
         depends_on_micro_batch=_dependence(session),
         stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
         ended=_why_ended(session),
@@ -91,7 +93,7 @@ def _dependence(session: Session) -> list[str]:
     """Return what depends on the micro-batch; nothing does where the batch is a single sample, which cannot be cut."""
     if session.config.batch.global_size == 1:
         return []
-    return list(session.engine.ledger.depends.values())
+    return list(session.engine.draw_record.depends.values())
 
 
 def _why_ended(session: Session) -> str | None:

@@ -185,7 +185,7 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
         _require_steps_left(session, path)
         session.measure_length()  # data or global batch may have changed, now or before this checkpoint
     if "draws" in saved["sizes"]:
-        session.engine.ledger.load_state_dict(saved["sizes"]["draws"])
+        session.engine.draw_record.load_state_dict(saved["sizes"]["draws"])
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
     return saved["sizes"]
 

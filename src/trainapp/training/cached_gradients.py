@@ -61,7 +61,7 @@ class CachedGradients(Engine):
         micro_batches, embeddings = deque[MicroBatch](), []
         for micro in cut:
             self.phase = Phase.FORWARD
-            with watched(micro.data), self.drawing(micro):
+            with watched(micro.data), self.sample_draws(micro):
                 embeddings.append(self._without_gradients(micro))
             # Without `piece`, which holds the larger batch that this one was cut from.
             micro_batches.append(micro._replace(piece=_no_piece))

@@ -24,7 +24,7 @@ from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice, trained_alone
-from trainapp.rng import Drawing, Ledger, seed_from
+from trainapp.rng import DrawRecord, SampleDraws, seed_from
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
 from trainapp.training.phase import PARTIAL, Phase, UpdateContext
@@ -104,7 +104,7 @@ class Engine:
         settings: those of `train`.
         wrap_compute: wraps `strategy.compute`, for example with offload.
         stateful_metrics: names of metrics that are not numbers.
-        ledger: what is known of the forwards' draws.
+        draw_record: what is known of the forwards' draws.
 
     Attributes:
         phase: where in a step, or between two, the run is.
@@ -112,7 +112,7 @@ class Engine:
             more closely.
         rehearses: whether gradients are computed only for comparison (`train.check_exactness`).
         accumulates: whether the step has gradients of earlier micro-batches.
-        draws_for: the work and the key that the forwards' draws belong to, see `Drawing`.
+        draws_for: the work and the key that the forwards' draws belong to, see `SampleDraws`.
         context: the current update.
     """
 
@@ -125,7 +125,7 @@ class Engine:
         settings: Train,
         wrap_compute: Callable[[Compute], Compute] | None = None,
         stateful_metrics: frozenset[str] = frozenset(),
-        ledger: Ledger | None = None,
+        draw_record: DrawRecord | None = None,
     ):
         self.state = state
         self.strategy = strategy
@@ -134,7 +134,7 @@ class Engine:
         self.tasks = tasks
         self.settings = settings
         self.stateful_metrics = stateful_metrics
-        self.ledger = ledger or Ledger()
+        self.draw_record = draw_record or DrawRecord()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.snapshot = Snapshot.of(state.stateful, verified=2 * len(state.updates))
         self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
@@ -165,13 +165,13 @@ class Engine:
         update = context.update.number
         seed_from(self.state.device, self.state.seed, context.attempt_number, update, self.ranks.rank)
 
-    def drawing(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+    def sample_draws(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for forward and backward of a micro-batch, or its evaluation, in which random
         numbers belong to samples (`train.draws=per_sample`).
         """
         if self.draws_by_sample:
             work, key = self.draws_for
-            return Drawing(key, micro.positions, self.ledger, work)
+            return SampleDraws(key, micro.positions, self.draw_record, work)
         return contextlib.nullcontext()
 
     @property
@@ -332,7 +332,7 @@ class Engine:
 
 
 def training_draws(update: str) -> str:
-    """Return the name in the ledger of what an update's forwards draw."""
+    """Return the name in the record of what an update's forwards draw."""
     return f"train {update}"
 
 

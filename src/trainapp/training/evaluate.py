@@ -27,7 +27,7 @@ from trainapp.training.transaction import note_refused, watched
 from trainapp.units import listed
 
 T = TypeVar("T")
-EVALUATION = "evaluation"  # the name in the ledger of what its forwards draw
+EVALUATION = "evaluation"  # the name in the record of what its forwards draw
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def written_without_copy(what: str, names: Sequence[str]) -> str:
 @contextlib.contextmanager
 def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[None]:
     """Evaluation mode with EMA weights; RNGs and module modes are restored. name: the evaluation set. work: what its
-    draws are known by in the ledger.
+    draws are known by in the draw_record.
     """
     state, snapshot = engine.state, engine.snapshot
     key = evaluation_key(state.seed, name)
@@ -164,7 +164,7 @@ def each_micro_batch(
     for micro in (micro for batch in fetched for micro in sizes.cut(batch, session.eval_ranks)):
         with session.metrics.undone_on_error():
             watching = watched(session, sizes, micro.data, micro.samples)
-            with watching, session.engine.drawing(micro):
+            with watching, session.engine.sample_draws(micro):
                 result = compute(micro)
             session.snapshot.note_written()
             session.eval_ranks.check_peers()  # last chance to repeat a micro-batch

@@ -158,7 +158,7 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
 
 def warn_of_padding(session: Session) -> None:
     """Warn before the first step of results that depend on the padding, as the check of the loss has found."""
-    for topic, text in session.engine.ledger.depends.items():
+    for topic, text in session.engine.draw_record.depends.items():
         if topic.startswith(PADDING):
             session.tracker.warn_once(text, topic=topic)
 
@@ -166,7 +166,7 @@ def warn_of_padding(session: Session) -> None:
 def note_dependence(session: Session, context: UpdateContext) -> None:
     """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
     size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
-    ledger, is_cut = session.engine.ledger, session.batches.accumulation(size) > 1
+    draw_record, is_cut = session.engine.draw_record, session.batches.accumulation(size) > 1
     written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
     statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}
     other_state = written - statistics
@@ -175,24 +175,24 @@ def note_dependence(session: Session, context: UpdateContext) -> None:
     if has_embeddings(session.engine.task):  # which is called once per step
         other_state = {name for name in other_state if not name.partition(".")[0].endswith("task")}
     if is_cut and statistics:  # without any, its layers are in evaluation mode
-        ledger.depends["batchnorm"] = (
+        draw_record.depends["batchnorm"] = (
             f"in training, BatchNorm normalises each micro-batch ({size}) by its own mean and variance, so outputs, "
             "gradients and running statistics depend on the size of the micro-batch; "
             f"{instead_of_batchnorm(session.config.model)} does not"
         )
     if is_cut and other_state:
-        ledger.depends["writes"] = (
+        draw_record.depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what is "
             "computed from them depends on the micro-batch"
         )
-    if is_cut and ledger.draws and not session.engine.draws_by_sample:
-        ledger.depends["draws"] = (
+    if is_cut and draw_record.draws and not session.engine.draws_by_sample:
+        draw_record.depends["draws"] = (
             f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
             "train.draws=per_sample (not on mps) they do not depend on it"
         )
-    for topic, text in ledger.depends.items() if is_cut else ():
+    for topic, text in draw_record.depends.items() if is_cut else ():
         session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
-    places = [own for of in ledger.places.values() for own in of.values()]
+    places = [own for of in draw_record.places.values() for own in of.values()]
     if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
         text = f"drawn once per step, for all samples, since no dimension has their number: {', '.join(shared)}"
         session.tracker.warn_once(text, topic="shared draws")

@@ -16,7 +16,7 @@ from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.optimizers import step_alone
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
-from trainapp.rng import Drawing
+from trainapp.rng import SampleDraws
 from trainapp.training.engine import Engine, Totals, count_factor
 from trainapp.training.phase import Phase, UpdateContext
 
@@ -91,7 +91,7 @@ class InBackward(Engine):
         if id(parameter) in self._groups:
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)
-            with Drawing.suspended():  # what an optimizer draws does not belong to samples
+            with SampleDraws.suspended():  # what an optimizer draws does not belong to samples
                 step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
             # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)

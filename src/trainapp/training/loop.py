@@ -65,7 +65,7 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], batch_context: Bat
     """
     totals = Totals()
     for micro in batches:
-        with batch_context(micro), engine.drawing(micro):  # gradient sync, memory tracking; random numbers by sample
+        with batch_context(micro), engine.sample_draws(micro):  # gradient sync, memory tracking; draws by sample
             loss, totals = engine.forward(micro, totals)
             engine.backward(loss, micro)  # gradients accumulate
             del loss  # not kept during the next forward
@@ -137,7 +137,7 @@ def save(session: Session) -> None:
     session.strategy.broadcast_buffers()
     facts = {
         "budget": session.memory.budget,
-        "draws": session.engine.ledger.state_dict(),
+        "draws": session.engine.draw_record.state_dict(),
         **session.sizes.state_dict(),
         "seconds": session.meter.seconds,
     }

@@ -120,7 +120,7 @@ def _measured(session: Session, micro: MicroBatch, gradient_sync: Context) -> It
     engine = session.engine
     watching = watched(session, session.sizes.train, micro.data, micro.samples)
     if engine.is_first and not engine.draws_by_sample:
-        watching = noted_draws(engine.ledger, session.state.device, watching)
+        watching = noted_draws(engine.draw_record, session.state.device, watching)
     counting: Context = contextlib.nullcontext()
     utilisation = session.meter.utilisation
     if engine.context.is_logged and micro.real and utilisation:
