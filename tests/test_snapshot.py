@@ -93,7 +93,7 @@ def test_owners_of_kinds_that_moved_on_stay():
     snapshot = Snapshot({}, owners)
     snapshot.take()
     states.update(data=2, task=2)
-    snapshot.restore(but=("data",))
+    snapshot.restore(except_kinds=("data",))
     assert states == {"data": 2, "task": 1}
 
 

@@ -64,7 +64,7 @@ def test_the_plans_peaks(tmp_path, device, got):
     cases = CASES if device == "cuda" else CASES[::4]
     settings = [overrides(device, model, chosen) for model, chosen in cases]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(plans, [(*own, *spelled(device)) for own in settings])
+        future = pool.submit(plans, [(*own, *device_spec(device)) for own in settings])
         results = [measured(device, tmp_path / str(number), own) for number, own in enumerate(settings)]
         planned = future.result()
     counted = []
@@ -90,7 +90,7 @@ def overrides(device: str, model: str, chosen: Sequence[str]) -> tuple[str, ...]
     return (*runs.TINY, *models[model], *quiet, f"train.device={device}", *chosen)
 
 
-def spelled(device: str) -> tuple[str, ...]:
+def device_spec(device: str) -> tuple[str, ...]:
     """What a plan for this machine's device has to be told."""
     if device == "cpu":
         return ()
@@ -98,14 +98,14 @@ def spelled(device: str) -> tuple[str, ...]:
 
     from trainapp.planning import absent_gpu
 
-    return (f"plan.device={absent_gpu.spelled(torch.device('cuda', 0))}", "train.device=auto")
+    return (f"plan.device={absent_gpu.device_spec(torch.device('cuda', 0))}", "train.device=auto")
 
 
 def plans(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The content of plan.json of each, from one process that sees no device. Raises NoAnswer."""
     function = "gpu_check.check_planned_peaks.plans_here"
     chosen = [tuple(own) for own in configurations]
-    found: list[dict[str, Any]] = process.answer_of(function, chosen, patience=PATIENCE, sees_devices=False)
+    found: list[dict[str, Any]] = process.call_in_subprocess(function, chosen, patience=PATIENCE, sees_devices=False)
     return found
 
 

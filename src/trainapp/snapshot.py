@@ -314,13 +314,13 @@ class Snapshot:
                         found.append(".".join(filter(None, (place, name))))
         return [name for name in dict.fromkeys(found) if not name.partition(".")[0].endswith("data")]
 
-    def restore(self, but: Collection[str] = ()) -> None:
-        """Return to the last `take`. Sets `lost`. but: kinds of owners to leave unchanged."""
+    def restore(self, except_kinds: Collection[str] = ()) -> None:
+        """Return to the last `take`. Sets `lost`. except_kinds: kinds of owners to leave unchanged."""
         state, written, copies = self._taken, self._written(), self._taken.copies_by_id()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in copies]
         self.note(written)
         self._restore_tensors(state)
-        self._refer_to(state.structure, state.references, but)
+        self._refer_to(state.structure, state.references, except_kinds)
 
     def set_aside(self) -> State:
         """Take, and hand over the record, for `return_to` after any number of other takes, which copy into new memory.
@@ -360,9 +360,9 @@ class Snapshot:
             moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
             _refill(registry, before | moving)
 
-    def _restore_owners(self, owned: Mapping[str, Any], but: Collection[str]) -> None:
+    def _restore_owners(self, owned: Mapping[str, Any], except_kinds: Collection[str]) -> None:
         for name, held in owned.items():
-            if self._owners[name].kind not in but:
+            if self._owners[name].kind not in except_kinds:
                 self._owners[name].restore(held)
 
     def released(self) -> State:
@@ -392,7 +392,7 @@ class Snapshot:
         finally:
             self._refer_to(structure, now)
 
-    def _refer_to(self, structure: Structure, references: _References, but: Collection[str] = ()) -> None:
+    def _refer_to(self, structure: Structure, references: _References, except_kinds: Collection[str] = ()) -> None:
         self._restore_registries(structure, references.contents)
         modules = len(structure.attributes)
         for now, before in zip(structure.attributes, references.attributes[:modules], strict=True):
@@ -402,7 +402,7 @@ class Snapshot:
             _refill(now, {name: value for name, value in now.items() if name not in plain} | before)
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
-        self._restore_owners(references.owned, but)
+        self._restore_owners(references.owned, except_kinds)
 
     def restore_generators(self) -> None:
         """Restore only the model's and task's generators: for a second forward of the same samples."""

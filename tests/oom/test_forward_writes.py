@@ -169,7 +169,7 @@ def test_a_skipped_step_leaves_the_model_as_it_was(tmp_path, case):
 
 @pytest.mark.parametrize("case", ["Teacher", "ExtraState"])
 def test_without_restoring_a_skipped_step_leaves_traces(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(Snapshot, "restore", lambda self, but=(): None)
+    monkeypatch.setattr(Snapshot, "restore", lambda self, except_kinds=(): None)
     assert skipped(tmp_path, case, 3) != []
 
 

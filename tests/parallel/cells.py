@@ -27,7 +27,7 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Flags, SingleRank
-from trainapp.parallel.strategy import SingleDevice
+from trainapp.parallel.strategy import Strategy
 from trainapp.run import runner
 from trainapp.signals import Interrupted, StopRequest
 from trainapp.torch_private import is_shard, outside_dispatch_modes
@@ -230,7 +230,7 @@ def train_with_torchs_muon(rank: int, config: Config, *arguments: Any) -> Record
 
 def train_outside_of_the_wrapper(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: a task that calls the model itself, past DDP."""
-    with mock.patch.object(DDP, "compute", SingleDevice.compute):
+    with mock.patch.object(DDP, "compute", Strategy.compute):
         return train(rank, config, *arguments)
 
 

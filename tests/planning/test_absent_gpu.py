@@ -257,7 +257,7 @@ def test_without_fake_cuda_a_trace_on_the_cpu_stands_in(monkeypatch):
 def test_a_gpu_of_this_machine_is_planned_where_nothing_sees_it(monkeypatch):
     """In a process of its own, whose result and refusal are those of a plan for that GPU."""
     monkeypatch.setattr(planner, "choose_device", lambda setting: torch.device("cuda", 0))
-    monkeypatch.setattr(absent_gpu, "spelled", lambda device: "a100-40gb")
+    monkeypatch.setattr(absent_gpu, "device_spec", lambda device: "a100-40gb")
     config = compose.from_command_line(GPT)
     facts = planner.answer(config, None, False, "traced")
     assert facts["peak_bytes"] == plan("plan.device=a100-40gb")["peak_bytes"] != on_the_cpu()["peak_bytes"]

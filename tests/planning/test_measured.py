@@ -160,7 +160,7 @@ def test_the_command_line_measures_what_it_cannot_trace(tmp_path):
 def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(monkeypatch):
     """As a model that is too large for this machine: not refused, with a wide margin and a note."""
 
-    def answer_of(function, config, picture, only_modes, method, **_):
+    def call_in_subprocess(function, config, picture, only_modes, method, **_):
         if method == "measured":
             raise process.NoAnswer("too large")
         try:
@@ -168,7 +168,7 @@ def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(monkeypat
         except NeedsValues as error:
             raise process.NoAnswer(f"NeedsValues: {error}") from error
 
-    monkeypatch.setattr(process, "answer_of", answer_of)
+    monkeypatch.setattr(process, "call_in_subprocess", call_in_subprocess)
     facts = process.ask(compose.from_command_line(own(Branches)))
     assert (facts["method"], facts["margin"]) == ("traced", 0.3)
     assert facts["notes"][0].startswith("not traced: NeedsValues")

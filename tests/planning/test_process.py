@@ -126,7 +126,7 @@ def test_a_planner_that_dies_is_no_estimate_and_says_how(tmp_path):
 def test_a_planner_that_is_late_is_ended():
     started, before = time.monotonic(), set(psutil.Process().children())
     with pytest.raises(process.NoAnswer, match="the planner's process took longer than 1 s"):
-        process.answer_of("time.sleep", 60, patience=1.0)
+        process.call_in_subprocess("time.sleep", 60, patience=1.0)
     assert time.monotonic() - started < 30
     assert set(psutil.Process().children()) <= before
 
@@ -134,6 +134,6 @@ def test_a_planner_that_is_late_is_ended():
 def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert process.answer_of("os.getenv", "RANK", sees_devices=False) is None
-    assert process.answer_of("os.getenv", "CUDA_VISIBLE_DEVICES", sees_devices=False) == ""
-    assert process.answer_of("os.getenv", "CUDA_VISIBLE_DEVICES") == "0"
+    assert process.call_in_subprocess("os.getenv", "RANK", sees_devices=False) is None
+    assert process.call_in_subprocess("os.getenv", "CUDA_VISIBLE_DEVICES", sees_devices=False) == ""
+    assert process.call_in_subprocess("os.getenv", "CUDA_VISIBLE_DEVICES") == "0"

@@ -7,7 +7,7 @@ import pytest
 import runs
 
 from trainapp.config import compose
-from trainapp.planning import planner, screen
+from trainapp.planning import planner, printed
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES
 from trainapp.training import loop
 
@@ -20,7 +20,7 @@ def plan(*overrides):
 
 
 def text(facts, *overrides):
-    return screen.text(facts, compose.from_command_line(overrides))
+    return printed.plan_text(facts, compose.from_command_line(overrides))
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ def stop_at(step: int) -> Callable[[Session], None]:
 LEFT: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "registries": (Snapshot, "_restore_registries", lambda self, structure, contents: None),
     "tensors": (Snapshot, "_restore_tensors", lambda self, state: None),
-    "owners": (Snapshot, "_restore_owners", lambda self, owned, but=(): None),
+    "owners": (Snapshot, "_restore_owners", lambda self, owned, except_kinds=(): None),
     "gradients": (torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None),
 }
 

@@ -32,7 +32,7 @@ from trainapp.optim.optimizers import matching
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice
+from trainapp.parallel.strategy import SingleDevice, Strategy
 from trainapp.rng import DrawRecord, preserved_rng, seed_everything
 from trainapp.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
@@ -227,7 +227,7 @@ def _spread(
     ranks: Ranks,
     compute_dtype: torch.dtype,
     updates: list[list[nn.Parameter]],
-) -> SingleDevice:
+) -> Strategy:
     if ranks.world == 1:
         return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
@@ -238,7 +238,7 @@ def _spread(
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
-def _initialise_shards(config: Config, strategy: SingleDevice, ranks: Ranks, device: torch.device) -> None:
+def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:
     """Allocate the shards of a model that was built on the meta device, and initialise them.
 
     On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have

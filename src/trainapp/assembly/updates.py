@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.optim.optimizers import all_names, build_optimizer, divided, require_separable
 from trainapp.optim.precision import Precision
-from trainapp.parallel.strategy import trained_alone
+from trainapp.parallel.strategy import requires_grad_only
 from trainapp.units import listed
 
 Names = list[list[str]]  # parameter names of each update, including frozen ones
@@ -51,7 +51,7 @@ def build(config: Config, model: nn.Module, names: Names, precision: Precision, 
     updates = []
     for number, ((setting, settings), own) in enumerate(zip(config.optimizers.items(), trained, strict=True)):
         decay = settings.layer_decay
-        with trained_alone(own, every):
+        with requires_grad_only(own, every):
             blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
             optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
             if settings.in_backward:

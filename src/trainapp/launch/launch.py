@@ -102,10 +102,10 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     ended the run.
     """
     if config.mode == "plan":
-        from trainapp.planning import screen
+        from trainapp.planning import printed
 
         with StopRequest():
-            return screen.run(config)
+            return printed.print_plan(config)
     if config.mode in ("lr_find", "export"):
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":

@@ -105,7 +105,7 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
     ranks = session.ranks
     if failure.broken:
         leave_for_restart(session, failure)
-    if failure.alone:
+    if failure.is_local:
         return
     if not failure.by_peer:
         if not ranks.votes_enabled or not failure.phase.is_voted_on:
@@ -124,12 +124,12 @@ def roll_back(session: Session, failure: OomReport) -> None:
     that the rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()
-    rollback(session, failure.phase, other_ranks_wait=not failure.alone)
-    ranks = SingleRank() if failure.alone else session.ranks
+    rollback(session, failure.phase, other_ranks_wait=not failure.is_local)
+    ranks = SingleRank() if failure.is_local else session.ranks
     by_rank = ranks.all_gather_object(session.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
     session.snapshot.note(failure.lost)
-    if failure.lost and failure.alone and session.ranks.world > 1:  # in this rank's own evaluation
+    if failure.lost and failure.is_local and session.ranks.world > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
 
@@ -143,7 +143,7 @@ def change_size(session: Session, failure: OomReport) -> None:
     if _retries_as_it_is(session, failure):
         failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
-    ranks = SingleRank() if failure.alone else session.ranks
+    ranks = SingleRank() if failure.is_local else session.ranks
     changed = sizes.failed(ranks, not failure.by_peer, _reason_of(failure))
     failure.is_constant = sizes.search(sizes.current_bucket).must_try_smallest
     if changed is None:
@@ -177,7 +177,7 @@ def _retries_as_it_is(session: Session, failure: OomReport) -> bool:
     """Whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on CUDA,
     none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
     """
-    attempt, ranks = session.attempt, SingleRank() if failure.alone else session.ranks
+    attempt, ranks = session.attempt, SingleRank() if failure.is_local else session.ranks
     is_smallest = not _sizes_of(session, failure).can_shrink and session.state.device.type == "cuda"
     has_no_size = failure.by_peer or not failure.phase.depends_on_size or (is_smallest and not failure.needs_checkpoint)
     retries = all(ranks.all_gather_object(has_no_size and attempt.retried != failure.step))

@@ -57,7 +57,7 @@ class OomReport:
     new_size: int = 0
     action: str = ""
     seconds_lost: float = 0.0
-    alone: bool = False  # no other rank waits for this one, so none needs to be informed
+    alone: bool = False  # the key in files of `is_local`
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[int] = field(default_factory=list)  # the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
@@ -74,6 +74,11 @@ class OomReport:
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, Category] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no other rank waits for this one, so that none needs to be informed."""
+        return self.alone
 
     @property
     def place(self) -> str:

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, trained_alone
+from trainapp.parallel.strategy import Strategy, Task, TaskModule, compute_within, requires_grad_only
 from trainapp.torch_private import DispatchMode, rebuild_buckets, storage_id
 
 
@@ -64,7 +64,7 @@ class Buckets(DispatchMode):
             yield ref()
 
 
-class DDP(SingleDevice):
+class DDP(Strategy):
     """torch's DistributedDataParallel, with a vote before each of its reductions.
 
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
@@ -95,7 +95,11 @@ class DDP(SingleDevice):
     def _wrap(self) -> None:
         device = self.ranks.device
         self._buckets, self._exchange.has_reduced = Buckets(), False
-        own = trained_alone(self._updates[self._update], self._trained) if self._updates else contextlib.nullcontext()
+        own = (
+            requires_grad_only(self._updates[self._update], self._trained)
+            if self._updates
+            else contextlib.nullcontext()
+        )
         with own, self._buckets:
             self.forward = nn.parallel.DistributedDataParallel(
                 self._task_module,

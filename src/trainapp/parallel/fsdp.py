@@ -12,7 +12,7 @@ from torch import nn
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
+from trainapp.parallel.strategy import Strategy, Task, TaskModule, compute_within
 from trainapp.torch_private import (
     clear_gathered_gradients,
     fsdp_collectives,
@@ -22,7 +22,7 @@ from trainapp.torch_private import (
 )
 
 
-class FSDP(SingleDevice):
+class FSDP(Strategy):
     """`fully_shard` on the blocks and on the task around the model, with a vote before each gather and reduction.
 
     All parameters outside the blocks are gathered while the task runs.

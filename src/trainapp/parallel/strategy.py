@@ -19,8 +19,8 @@ WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large message
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
 
 
-class SingleDevice:
-    """One process. `model` holds the parameters and their names, and is passed to the task."""
+class Strategy:
+    """How one model trains on all ranks. `model` holds the parameters and their names, and is passed to the task."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
     recovers_in_place = True  # whether `abort_step` works; if not, all workers restart after an out-of-memory error
@@ -98,6 +98,10 @@ class SingleDevice:
         """Spread an fp16 overflow on one rank to all ranks, in the loss scaler's flags, in place. Collective."""
 
 
+class SingleDevice(Strategy):
+    """One process, which has the whole model and exchanges nothing."""
+
+
 class TaskModule(nn.Module):
     """A model whose forward is a whole task.
 
@@ -142,7 +146,7 @@ def copy_into(target: Any, source: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def trained_alone(chosen: Iterable[Tensor], among: Sequence[Tensor]) -> Iterator[None]:
+def requires_grad_only(chosen: Iterable[Tensor], among: Sequence[Tensor]) -> Iterator[None]:
     """Inside the block, only the `chosen` of the parameters `among` require gradients; after it, all do.
 
     The others get no gradients, which saves their memory and their part of the backward.

@@ -176,7 +176,7 @@ def _unnamed(name: str) -> AbsentGpu:
     return AbsentGpu(name, memory, (int(version[1]), int(version[2])))
 
 
-def spelled(device: torch.device) -> str:
+def device_spec(device: torch.device) -> str:
     """The name of this machine's device in `plan.device`."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.total_memory}@{properties.major}.{properties.minor}"
@@ -184,7 +184,7 @@ def spelled(device: torch.device) -> str:
 
 def named(config: Config, own: torch.device) -> Config:
     """The configuration to plan for this machine's GPU in a process that does not see it."""
-    plan = dataclasses.replace(config.plan, device=spelled(own), world=world_of(config))
+    plan = dataclasses.replace(config.plan, device=device_spec(own), world=world_of(config))
     return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="auto"))
 
 

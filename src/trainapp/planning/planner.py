@@ -17,7 +17,7 @@ from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded, Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.measured import MeasuredEstimator
-from trainapp.planning.process import MemoryPlan, answer_of
+from trainapp.planning.process import MemoryPlan, call_in_subprocess
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.planning.traced import TracedEstimator
@@ -168,7 +168,7 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
     own = choose_device(config.train.device) if config.plan.device is None else None
     if method != "measured" and own is not None and own.type == "cuda":
         named = absent_gpu.named(config, own)
-        return answer_of(f"{__name__}.answer", named, picture, only_modes, method, sees_devices=False)
+        return call_in_subprocess(f"{__name__}.answer", named, picture, only_modes, method, sees_devices=False)
     if method == "traced" and own is not None and own.type == "mps":
         raise NotImplementedError("no trace knows what MPS allocates")
     with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory

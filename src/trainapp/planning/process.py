@@ -77,7 +77,7 @@ def ask(config: Config, picture: Path | None = None, only_modes: bool = False) -
     def call(function: str, own: Config, *arguments: Any) -> Any:
         left = max(0.0, deadline - time.monotonic()) if only_modes else None
         # For a named device, tensors only claim to be on it.
-        return answer_of(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
+        return call_in_subprocess(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
 
     reasons = list[str]()
     for method in METHODS:
@@ -138,7 +138,7 @@ def modes_text(modes: Sequence[str]) -> str:
     return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
 
 
-def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
+def call_in_subprocess(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
     """The result of the function with this dotted name, called in a separate process. Importing torch there takes
     seconds.
 
@@ -176,8 +176,8 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
 
 
 def main() -> None:
-    """Run in the process that `answer_of` starts: answer the request on stdin, on stdout, with the function's result,
-    its UserError, or NoAnswer for any other error.
+    """Run in the process that `call_in_subprocess` starts: answer the request on stdin, on stdout, with the function's
+    result, its UserError, or NoAnswer for any other error.
     """
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of users' modules and data sets

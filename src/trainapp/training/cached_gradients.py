@@ -66,7 +66,7 @@ class CachedGradients(Engine):
             # Without `piece`, which holds the larger batch that this one was cut from.
             micro_batches.append(micro._replace(piece=_no_piece))
             self.phase = Phase.DATA
-        self.snapshot.restore(but=MOVED_ON)
+        self.snapshot.restore(except_kinds=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
             raise TrainingStopped(

@@ -23,7 +23,7 @@ from trainapp.losses.losses import Metrics, Task, can_be_chunked, evaluate_metri
 from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import SingleDevice, trained_alone
+from trainapp.parallel.strategy import Strategy, requires_grad_only
 from trainapp.rng import DrawRecord, SampleDraws, seed_from
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
@@ -119,7 +119,7 @@ class Engine:
     def __init__(
         self,
         state: TrainState,
-        strategy: SingleDevice,
+        strategy: Strategy,
         evaluated_task: Task,
         tasks: Mapping[str, Task],
         settings: Train,
@@ -189,7 +189,7 @@ class Engine:
         if len(self.state.updates) == 1:
             return contextlib.nullcontext()
         self.strategy.select_update(update.number)
-        return trained_alone(update.parameters, self.parameters)
+        return requires_grad_only(update.parameters, self.parameters)
 
     def weight_of(self, samples: int) -> Tensor:
         """Return 1 / samples, cached by value; created on the device: copying from the host would synchronize."""
@@ -310,7 +310,7 @@ class Engine:
         had no copy.
         """
         self.context.update.precision.reset_scaler()
-        self.snapshot.restore(but=MOVED_ON)  # BatchNorm's statistics have seen non-finite values
+        self.snapshot.restore(except_kinds=MOVED_ON)  # BatchNorm's statistics have seen non-finite values
         lost_by_rank = self.ranks.all_gather_object(self.snapshot.lost)
         lost = sorted(set().union(*lost_by_rank))
         if lost:

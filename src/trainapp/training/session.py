@@ -16,7 +16,7 @@ from trainapp.losses.losses import Task, class_dim
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
-from trainapp.parallel.strategy import SingleDevice
+from trainapp.parallel.strategy import Strategy
 from trainapp.signals import AtWork, Stopped, StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot, State
@@ -108,7 +108,7 @@ class Session:
     def __post_init__(self) -> None:
         """The engine's parts that other rooms use, as attributes: read 20 times per step."""
         self.state: TrainState = self.engine.state
-        self.strategy: SingleDevice = self.engine.strategy
+        self.strategy: Strategy = self.engine.strategy
         self.snapshot: Snapshot = self.engine.snapshot
 
     @property

@@ -14,19 +14,19 @@ PLAN, PICTURE = "plan.json", "plan.png"
 WIDTH = 100
 
 
-def run(config: Config) -> float | None:
-    """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
+def print_plan(config: Config) -> float | None:
+    """Plan, print the plan and write it. Return the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
     run_dir = Path(config.run_dir)
     facts = ask(config, picture=run_dir / PICTURE)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json(facts, indent=1) + "\n")
-    print(text(facts, config), flush=True)
+    print(plan_text(facts, config), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
 
 
-def text(facts: dict[str, Any], config: Config) -> str:
+def plan_text(facts: dict[str, Any], config: Config) -> str:
     """The plan as text; if something fits, the last line has the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
