@@ -172,7 +172,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     run = runner.prepare(single, StopRequest(), SingleRank())
     data, model, found = run.batches.dataset, run.state.model, []
     if strategy == "fsdp":
-        mesh = init_device_mesh("cpu", (ranks.world,))
+        mesh = init_device_mesh("cpu", (ranks.world_size,))
         for block in model.blocks():
             fully_shard(block, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
@@ -182,13 +182,13 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
 
     def steps() -> Iterator[None]:
-        epoch, step, share = 0, 0, SAMPLES // ranks.world
+        epoch, step, share = 0, 0, SAMPLES // ranks.world_size
         while True:
             order = Permutation(0, len(data)).indices(epoch, 0, len(data))
             epoch += 1
             for start in range(0, len(order), SAMPLES):
                 chunk = order[start : start + SAMPLES]
-                a, b = (len(chunk) * r // ranks.world for r in (ranks.rank, ranks.rank + 1))
+                a, b = (len(chunk) * r // ranks.world_size for r in (ranks.rank, ranks.rank + 1))
                 own, totals = chunk[a:b], torch.zeros(2)
                 for first in range(0, share, MICRO):
                     batch = data.__getitems__(own[first : first + MICRO])
@@ -200,7 +200,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
                             logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum"
                         )
                         # DDP and FSDP2 average over ranks; all samples have the same number of tokens.
-                        (loss * ranks.world / (len(chunk) * batch["targets"].shape[1])).backward()
+                        (loss * ranks.world_size / (len(chunk) * batch["targets"].shape[1])).backward()
                     totals += torch.tensor([loss.item(), batch["targets"].numel()])
                 torch.nn.utils.clip_grad_norm_(parameters, CLIP)
                 optimizer.step()

@@ -30,7 +30,7 @@ class OneTensor:
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
         """None."""
-        return {"ranks": ranks.world}
+        return {"ranks": ranks.world_size}
 
     def tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """Its only tensor."""

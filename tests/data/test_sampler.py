@@ -25,7 +25,7 @@ class Place(SingleRank):
     """One rank of several, whose collectives are its own."""
 
     def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
+        self.rank, self.world_size = rank, world
 
 
 class Numbers(Dataset):
@@ -55,7 +55,7 @@ def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
     for _ in range(steps):
         seen.append(batches.share(progress).numbers)
         batches.advance(progress)
-    assert progress.samples == sum(map(len, seen)) or batches.world > 1
+    assert progress.samples == sum(map(len, seen)) or batches.world_size > 1
     return seen
 
 

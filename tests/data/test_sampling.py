@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def weighted_order(seed, data, weights):
-    return Sampler(data, seed=seed, rank=0, world=1, weights=weights).order
+    return Sampler(data, seed=seed, rank=0, world_size=1, weights=weights).order
 
 
 class Rare:
@@ -107,7 +107,7 @@ def test_neither_ranks_nor_batches_change_the_order(world, weights):
     whole = order.indices(1, 0, 600)
     for size in (64, 100):
         found = []
-        parts = [Sampler(Rare(), seed=5, rank=rank, world=world, weights=weights) for rank in range(world)]
+        parts = [Sampler(Rare(), seed=5, rank=rank, world_size=world, weights=weights) for rank in range(world)]
         for consumed in range(0, 600, size):
             shares = [part.share(1, consumed, size).numbers for part in parts]
             assert max(map(len, shares)) - min(map(len, shares)) <= 1

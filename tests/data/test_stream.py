@@ -31,7 +31,7 @@ class Together(SingleRank):
     """Ranks that are threads of this process."""
 
     def __init__(self, rank, world, shared):
-        self.rank, self.world, self.shared = rank, world, shared
+        self.rank, self.world_size, self.shared = rank, world, shared
 
     def all_gather_object(self, value):
         values, barrier = self.shared

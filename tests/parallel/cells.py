@@ -203,7 +203,7 @@ def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     clip = Engine.clip
 
     def averaged(engine: Engine, totals: Any) -> torch.Tensor:
-        torch._foreach_div_([p.grad for p in engine.parameters], engine.ranks.world)
+        torch._foreach_div_([p.grad for p in engine.parameters], engine.ranks.world_size)
         return clip(engine, totals)
 
     with mock.patch.object(Engine, "clip", averaged):

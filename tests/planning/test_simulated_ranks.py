@@ -55,7 +55,7 @@ def test_five_hundred_ranks():
 def test_the_process_group_ends_with_the_trace():
     device = torch.device("cpu")
     with simulated(2, 4, device) as ranks:
-        assert (ranks.rank, ranks.world, ranks.is_rank_zero) == (2, 4, False)
+        assert (ranks.rank, ranks.world_size, ranks.is_rank_zero) == (2, 4, False)
         assert ranks.all_gather_object("a") == ["a"] * 4
         assert torch.distributed.get_world_size() == 4
     assert not torch.distributed.is_initialized()

@@ -41,7 +41,7 @@ def begin(tmp_path_factory):
             memory=SimpleNamespace(budget=budget),
             ranks=SingleRank(),
         )
-        session.ranks.world, session.state.progress.step = world, attempts
+        session.ranks.world_size, session.state.progress.step = world, attempts
         return initial_sizes(session, **records)
 
     return sizes

@@ -80,7 +80,7 @@ def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
 class ThreeRanks(SingleRank):
     """The second of three ranks, with given messages from the others."""
 
-    rank, world = 1, 3
+    rank, world_size = 1, 3
 
     def __init__(self, first, third):
         self.first, self.third = first, third

@@ -97,7 +97,7 @@ def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     if peak is None or config.train.compile:
         return None
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak * engine.ranks.world, lambda: engine.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(peak * engine.ranks.world_size, lambda: engine.phase is Phase.BACKWARD, recomputes)
 
 
 # --- before the first step

@@ -53,7 +53,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
     """
     targets, device, precision = resources.targets, resources.device, resources.numerics
-    is_meta = resources.initial_device is None and ranks.world > 1 and config.parallel.fsdp.meta_init
+    is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
     model = built(config, resources, is_meta)
     names = updates.names_of(config, model)
     for own in config.by_optimizer():
@@ -228,7 +228,7 @@ def _spread(
     compute_dtype: torch.dtype,
     updates: list[list[nn.Parameter]],
 ) -> Strategy:
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
         return DDP(model, ranks, config.parallel.ddp, updates)
@@ -248,7 +248,7 @@ def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device:
     model = strategy.model
     strategy.to_empty(device)
     if device.type == "cpu":
-        shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
+        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
     initialise: Any = model.init_weights  # existence checked by `require_suited`
     with torch.no_grad():

@@ -104,7 +104,7 @@ def open_resources(
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     targets = targets or resolve_targets(config)
-    device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
+    device = ranks.device if ranks.world_size > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or device_memory.build(config.memory, device)  # before anything is allocated on the device
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
@@ -113,11 +113,11 @@ def open_resources(
     common: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _workers(config, targets, ranks.world),
+        "workers": _workers(config, targets, ranks.world_size),
         "ranks": ranks,
     }
     batches = _train_batches(config, targets, common)
-    common["equal"] = ranks.world > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
+    common["equal"] = ranks.world_size > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
     split = attribute(targets.task, "split")
     eval_sets = {name: EvalBatches(data, split=split, **common) for name, data in targets.eval_data.items()}
     return Resources(targets, device, memory, numerics, batches, eval_sets, resumes=resumes)
@@ -173,11 +173,11 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _workers(config: Config, targets: ResolvedTargets, world: int) -> int:
+def _workers(config: Config, targets: ResolvedTargets, world_size: int) -> int:
     """The number of loader processes; none for stateful data: each would change its own copy, ahead of the steps. (A
     stream's state is its position.)
     """
-    setting, local_ranks = config.data.num_workers, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    setting, local_ranks = config.data.num_workers, min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     count = worker_count(setting, targets.train_data, local_ranks)
     sets = _data_roots(targets.train_data, targets.eval_data)
     owners = Stateful(**{name: data for name, data in sets.items() if not is_stream(data)}).owners

@@ -83,7 +83,7 @@ class CheckpointDirectory:
         return {
             "format": FORMAT,
             "step": step,
-            "ranks": self.ranks.world,
+            "ranks": self.ranks.world_size,
             "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "files": files,
             "config": config,
@@ -231,7 +231,7 @@ def _refusal(error: BaseException, ranks: Ranks) -> str:
     rank = ranks.rank
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
         rank, (error, _) = next(iter(error.failures.items()))
-    where, text = f"rank {rank}: " if ranks.world > 1 else "", str(error).strip()
+    where, text = f"rank {rank}: " if ranks.world_size > 1 else "", str(error).strip()
     if isinstance(error, OSError):
         return where + text
     if not re.search(r"write|unexpected pos", text, re.IGNORECASE):

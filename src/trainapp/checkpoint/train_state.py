@@ -202,14 +202,14 @@ class TrainState:
 
     def load_stateful(self, saved: list[dict[str, Any]], ranks: Ranks) -> None:
         """Restore the states of other owners, by rank or one for all. Errors of their methods are raised unchanged."""
-        if len(saved) not in (1, ranks.world):
+        if len(saved) not in (1, ranks.world_size):
             log.warning(
                 "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",
                 len(saved),
                 ", ".join(saved[0]),
-                ranks.world,
+                ranks.world_size,
             )
-        unknown = state_dicts.load_stateful(self.stateful, saved[ranks.rank if len(saved) == ranks.world else 0])
+        unknown = state_dicts.load_stateful(self.stateful, saved[ranks.rank if len(saved) == ranks.world_size else 0])
         own = self.stateful.owners  # callbacks that are no longer configured are ignored
         unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:

@@ -95,10 +95,17 @@ class Sampler(Source):
     looks_ahead = True
 
     def __init__(
-        self, dataset: Any, *, seed: int, rank: int, world: int, drop_last: bool = False, weights: str | None = None
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool = False,
+        weights: str | None = None,
     ):
         self.fetched = self.state_owner = dataset
-        self.samples, self.rank, self.world, self.drop_last = len(dataset), rank, world, drop_last
+        self.samples, self.rank, self.world_size, self.drop_last = len(dataset), rank, world_size, drop_last
         self.order: Permutation | Weighted
         if weights is None:
             self.order = Permutation(seed, self.samples)
@@ -110,12 +117,12 @@ class Sampler(Source):
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
         total = max(0, min(size, self.samples - consumed))
-        start, end = own_part(total, self.rank, self.world)
+        start, end = own_part(total, self.rank, self.world_size)
         behind = consumed + size
         has_another = self.samples - behind >= (size if self.drop_last else 1)
         after = (epoch, behind) if has_another else (epoch + 1, 0)
         numbers = self.order.indices(epoch, consumed + start, consumed + end)
-        return Share(numbers, total, -(-total // self.world), after, start)
+        return Share(numbers, total, -(-total // self.world_size), after, start)
 
     def steps_left(self, consumed: int, size: int) -> int:
         """Independent of the sizes of earlier steps."""

@@ -87,13 +87,13 @@ class TrainBatches:
         split: Split | None = None,
     ):
         ranks = ranks or SingleRank()
-        self.dataset, self.global_size, self.world = dataset, global_size, ranks.world
+        self.dataset, self.global_size, self.world_size = dataset, global_size, ranks.world_size
         self.source: Source
         if is_stream(dataset):
             self.source = Stream(dataset, seed=seed, ranks=ranks, shards=shards, in_process=workers == 0)
             workers = 0  # the source has its own reader processes; samples are collated here
         else:
-            place = {"rank": ranks.rank, "world": ranks.world}
+            place = {"rank": ranks.rank, "world_size": ranks.world_size}
             self.source = Sampler(dataset, seed=seed, drop_last=drop_last, weights=weights, **place)
         self.samples = self.source.samples  # in the data set; 0 if unknown
         self._drop_last = drop_last
@@ -131,7 +131,7 @@ class TrainBatches:
 
     def accumulation(self, size: int) -> int:
         """The number of micro-batches in a full step on this rank."""
-        return -(-self.global_size // self.world // size)
+        return -(-self.global_size // self.world_size // size)
 
     def micro_batches(
         self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,), fewest: Sequence[int] = ()
@@ -226,8 +226,8 @@ class EvalBatches:
         ranks = ranks or SingleRank()
         self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
-        self.rank, self.world = ranks.rank, ranks.world
-        self.start, self.end = own_part(self.samples, ranks.rank, ranks.world)
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.start, self.end = own_part(self.samples, ranks.rank, ranks.world_size)
         if self.is_stream:
             self._shard = Shard(dataset, seed, in_process=workers == 0)
             dataset, workers = HeldSamples(dataset), 0
@@ -257,11 +257,15 @@ class EvalBatches:
         yield from itertools.repeat([], count - own)
 
     def _read(self, done: int, size: int) -> Iterator[list[int]]:
-        """The same for a stream, of which every rank reads all and keeps every `world`-th sample."""
+        """The same for a stream, of which every rank reads all and keeps every `world_size`-th sample."""
         self._shard.go_to(0)
         first, held = 0, self._loader.fetcher.dataset
-        while read := self._shard.available(0, size * self.world):
-            numbers = [n for n in range(first, first + read) if n % self.world == self.rank and n // self.world >= done]
+        while read := self._shard.available(0, size * self.world_size):
+            numbers = [
+                n
+                for n in range(first, first + read)
+                if n % self.world_size == self.rank and n // self.world_size >= done
+            ]
             held.samples = {number: self._shard.sample(number - first) for number in numbers}
             held.spare = self._shard.sample(0)
             if numbers:

@@ -76,7 +76,7 @@ class Stream(Source):
         self._open(shards)
 
     def _open(self, shards: int) -> None:
-        count, rank = self.ranks.world * shards, self.ranks.rank
+        count, rank = self.ranks.world_size * shards, self.ranks.rank
         self.is_sharded = count > 1 and callable(getattr(self.dataset, "shard", None))  # Hugging Face's have it
         places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
         self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
@@ -115,7 +115,7 @@ class Stream(Source):
     def state_dict(self) -> dict[str, Any]:
         """The position after the trained samples, in each shard that this rank reads."""
         return {
-            "world": self.ranks.world,
+            "world": self.ranks.world_size,
             "rank": self.ranks.rank if self.is_sharded else 0,
             "is_sharded": self.is_sharded,
             "turn": self._turn,
@@ -125,10 +125,10 @@ class Stream(Source):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the saved position. `misfit` says why that is impossible, if it is: shards belong to ranks."""
         if self.is_sharded or state["is_sharded"]:
-            if state["world"] != self.ranks.world:
+            if state["world"] != self.ranks.world_size:
                 self.misfit = (
                     f"each of the {state['world']} ranks that read the stream had a position in its own shard, but now "
-                    f"there are {self.ranks.world} ranks"
+                    f"there are {self.ranks.world_size} ranks"
                 )
                 return
             shards = len(state["shards"])
@@ -149,17 +149,17 @@ class Stream(Source):
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:
         """Read the step's samples: all of them, to keep this rank's share, or those of this rank's shards."""
-        world, rank = self.ranks.world, self.ranks.rank
-        if self.is_sharded and size < world:
+        world_size, rank = self.ranks.world_size, self.ranks.rank
+        if self.is_sharded and size < world_size:
             raise UserError(
-                f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
-                "one sample of each step"
+                f"batch.global_size={size}: each of the {world_size} ranks reads a shard of the stream, and needs at "
+                "least one sample of each step"
             )
-        start, end = own_part(size, rank, world)
+        start, end = own_part(size, rank, world_size)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         ends = all(shard.available(epoch, count + 1) <= count for shard, count in zip(self._shards, taken, strict=True))
         spare = samples[0] if samples else None
-        is_compared = world > 1 and not self.is_sharded and not self._step.key  # the first read
+        is_compared = world_size > 1 and not self.is_sharded and not self._step.key  # the first read
         digest = _digest_of(spare) if is_compared else None
         self.ranks.check_peers()
         if is_compared and any(other != digest for other in self.ranks.all_gather_object(digest)):
@@ -172,10 +172,12 @@ class Stream(Source):
             counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
             if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
-            numbers = [(consumed + number) * world + rank for number in range(len(samples))]
+            numbers = [(consumed + number) * world_size + rank for number in range(len(samples))]
         else:
-            counts = [end - start for start, end in (own_part(len(samples), one, world) for one in range(world))]
-            start, end = own_part(len(samples), rank, world)
+            counts = [
+                end - start for start, end in (own_part(len(samples), one, world_size) for one in range(world_size))
+            ]
+            start, end = own_part(len(samples), rank, world_size)
             samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
         total = sum(counts)
         if total == 0:

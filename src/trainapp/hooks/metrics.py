@@ -125,7 +125,7 @@ class StatefulMetrics:
         results = {}
         for name, held in self._held.items():
             with _named(f"metrics.{name}: compute of a {type(held.metric).__name__}"):
-                by_rank = ranks.all_gather_object(held.exported()) if ranks.world > 1 else []
+                by_rank = ranks.all_gather_object(held.exported()) if ranks.world_size > 1 else []
                 with around():
                     results[name] = held.computed(by_rank)
         return results

@@ -141,9 +141,9 @@ class Rows:
         if _holds_something_else(path):
             raise UserError(f"{setting}={path}: exists, and is not a file of rows; name another file")
         self.path, self._ranks, self._interleaved, self._setting = path, ranks, interleaved, setting
-        text = strict_json([decides, ranks.world], sort_keys=True, default=str)
+        text = strict_json([decides, ranks.world_size], sort_keys=True, default=str)
         name = f"{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        self._parts = [path.with_name(f"{name}.{r}_of_{ranks.world}.partial") for r in range(ranks.world)]
+        self._parts = [path.with_name(f"{name}.{r}_of_{ranks.world_size}.partial") for r in range(ranks.world_size)]
         self.partial = self._parts[ranks.rank]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -118,17 +118,17 @@ def like(structure: Any, tensors: list[Tensor]) -> Any:
     return map_tensors(lambda _: next(remaining), structure)
 
 
-def require_uncut(config: Config, world: int, samples: int) -> None:
+def require_uncut(config: Config, world_size: int, samples: int) -> None:
     """Raises UserError for settings that would cut the batch of a task with `whole_batch = True`.
 
-    world: number of ranks. samples: number of samples in the data set; 0 if unknown.
+    world_size: number of ranks. samples: number of samples in the data set; 0 if unknown.
     """
     batch, steps = config.batch, config.accumulation.steps
     needed = min(batch.global_size, samples or batch.global_size)
     why = f"task={config.task} has whole_batch=True: its batch is never cut"
-    if world > 1:
+    if world_size > 1:
         raise UserError(
-            f"{why}, but {world} ranks would each compute the loss of a part of it, which is another loss; use "
+            f"{why}, but {world_size} ranks would each compute the loss of a part of it, which is another loss; use "
             "parallel=single, or a loss that is a sum over samples"
         )
     plans = [plan for own in batch.schedules.values() for plan in own.values()]

@@ -129,7 +129,7 @@ def roll_back(session: Session, failure: OomReport) -> None:
     by_rank = ranks.all_gather_object(session.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
     session.snapshot.note(failure.lost)
-    if failure.lost and failure.is_local and session.ranks.world > 1:  # in this rank's own evaluation
+    if failure.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
 
@@ -194,7 +194,7 @@ def report(session: Session, failure: OomReport) -> None:
         reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
         log.warning("rank %s %s at step %d: %s", ranks, reason, failure.step, failure.action)
         return
-    log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world > 1 else "", one_line(failure))
+    log.warning("%s%s", f"rank {failure.rank}: " if session.ranks.world_size > 1 else "", one_line(failure))
     if not failure.is_out_of_memory:  # no memory to report
         return
     try:

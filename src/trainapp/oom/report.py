@@ -155,7 +155,7 @@ def describe(
         by_category=_by_category(session, used, events, kinds),
         trace=traceback.format_exc(),
         rank=session.ranks.rank,
-        alone=session.ranks.world == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
+        alone=session.ranks.world_size == 1 or (phase is Phase.EVALUATE and not session.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=memory.device.type == "cpu" and is_out_of_memory and not isinstance(error, torch.OutOfMemoryError),
         swallowed=isinstance(error, SwallowedOutOfMemory),
@@ -235,7 +235,7 @@ def one_line(report: OomReport) -> str:
 
 def write(session: Session, report: OomReport) -> Path:
     """Write `oom/NNN_step_S.json`, with the rank if there are several. Returns its path."""
-    rank = f"_rank_{report.rank}" if session.ranks.world > 1 else ""
+    rank = f"_rank_{report.rank}" if session.ranks.world_size > 1 else ""
     path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{report.step}{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}

@@ -46,10 +46,10 @@ class FSDP(Strategy):
 
         super().__init__(model, ranks)
         self.settings = settings
-        if ranks.world % settings.replicas:
+        if ranks.world_size % settings.replicas:
             raise UserError(
-                f"parallel.fsdp.replicas={settings.replicas}: must divide the number of ranks, {ranks.world}; each "
-                "replica is sharded over the same number of ranks"
+                f"parallel.fsdp.replicas={settings.replicas}: must divide the number of ranks, {ranks.world_size}; "
+                "each replica is sharded over the same number of ranks"
             )
         _require_ties_within_units(model, blocks)
         replicate_mesh, shard_mesh = ranks.meshes(settings.replicas)

@@ -46,7 +46,7 @@ class Ranks:
     votes_enabled: whether ranks vote before each collective. saving_group: the process group for checkpoints.
     """
 
-    rank, world = 0, 1
+    rank, world_size = 0, 1
     device = torch.device("cpu")
     votes = 0  # number of votes so far
     votes_enabled = False
@@ -80,7 +80,7 @@ class Ranks:
 
     def meshes(self, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
         """A mesh across replicas, and one across this rank's replica. Collective, and never preceded by a vote."""
-        shape = replicas, self.world // replicas
+        shape = replicas, self.world_size // replicas
         with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
             return mesh["replicate"], mesh["shard"]
@@ -150,7 +150,7 @@ class DistributedRanks(Ranks):
     """
 
     def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unvalidated"):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self._vote_on_oom = vote_on_oom
         self._aborted = False
@@ -206,7 +206,7 @@ class DistributedRanks(Ranks):
         return _maximum(values, self._side_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        by_rank: list[Any] = [None] * self.world
+        by_rank: list[Any] = [None] * self.world_size
         with outside_dispatch_modes():
             dist.all_gather_object(by_rank, value, group=self._side_group)
         return by_rank
@@ -291,7 +291,7 @@ def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> tuple[list
     does. setting: names the tensors in messages.
     """
     own = len(tensors[0])
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return tensors, 0, own
     ranks.check_peers()
     by_rank = ranks.all_gather_object((own, [(tuple(t.shape[1:]), str(t.dtype)) for t in tensors]))

@@ -124,7 +124,7 @@ class AbsentGpu:
         found = dataclasses.replace(found, total=found.total + libraries, phases=phases, categories=categories)
         if any(isinstance(part, (nn.modules.conv._ConvNd)) for part in model.modules()):
             notes.append(_CONVOLUTIONS)
-        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and engine.ranks.world > 1:
+        if parallel.strategy == "fsdp" and not parallel.fsdp.meta_init and engine.ranks.world_size > 1:
             whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor counts all ranks
             found = dataclasses.replace(found, phases={"building": whole} | found.phases)
             if whole > found.total:

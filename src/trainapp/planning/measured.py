@@ -39,8 +39,10 @@ class MeasuredEstimator:
 
     method = "measured"
 
-    def __init__(self, targets: ResolvedTargets, world: int, device: torch.device, instead_of: AbsentGpu | None = None):
-        self.targets, self.world, self.device, self._instead_of = targets, world, device, instead_of
+    def __init__(
+        self, targets: ResolvedTargets, world_size: int, device: torch.device, instead_of: AbsentGpu | None = None
+    ):
+        self.targets, self.world_size, self.device, self._instead_of = targets, world_size, device, instead_of
         self.margin = self.spare = 0.1 if instead_of is None else 0.3
         self._known: dict[tuple[Any, ...], dict[int, Breakdown]] = {}
 
@@ -52,7 +54,7 @@ class MeasuredEstimator:
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """As `TracedEstimator.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
-        accumulates = size < -(-at_most(config.batch.global_size, self.targets.train_data) // self.world)
+        accumulates = size < -(-at_most(config.batch.global_size, self.targets.train_data) // self.world_size)
         known = self._known.setdefault((repr(config), accumulates), {})
         for small in (small for small in SIZES if small < size):
             if small not in known:
@@ -89,7 +91,7 @@ class MeasuredEstimator:
 
         Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
-        share = -(-at_most(config.batch.global_size, self.targets.train_data) // self.world)
+        share = -(-at_most(config.batch.global_size, self.targets.train_data) // self.world_size)
         parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
         with self._running(config, size, parts) as work:
             taken = []
@@ -106,8 +108,8 @@ class MeasuredEstimator:
         """The engine of the configuration, really built, with these samples per micro-batch and micro-batches per step.
         most: limit in bytes; if given, CPU storages are counted.
         """
-        planned = planned_config(config, size, micro_batches * size * self.world)
-        with simulated(0, self.world, self.device) as ranks:
+        planned = planned_config(config, size, micro_batches * size * self.world_size)
+        with simulated(0, self.world_size, self.device) as ranks:
             resources = open_resources(planned, ranks, self.targets)
             if most is not None and resources.device.type == "cpu":
                 resources.memory = Recorder(resources.device, most)

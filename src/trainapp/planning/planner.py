@@ -42,7 +42,7 @@ class Planner:
         self.limit, targets = estimator.limit(config), estimator.targets
         self.room = int(self.limit / (1 + estimator.spare))
         self.whole = needs_whole_batch(targets.task)
-        self.share = -(-at_most(config.batch.global_size, targets.train_data) // estimator.world)
+        self.share = -(-at_most(config.batch.global_size, targets.train_data) // estimator.world_size)
         self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
 
     def fits(self, size: int) -> bool:
@@ -70,9 +70,9 @@ class Planner:
 
     def plan(self) -> tuple[MemoryPlan, Breakdown]:
         """The plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
-        config, world = self.config, self.estimator.world
+        config, world_size = self.config, self.estimator.world_size
         if self.whole:
-            require_uncut(config, world, at_most(config.batch.global_size, self.estimator.targets.train_data))
+            require_uncut(config, world_size, at_most(config.batch.global_size, self.estimator.targets.train_data))
         size = self.given or self.largest or self.smallest
         found = self.peak(size)
         plan = MemoryPlan(
@@ -85,9 +85,9 @@ class Planner:
             phases=found.phases,
             categories=found.categories,
             ranks={
-                "world": world,
+                "world": world_size,
                 "strategy": config.parallel.strategy,
-                "replicas": config.parallel.fsdp.replicas if config.parallel.strategy == "fsdp" else world,
+                "replicas": config.parallel.fsdp.replicas if config.parallel.strategy == "fsdp" else world_size,
             },
             micro_size=size,
             largest_micro_size=self.largest,
@@ -181,14 +181,14 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
 
 def estimator_of(config: Config, method: str) -> Estimator:
     """The estimator for a method. Raises UserError for settings that contradict each other."""
-    world, gpu = world_of(config), None
+    world_size, gpu = world_of(config), None
     if config.plan.device is not None:
         gpu, config = absent_gpu.find(config), absent_gpu.on_cpu(config)
     targets = resolve_targets(config)
     if method == "measured":
-        return MeasuredEstimator(targets, world, choose_device(config.train.device), gpu)
+        return MeasuredEstimator(targets, world_size, choose_device(config.train.device), gpu)
     if gpu is not None and method == "traced as on the CPU":
         gpu = replace(gpu, on_cpu=True, margin=0.3)
     elif gpu is not None:
         pretend.give_autograd_a_device()
-    return TracedEstimator(targets, world, gpu, refuses=method != "made up")
+    return TracedEstimator(targets, world_size, gpu, refuses=method != "made up")

@@ -111,18 +111,18 @@ def with_modes(config: Config, ranks: "Ranks") -> Config:
     settings = config.activation_checkpointing
     if settings.mode != "auto" or settings.modes is not None:
         return config
-    modes = answered_by_rank_zero(ranks, lambda: _modes(config, ranks.world))
+    modes = answered_by_rank_zero(ranks, lambda: _modes(config, ranks.world_size))
     changes = {"mode": "full"} if modes is None else {"modes": modes}
     return replace(config, activation_checkpointing=replace(settings, **changes))
 
 
-def _modes(config: Config, world: int) -> list[str] | None:
+def _modes(config: Config, world_size: int) -> list[str] | None:
     """Choose modes for this process's device, which the planner's process need not see."""
     from trainapp.assembly.resolved_targets import choose_device
     from trainapp.planning.absent_gpu import named
 
     device = choose_device(config.train.device)
-    config = replace(config, plan=schema.PlanSettings(techniques=False, world=world))
+    config = replace(config, plan=schema.PlanSettings(techniques=False, world=world_size))
     facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])

@@ -19,33 +19,35 @@ def world_of(config: Config) -> int:
 
     Raises UserError for settings that conflict or leave it open.
     """
-    parallel, world = config.parallel, config.plan.world
+    parallel, world_size = config.parallel, config.plan.world
     if parallel.strategy == "single":
-        if world is not None and world > 1:
-            raise UserError(f"plan.world={world}: parallel=single is one process; use parallel=ddp or parallel=fsdp")
+        if world_size is not None and world_size > 1:
+            raise UserError(
+                f"plan.world={world_size}: parallel=single is one process; use parallel=ddp or parallel=fsdp"
+            )
         return 1
-    setting = f"plan.world={world}"
-    if world is None:
-        world = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
+    setting = f"plan.world={world_size}"
+    if world_size is None:
+        world_size = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
         setting = f"parallel.devices={parallel.devices}"
-    if not world:
+    if not world_size:
         raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
-    require_several_ranks(config, world, setting)
-    return world
+    require_several_ranks(config, world_size, setting)
+    return world_size
 
 
 class SimulatedRanks(Ranks):
-    """Rank `rank` of `world`, whose peers all have the same values. Use inside `simulated`."""
+    """Rank `rank` of `world_size`, whose peers all have the same values. Use inside `simulated`."""
 
-    def __init__(self, rank: int, world: int, device: torch.device):
-        self.rank, self.world, self.device = rank, world, device
+    def __init__(self, rank: int, world_size: int, device: torch.device):
+        self.rank, self.world_size, self.device = rank, world_size, device
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         with outside_dispatch_modes():  # not counted, as in a run
             return value.clone()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world
+        return [value] * self.world_size
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return _RealIntegers()
@@ -69,13 +71,13 @@ class _RealIntegers(DispatchMode):
 
 
 @contextlib.contextmanager
-def simulated(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
-    """The rank, in a process group that exists inside the block. A single process if `world` is 1."""
-    if world == 1:
+def simulated(rank: int, world_size: int, device: torch.device) -> Iterator[Ranks]:
+    """The rank, in a process group that exists inside the block. A single process if `world_size` is 1."""
+    if world_size == 1:
         yield SingleRank()
         return
-    dist.init_process_group("fake", rank=rank, world_size=world)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
-        yield SimulatedRanks(rank, world, device)
+        yield SimulatedRanks(rank, world_size, device)
     finally:
         dist.destroy_process_group()

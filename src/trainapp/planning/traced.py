@@ -37,8 +37,8 @@ class TracedEstimator:
 
     method = "traced"
 
-    def __init__(self, targets: ResolvedTargets, world: int, gpu: AbsentGpu | None = None, refuses: bool = True):
-        self.targets, self.world, self.gpu, self.refuses = targets, world, gpu, refuses
+    def __init__(self, targets: ResolvedTargets, world_size: int, gpu: AbsentGpu | None = None, refuses: bool = True):
+        self.targets, self.world_size, self.gpu, self.refuses = targets, world_size, gpu, refuses
         self._is_of_transformers = False
 
     @property
@@ -67,12 +67,12 @@ class TracedEstimator:
         """The peak with micro-batches of this size on the first rank, which has the most samples and largest shards."""
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
-        with simulated(0, self.world, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
+        with simulated(0, self.world_size, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
             targets, gpu, samples = self.targets, self.gpu, config.batch.global_size
             # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of
             # fewer than three, the second need not be full); all of them where each leaves memory for the next.
-            if not targets.has_embeddings and -(-samples // ranks.world) >= 3 * size:
-                samples = 2 * size * ranks.world
+            if not targets.has_embeddings and -(-samples // ranks.world_size) >= 3 * size:
+                samples = 2 * size * ranks.world_size
             planned = planned_config(config, size, samples)
             longest_batch = longest(open_resources(planned, ranks, targets).batches, size)
             resources = open_resources(planned, ranks, targets)
@@ -90,7 +90,7 @@ class TracedEstimator:
                 resources.numerics = precision.build(
                     planned.precision, resources.device
                 )  # the device's autocast and scaler
-            if ranks.world > 1:
+            if ranks.world_size > 1:
                 ranks.device = resources.device
             resources.targets = dataclasses.replace(targets, model=_model_without_data(resources, fake, host))
             engine = assemble(planned, resources, ranks)

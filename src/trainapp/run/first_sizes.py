@@ -42,11 +42,11 @@ def changes_of_memory(session: Session, path: Path) -> list[str]:
     """Return what determines the memory of a micro-batch, except for the limit, and has changed since the checkpoint at
     `path` was saved, in words: the sizes that fitted then say nothing of those that fit now.
     """
-    manifest, world = read_manifest(path), session.ranks.world
+    manifest, world_size = read_manifest(path), session.ranks.world_size
     changes = resume_rules.changes(manifest["config"], session.config.to_dict())
     texts = [str(change) for change in changes if determines_memory(change.name)]
-    if session.config.parallel.strategy == "fsdp" and manifest["ranks"] != world:  # with other shards
-        texts.append(f"ranks: {manifest['ranks']} before, {world} now")
+    if session.config.parallel.strategy == "fsdp" and manifest["ranks"] != world_size:  # with other shards
+        texts.append(f"ranks: {manifest['ranks']} before, {world_size} now")
     return texts
 
 
@@ -67,13 +67,13 @@ def initial_sizes(
     The record of `saved` is continued; `restart` may lack the sizes of some work. Raises UserError for settings that
     would split a batch that must stay whole.
     """
-    config, world, progress = session.config, session.ranks.world, session.state.progress
+    config, world_size, progress = session.config, session.ranks.world_size, session.state.progress
     batch, restart, saved = config.batch, restart or {}, saved or {}
     changed = [*_change_of_budget(saved, session.memory.budget), *changed]
     whole = needs_whole_batch(session.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
-        require_uncut(config, world, session.batches.samples)
-    share, eval_share = -(-batch.global_size // world), -(-_samples_per_evaluation(session) // world)
+        require_uncut(config, world_size, session.batches.samples)
+    share, eval_share = -(-batch.global_size // world_size), -(-_samples_per_evaluation(session) // world_size)
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
     given, grows = configured_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed

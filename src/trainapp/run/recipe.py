@@ -118,7 +118,7 @@ def _batch(session: Session) -> dict[str, Any]:
         "global_size": session.config.batch.global_size,
         "micro_size": micro_size,
         "accumulation": batches.accumulation(micro_size),
-        "ranks": batches.world,
+        "ranks": batches.world_size,
         "has_micro_schedule": session.config.batch.micro_schedule is not None,
         "samples": None if steps_per_epoch is None else batches.samples,
         "steps_per_epoch": steps_per_epoch,

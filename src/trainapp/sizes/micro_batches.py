@@ -235,7 +235,7 @@ class MicroBatchSizes:
         search = self.search(bucket)
         size = size_for(samples, search.size, search.smallest)
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
-        if ranks.world > 1:
+        if ranks.world_size > 1:
             if self._all_alike():
                 pieces = [range(samples)]
             else:
@@ -290,7 +290,7 @@ class MicroBatchSizes:
                 False.
         """
         if news is None:
-            news = ranks.world == 1 and self.has_news
+            news = ranks.world_size == 1 and self.has_news
         for history in self.history.values():
             history.finish_attempt()
         if not (self.is_unvalidated or news):

@@ -56,7 +56,7 @@ OF_MODE = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0,
 
 def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
     """The minimum and maximum of each memory scalar over ranks, with their ranks. Empty for a single rank."""
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return {}
     found: dict[str, float] = {}
     by_rank = ranks.all_gather_object([scalars[name] for name in OF_EVERY_RANK])

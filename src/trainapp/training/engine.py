@@ -67,7 +67,7 @@ class Totals:
 
     def over(self, ranks: Ranks) -> "Totals":
         """Return loss and count summed over all ranks, in one collective, whatever metrics each rank has."""
-        if ranks.world == 1:
+        if ranks.world_size == 1:
             return self
         here = torch.stack([_on(ranks.device, self.loss), _on(ranks.device, self.count)])
         loss, count = ranks.all_reduce_sum(here)

@@ -84,7 +84,7 @@ def _act(session: Session, own: Verdict) -> None:
     differs, heard, pauses = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard(), int(own.pauses))
     if not session.is_finished:
         session.stop.agreed = heard  # the callback may have taken long: no further step
-    if session.ranks.world > 1 and differs:
+    if session.ranks.world_size > 1 and differs:
         by_rank = session.ranks.all_gather_object(own)
     session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
     stops = [verdict.stop for verdict in by_rank if verdict.stop]
@@ -110,7 +110,7 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         run_dir=session.tracker.run_dir,
         tracker=session.tracker,
         rank=session.ranks.rank,
-        world=session.ranks.world,
+        world=session.ranks.world_size,
         waited=session.meter.waited,
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,

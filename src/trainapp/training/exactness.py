@@ -45,7 +45,7 @@ def rehearse(session: Session, context: UpdateContext, accumulate: Callable[...,
     for _ in range(2):
         totals = accumulate(engine, micro_batches(session), functools.partial(micro_batch_context, session))
         outcomes.append(outcome(session, totals))
-        rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world > 1)
+        rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world_size > 1)
         engine.seed(context)
     engine.rehearses = False
     engine.phase = Phase.DATA

@@ -191,7 +191,7 @@ class Session:
     def retries_in_place(self) -> bool:
         """Whether a step that runs out of memory is retried by these processes. Otherwise all workers restart."""
         recovers = self.strategy.recovers_in_place and self.config.parallel.vote_on_oom != "never"
-        return recovers or self.ranks.world == 1
+        return recovers or self.ranks.world_size == 1
 
     def flags(self) -> Flags:
         """The flags that this rank sends to the others once per step."""
@@ -246,7 +246,7 @@ class Session:
             return AtWork(name, lost, config.continues, config.mode == "lr_find")
         saved_at = saver.committed_at or 0
         # Of several ranks, one may have finished a step before another.
-        is_alone = self.ranks.world == 1 and not self.is_ending
+        is_alone = self.ranks.world_size == 1 and not self.is_ending
         # A save that repeats that of this step replaces its checkpoint.
         is_saving = saver.pending is not None or self.engine.phase is Phase.SAVE
         is_idle = is_alone and not is_saving and saved_at == step

@@ -214,7 +214,7 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
         return
     note_refused(session)
     ranks = session.eval_ranks if sizes is session.sizes.evaluation else session.ranks
-    if sizes.can_shrink and (ranks.world == 1 or ranks.votes_enabled):
+    if sizes.can_shrink and (ranks.world_size == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(
             f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
             "cuDNN, which then uses another algorithm"
