@@ -20,7 +20,7 @@ from trainapp.config import command_line, compose
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch import environment, launch
-from trainapp.run import run_dir as directory
+from trainapp.run import directory
 from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, handled_by
 from trainapp.tracking import terminal
 

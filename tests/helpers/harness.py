@@ -55,7 +55,7 @@ class Recorded:
         self.faults = faults
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
-                (runner, "attempt", functools.partial(self._attempt, runner.attempt)),
+                (runner, "run_until_oom", functools.partial(self._attempt, runner.run_until_oom)),
                 (Fetcher, "__getitem__", self._noting(Fetcher.__getitem__)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -127,7 +127,7 @@ def test_the_commit_was_torn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "commit", remembering)
     with injected(Injector([Fault("commit", 3, late("mlp", "fp32", "commit", 3))])):
-        failure = runner.attempt(run)
+        failure = runner.run_until_oom(run)
     run.close()
     assert failure.phase == "commit"
     moved = [not torch.equal(before[n], p) for n, p in run.state.model.named_parameters()]

@@ -113,7 +113,7 @@ def failed_attempt(config: Config, fault: Fault):
 
     run.snapshot.take = noting
     with storages, injected(Injector([fault])):
-        failure = runner.attempt(run)
+        failure = runner.run_until_oom(run)
     run.snapshot.take = take
     return run, failure, storages
 

@@ -59,7 +59,7 @@ def test_the_order_of_a_rollback(tmp_path):
     run = prepared(tiny(tmp_path, *cell("mlp", "fp32")))
     steps = Steps(run, injector)
     with injected(injector):
-        failure = runner.attempt(run)
+        failure = runner.run_until_oom(run)
     assert failure.phase == "loss"
     assert steps.calls == [("synchronize", True)]
     assert runner.recover(run, failure) is None
@@ -98,7 +98,7 @@ def failing_while_waiting(folder, message, times=1):
 def test_another_error_ends_the_run(tmp_path):
     run, _ = failing_while_waiting(tmp_path, "CUDA error: initialization error")
     with injected(Injector(FAULT)), pytest.raises(RuntimeError, match="initialization error") as caught:
-        runner.attempt(run)
+        runner.run_until_oom(run)
     run.close()
     assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
 
@@ -107,7 +107,7 @@ def test_a_second_lack_of_memory_is_covered_by_the_same_recovery(tmp_path, caplo
     plain = Recorded(tiny(tmp_path / "plain", *cell("mlp", "fp32")), *FAULT)
     run, raised = failing_while_waiting(tmp_path / "late", "CUDA error: out of memory")
     with caplog.at_level(logging.WARNING), injected(Injector(FAULT)):
-        while (failure := runner.attempt(run)) is not None:
+        while (failure := runner.run_until_oom(run)) is not None:
             runner.recover(run, failure)
     run.close()
     assert len(raised) == 1

@@ -106,7 +106,7 @@ def test_the_error_names_what_is_kept(tmp_path):
         for _ in range(2):
             loop.train_step(run)
         run.memory.limit = run.memory.counter.peak
-        failure = runner.attempt(run)
+        failure = runner.run_until_oom(run)
     assert failure.step == 3
     assert failure.by_category["kept"] == 4 * 4000
     assert sum(failure.by_category.values()) == failure.used

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import attribute
-from trainapp.run import resume, run_dir
+from trainapp.run import directory, resume
 
 
 def scaled(model, batch, scale, shift=0.0):
@@ -64,9 +64,9 @@ def test_another_argument_of_the_task_is_another_experiment(tmp_path):
     runs.run(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 1}")
     of = "task={_target_: test_task_arguments.scaled, scale: "
     configured = [runs.configure(tmp_path, *OWN, f"{of}{scale}}}") for scale in (1, 2)]
-    run_dir.require_same_experiment(configured[0])
+    directory.require_same_experiment(configured[0])
     with pytest.raises(UserError, match=r"task\.scale: 1 before, 2 now"):
-        run_dir.require_same_experiment(configured[1])
+        directory.require_same_experiment(configured[1])
     saved = next((tmp_path / "checkpoints").glob("step*"))
     evaluation = runs.configure(tmp_path / "evaluation", "mode=eval", f"checkpointing.resume={tmp_path}", OWN[2])
     assert resume.as_saved(evaluation, saved).task_arguments == {"scale": 1}

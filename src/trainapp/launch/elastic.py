@@ -31,7 +31,7 @@ from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.memory.detection import causes
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
-from trainapp.run import run_dir
+from trainapp.run import directory
 from trainapp.signals import ECHO, TO_BE_CONTINUED, Interrupted, handled_by, pass_on
 from trainapp.sizes.record import RESTART
 from trainapp.torch_private import Restart, asked_before_restarts
@@ -219,7 +219,7 @@ def run_worker(config: Config) -> Outcome:
         world_size = int(os.environ["WORLD_SIZE"])
         require_several_ranks(config, world_size, f"WORLD_SIZE={world_size}, as the launcher has set it")
         with process_group(config) as ranks:
-            answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
+            answered_by_rank_zero(ranks, lambda: directory.require_same_experiment(config))
             return runner.run(config, ranks)
     except (UserError, Interrupted) as error:
         return error.with_traceback(None)

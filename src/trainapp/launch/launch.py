@@ -23,7 +23,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
 from trainapp.memory import host
-from trainapp.run import run_dir as directory
+from trainapp.run import directory
 from trainapp.signals import StopRequest
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm

@@ -19,7 +19,7 @@ from trainapp.units import bytes_text
 NAME = "report.html"
 MOST_JOBS = 1000  # of a sweep's page
 _TEMPLATE, _PLACE = PACKAGE / "report" / "page.html", "{{data}}"
-UNKNOWN = "-"
+BLANK = "-"
 Section = dict[str, Any]  # `title`, `note`, and `items`: tables, texts, and names of groups of charts
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]  # title, header, rows
 Job = Mapping[str, Any]  # of a sweep: `name`, `number` (its place in time), `value`, and `settings` as texts
@@ -67,7 +67,7 @@ def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first
     """A text with what is the same in all rows, from the column `first` on, and the table without it."""
     same = [at for at in range(first, len(header)) if len(rows) > 1 and all(row[at] == rows[0][at] for row in rows)]
     kept = [at for at in range(len(header)) if at not in same]
-    note = ", ".join(f"{header[at]} {rows[0][at]}" for at in same if rows[0][at] not in ("", UNKNOWN))
+    note = ", ".join(f"{header[at]} {rows[0][at]}" for at in same if rows[0][at] not in ("", BLANK))
     return note, [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
@@ -100,7 +100,7 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (metric or "last loss", value, f"best {number_text(result['best_objective'])} at step {best}" if best else ""),
         ("steps", number_text(result.get("steps", steps)), samples),
         ("time", seconds_text(result.get("seconds")), ""),
-        ("throughput", UNKNOWN if speed is None else f"{speed:,.0f}/s", "samples"),
+        ("throughput", BLANK if speed is None else f"{speed:,.0f}/s", "samples"),
         ("peak memory", memory_text(peak), f"of {memory_text(limit)}" if limit else ""),
         ("micro-batch", number_text(result.get("micro_size", logged("batch/micro_size"))), accumulated),
         ("OOMs", number_text(result.get("oom_restarts", len(run["ooms"]))), ""),
@@ -153,7 +153,7 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Any:
     names = dict.fromkeys(name for run in runs for name in run["settings"])
-    rows = [[name, *(run["settings"].get(name, UNKNOWN) for run in runs)] for name in names]
+    rows = [[name, *(run["settings"].get(name, BLANK) for run in runs)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return _table(["setting", *(run["name"] for run in runs)], rows) if rows else {"kind": "text", "text": "None."}
 
@@ -184,21 +184,21 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) ->
 
 
 def number_text(value: float | None) -> str:
-    """`1,234` or `0.1234`; UNKNOWN for None, as below."""
+    """`1,234` or `0.1234`; BLANK for None, as below."""
     if value is None:
-        return UNKNOWN
+        return BLANK
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def memory_text(value: float | None) -> str:
     """`47.9 MiB`."""
-    return UNKNOWN if value is None else bytes_text(value)
+    return BLANK if value is None else bytes_text(value)
 
 
 def seconds_text(value: float | None) -> str:
     """`14.8 s`, `2.5 min` or `3.1 h`."""
     if value is None:
-        return UNKNOWN
+        return BLANK
     unit, size = next((own for own in (("h", 3600), ("min", 60)) if value >= 2 * own[1]), ("s", 1))
     return f"{value / size:.1f} {unit}"
 

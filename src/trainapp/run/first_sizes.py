@@ -77,7 +77,7 @@ def initial_sizes(
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
     given, grows = configured_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed
-    attempt = progress.step + progress.skipped + 1  # the coming one
+    attempt_number = progress.step + progress.skipped + 1  # the coming one
 
     def new(start: int, smallest: int) -> MicroBatchSizes:
         return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
@@ -86,8 +86,8 @@ def initial_sizes(
     for name in [update.name for update in config.updates] or [""]:
         by_update[name] = own = new(given or share, smallest_micro_batch(session.state.model))
         own.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
-        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt, share)
-        is_anew |= _begin(own, key_of(name), attempt, restart, saved if given is None else {}, changed)
+        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt_number, share)
+        is_anew |= _begin(own, key_of(name), attempt_number, restart, saved if given is None else {}, changed)
     most = batch.eval_micro_size
     if not isinstance(most, int):
         modules = {"model": session.state.model, **session.state.stateful.modules}
@@ -96,7 +96,7 @@ def initial_sizes(
     # At most this rank's samples: a size that is never reached is never validated.
     evaluation = new(min(most, eval_share), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
-    is_anew |= _begin(evaluation, EVALUATION, attempt, restart, saved_for_evaluation, changed)
+    is_anew |= _begin(evaluation, EVALUATION, attempt_number, restart, saved_for_evaluation, changed)
     if is_anew:
         log.info(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
@@ -122,7 +122,7 @@ def _change_of_budget(saved: Record, budget: int) -> list[str]:
 
 
 def _begin(
-    own: MicroBatchSizes, key: str, attempt: int, restart: Record, saved: Record, changed: Sequence[str]
+    own: MicroBatchSizes, key: str, attempt_number: int, restart: Record, saved: Record, changed: Sequence[str]
 ) -> bool:
     """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything `changed`.
 
@@ -131,9 +131,9 @@ def _begin(
     buckets = saved[key]["buckets"] if key in saved else {}
     if key in restart:
         own.load_state_dict(restart[key], is_lower=True)
-        own.schedule.pop(attempt, None)
+        own.schedule.pop(attempt_number, None)
     elif own.schedule:
-        own.apply_schedule(attempt)
+        own.apply_schedule(attempt_number)
     elif buckets and not changed:
         own.load_state_dict(saved[key])
     else:
@@ -141,12 +141,12 @@ def _begin(
     return False
 
 
-def _from_attempt(schedule: Mapping[int, ScheduledSizes], attempt: int, share: int) -> dict[int, ScheduledSizes]:
-    """The rest of a schedule: the entry in force at `attempt`, and later ones. No size exceeds this rank's share."""
+def _from_attempt(schedule: Mapping[int, ScheduledSizes], attempt_number: int, share: int) -> dict[int, ScheduledSizes]:
+    """Return the entry in force at that attempt and the later ones. No size exceeds this rank's share."""
     rest: dict[int, ScheduledSizes] = {}
     for entry, plan in sorted(schedule.items()):
         if isinstance(plan, int):
-            rest[max(entry, attempt)] = min(plan, share)
+            rest[max(entry, attempt_number)] = min(plan, share)
         else:
-            rest[max(entry, attempt)] = {bucket: min(size, share) for bucket, size in plan.items()}
+            rest[max(entry, attempt_number)] = {bucket: min(size, share) for bucket, size in plan.items()}
     return rest

@@ -23,7 +23,7 @@ from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.report.differences import RECIPE
-from trainapp.run import recipe, resume, run_dir
+from trainapp.run import directory, recipe, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
@@ -89,7 +89,7 @@ def _run_session(
             _tell_recipe(current)
             events.warn_of_padding(current)
         try:
-            while (failure := attempt(current)) is not None:
+            while (failure := run_until_oom(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:
                     return dataclasses.replace(carried_over, first=first)
         except Interrupted:  # at once, since nothing is lost
@@ -125,7 +125,7 @@ def prepare(
 
     began: `time.monotonic()` when this process began the run; None: now.
     """
-    has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
+    has_restarted = any(ranks.all_gather_object(directory.has_restarted()))  # torchrun counts each node's own failures
     path = answered_by_rank_zero(ranks, lambda: resume.origin(config, has_restarted))
     if path is not None:
         config = resume.as_saved(config, path)
@@ -152,8 +152,8 @@ def prepare(
     return session
 
 
-def attempt(session: Session) -> OomReport | None:
-    """Run the inner loop. Returns None, or the report of an error to recover from once nothing holds its tensors."""
+def run_until_oom(session: Session) -> OomReport | None:
+    """Run the inner loop. Return None, or the report of an error to recover from once nothing holds its tensors."""
     try:
         work(session)
         return None
@@ -225,7 +225,7 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
     config = session.config
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
     # Until it has saved one, its directory may have those of another branch, or of an earlier run.
-    is_own = session.checkpointer.has_saved or any(session.ranks.all_gather_object(run_dir.has_restarted()))
+    is_own = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
     path = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, is_own))
     checkpoint_step = read_manifest(path)["step"] if path else 0
     checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")

@@ -192,10 +192,10 @@ class MicroBatchSizes:
     def _new_search(self, size: int) -> SizeSearch:
         return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
 
-    def apply_schedule(self, attempt: int) -> None:
+    def apply_schedule(self, attempt_number: int) -> None:
         """Apply the schedule's entry for this attempt, if any."""
-        if attempt in self.schedule:
-            self.set_sizes(self.schedule.pop(attempt))
+        if attempt_number in self.schedule:
+            self.set_sizes(self.schedule.pop(attempt_number))
 
     def set_sizes(self, sizes: ScheduledSizes) -> None:
         """Set one size for all shapes, or a size per bucket, from a schedule.
@@ -212,12 +212,12 @@ class MicroBatchSizes:
             if search.smallest_failing is None or size < search.smallest_failing:
                 search.try_size(max(search.smallest, size))
 
-    def record(self, attempt: int) -> bool:
+    def record(self, attempt_number: int) -> bool:
         """Record the sizes of a finished attempt, once the ranks have exchanged them. Return whether they changed."""
         last_recorded = next(reversed(self.sizes_by_attempt.values()), None)
         if last_recorded == self.sizes_in_force:
             return False
-        self.sizes_by_attempt[attempt] = self.sizes_in_force
+        self.sizes_by_attempt[attempt_number] = self.sizes_in_force
         return True
 
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:

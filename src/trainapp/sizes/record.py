@@ -126,11 +126,11 @@ def as_schedule(sizes_by_attempt: Mapping[int, Mapping[int, int]]) -> dict[int, 
     """Return the shortest equivalent schedule: one number if all shapes have the same size, and only changes."""
     schedule: dict[int, ScheduledSizes] = {}
     last: ScheduledSizes | None = None
-    for attempt, by_bucket in sorted(sizes_by_attempt.items()):
+    for attempt_number, by_bucket in sorted(sizes_by_attempt.items()):
         distinct = set(by_bucket.values())
         sizes: ScheduledSizes = distinct.pop() if len(distinct) == 1 else dict(sorted(by_bucket.items()))
         if sizes != last:
-            schedule[attempt] = sizes
+            schedule[attempt_number] = sizes
             last = sizes
     return schedule
 

@@ -28,14 +28,14 @@ from trainapp.files import json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.report.run_files import state_of
-from trainapp.run import run_dir
+from trainapp.run import directory
 from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import Trial, facts_of
 from trainapp.units import parse_memory_size
 
 LOG, RESULT, PLAN = "console.log", "result.json", "plan.json"
 _ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # from outside
-UNKNOWN = -1000  # exit status of a process that this one has not started
+NOT_OUR_CHILD = -1000  # exit status of a process that this one has not started
 _MARK = "== started "  # before what each process prints
 SHARE = 0.9  # of the memory of jobs that share a device: the rest is for what no allocator counts
 
@@ -136,7 +136,7 @@ class Orphan:
     gpus: str | None = None  # as in CUDA_VISIBLE_DEVICES
 
     def poll(self) -> int | None:
-        return None if any(map(_is_alive, self.processes)) or run_dir.is_in_use(self.folder) else UNKNOWN
+        return None if any(map(_is_alive, self.processes)) or directory.is_in_use(self.folder) else NOT_OUR_CHILD
 
     def terminate(self) -> None:
         with contextlib.suppress(psutil.Error, IndexError):
@@ -165,8 +165,8 @@ class Launched:
         pass
 
 
-# `poll()` is the exit status, UNKNOWN if another process has started it, and None while it runs. `terminate()` asks to
-# save and end, by SIGTERM: before its own handler, SIGINT would look like an error.
+# `poll()` is the exit status, NOT_OUR_CHILD if another process has started it, and None while it runs. `terminate()`
+# asks to save and end, by SIGTERM: before its own handler, SIGINT would look like an error.
 Job = subprocess.Popen[bytes] | Orphan | Launched
 
 
@@ -232,12 +232,16 @@ def outcome(trial: Trial, mode: str, status: int, error: str = "") -> Outcome:
     result = json_object(folder / (PLAN if mode == "plan" else RESULT))
     is_complete = state_of(result) == "finished" if mode == "train" else bool(result)
     number, facts = -status if status < 0 else status - 128, facts_of(result)
-    if (status == UNKNOWN and is_complete) or (status == 0 and not result.get("stopped")):
+    if (status == NOT_OUR_CHILD and is_complete) or (status == 0 and not result.get("stopped")):
         return Outcome("finished", "", facts)
     error = error or (_error_in(folder / LOG) if status > 0 else "")
     if number in _ENDS or status < 0:
-        error = "" if status == UNKNOWN else f"ended by {signal.Signals(number).name}"
-    if status in (0, UNKNOWN, TO_BE_CONTINUED) or number in _ENDS or "another run is using this directory" in error:
+        error = "" if status == NOT_OUR_CHILD else f"ended by {signal.Signals(number).name}"
+    if (
+        status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED)
+        or number in _ENDS
+        or "another run is using this directory" in error
+    ):
         kept = "" if status in (0, TO_BE_CONTINUED) else error
         return Outcome("paused", "", facts) if trial.is_held else Outcome("stopped", kept, facts)
     return Outcome("infeasible" if error.startswith("out of memory") else "failed", error, facts)

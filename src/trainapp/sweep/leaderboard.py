@@ -21,7 +21,7 @@ from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.files import atomic_write, json_object, shown
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
-from trainapp.report.page import UNKNOWN, memory_text, number_text, seconds_text
+from trainapp.report.page import BLANK, memory_text, number_text, seconds_text
 from trainapp.sweep import samplers
 from trainapp.sweep.jobs import PLAN
 from trainapp.sweep.journal import FACTS, NAME, Journal, common_goal
@@ -115,9 +115,9 @@ def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cell
         last = number_text(facts.get("objective"))
         steps, micro, ooms = (number_text(facts.get(name)) for name in ("steps", "micro_size", "oom_restarts"))
         numbers = [steps, seconds_text(facts.get("seconds")), micro, ooms, memory_text(facts.get("peak_memory_bytes"))]
-        best = UNKNOWN if row.best is None else f"{row.best:.4g}{spread}"
+        best = BLANK if row.best is None else f"{row.best:.4g}{spread}"
         own = [row.settings.get(name, "") for name in names]
-        cells.append([str(place) if has_place else UNKNOWN, row.name, best, last, *own, *numbers, row.state])
+        cells.append([str(place) if has_place else BLANK, row.name, best, last, *own, *numbers, row.state])
     first = ["#", "job", f"{goal[0]} ({goal[1]})" if goal else "best", "last"]
     return [*first, *names, "steps", "time", "micro", "OOMs", "memory", "state"], cells
 
@@ -202,6 +202,6 @@ def _plans(rows: Sequence[Row]) -> Cells:
         outcome = "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
         if peak is None:
             outcome = "; ".join(facts.get("notes", []))
-        numbers = [memory_text(peak), facts.get("method") or UNKNOWN]
-        cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or UNKNOWN), row.swept, outcome])
+        numbers = [memory_text(peak), facts.get("method") or BLANK]
+        cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or BLANK), row.swept, outcome])
     return cells

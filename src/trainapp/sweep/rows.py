@@ -15,7 +15,7 @@ from trainapp.files import json_lines, json_object, strict_json
 from trainapp.launch.launch import COMMAND
 from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
-from trainapp.run import run_dir
+from trainapp.run import directory
 from trainapp.sweep.jobs import RESULT
 from trainapp.sweep.journal import NAME, Journal, common_goal, facts_of
 from trainapp.units import flat
@@ -77,7 +77,7 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
                 state = "finished"  # by hand
             else:
                 facts = _so_far(folder, facts, goal)
-            if state == "running" and not (run_dir.is_in_use(folder) or run_dir.is_in_use(journal.path.parent)):
+            if state == "running" and not (directory.is_in_use(folder) or directory.is_in_use(journal.path.parent)):
                 state = "interrupted"
         settings = dict(zip(keys, trial.values, strict=True))
         rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
@@ -100,7 +100,7 @@ def of_folder(folder: Path) -> list[Row]:
     for own, given in found.items():
         facts, state = results[own], state_of(results[own])
         if state != "finished":
-            facts, state = _so_far(own, facts, goal), "running" if run_dir.is_in_use(own) else state or "unfinished"
+            facts, state = _so_far(own, facts, goal), "running" if directory.is_in_use(own) else state or "unfinished"
         settings = {name: value for name, value in given.items() if (name, value) not in common}
         rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts, identity=_identity(own)))
     return rows

@@ -401,7 +401,7 @@ class _Sweeper:
             if self.stop and found.state == "stopped":  # as asked, also where it had not begun to hear signals
                 found = found._replace(error="")
             is_lost = found.state == "stopped" and status < 0 and not self.stop  # or an orphan of an earlier process
-            self._killed[number] += is_lost and status != jobs.UNKNOWN
+            self._killed[number] += is_lost and status != jobs.NOT_OUR_CHILD
             if is_lost and self._killed[number] > _RETRIES:
                 found, is_lost = found._replace(state="failed", error=f"{found.error}, {_RETRIES + 1} times"), False
             self._note_end(own.trial, found)

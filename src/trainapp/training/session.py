@@ -70,7 +70,7 @@ class Evaluation:
 
 
 @dataclass
-class Attempt:
+class AttemptState:
     """State of the current attempt at a step or evaluation."""
 
     started: float = 0.0  # time.monotonic()
@@ -101,7 +101,7 @@ class Session:
     filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Resources`
     checks: Mapping[str, str]
     evaluation: Evaluation = field(default_factory=Evaluation)
-    attempt: Attempt = field(default_factory=Attempt)
+    attempt: AttemptState = field(default_factory=AttemptState)
     rehearsals: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 

@@ -15,7 +15,7 @@ import runs
 from helpers import environment, files, run_cli
 
 from trainapp.errors import UserError
-from trainapp.run import run_dir
+from trainapp.run import directory
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ def nothing_held(monkeypatch):
     """The launcher sets what torch reads at its start."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     yield
-    for path in list(run_dir._held):
-        run_dir.release(path.parent)
+    for path in list(directory._held):
+        directory.release(path.parent)
 
 
 def test_released_it_leaves_nothing(tmp_path):
-    run_dir.acquire(tmp_path / "run")
-    run_dir.acquire(tmp_path / "run")  # no effect
-    run_dir.release(tmp_path / "run")
-    run_dir.release(tmp_path / "run")
+    directory.acquire(tmp_path / "run")
+    directory.acquire(tmp_path / "run")  # no effect
+    directory.release(tmp_path / "run")
+    directory.release(tmp_path / "run")
     assert files(tmp_path) == set()
 
 
@@ -41,11 +41,11 @@ def test_a_file_system_without_locks_is_named_and_one_that_refuses_ends_the_run(
 
     monkeypatch.setattr(fcntl, "lockf", fails)
     number = errno.ENOSYS
-    run_dir.acquire(tmp_path)
+    directory.acquire(tmp_path)
     assert "its file system has no locks" in caplog.text
     number = errno.EROFS
     with pytest.raises(UserError, match=r"run\.lock: Read-only.*must name a folder you can write to"):
-        run_dir.acquire(tmp_path)
+        directory.acquire(tmp_path)
 
 
 MLP = (*runs.MODELS["mlp"], "train.max_steps=2", "every.eval=1", "objective=min loss", "optimizer.lr=0.01")
@@ -59,7 +59,7 @@ def contents(folder):
 def refusal(folder, *overrides):
     """The message where the launcher refuses these settings, None where it would train."""
     try:
-        run_dir.require_same_experiment(runs.configure(folder, *overrides))
+        directory.require_same_experiment(runs.configure(folder, *overrides))
     except UserError as error:
         return str(error)
     return None
@@ -137,7 +137,7 @@ def test_several_ranks_are_refused_together(tmp_path):
     assert done.returncode != 0
     assert "train.seed: 0 before, 3 now" in done.stderr
     assert helpers.result(tmp_path / "run")["steps"] == 2
-    assert not (tmp_path / "run" / run_dir.LOCK).exists()
+    assert not (tmp_path / "run" / directory.LOCK).exists()
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_
         run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
     try:
         helpers.wait_until(lambda: list((folder / "checkpoints").glob("step_*")), run)
-        before, lock = contents(folder / ".hydra"), (folder / run_dir.LOCK).read_text()
+        before, lock = contents(folder / ".hydra"), (folder / directory.LOCK).read_text()
         assert lock.startswith(f" (process {run.pid} on host {socket.gethostname()}, since 20")
         named = f"checkpointing.resume={folder}"
         for overrides in (("train.seed=7",), (named, "mode=eval")):
@@ -160,13 +160,13 @@ def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_
             assert second.returncode == 2, second.stderr
             assert f"hydra.run.dir={folder}: another run is using this directory{lock}" in second.stderr
             assert "Traceback" not in second.stderr
-            assert (contents(folder / ".hydra"), (folder / run_dir.LOCK).read_text()) == (before, lock)
+            assert (contents(folder / ".hydra"), (folder / directory.LOCK).read_text()) == (before, lock)
         reading = run_cli(*tiny, named, "mode=eval", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
         assert reading.returncode == 0, reading.stderr
         with monkeypatch.context() as without_locks:  # negative control
             without_locks.setattr(fcntl, "lockf", lambda *_: None)
-            run_dir.acquire(folder)
-            os.close(run_dir._held.popitem()[1])  # `release` would also remove the run's file
+            directory.acquire(folder)
+            os.close(directory._held.popitem()[1])  # `release` would also remove the run's file
         workers = psutil.Process(run.pid).children()
         assert workers
         for worker in workers:
