@@ -31,8 +31,8 @@ from trainapp.training import loop, transaction
 from trainapp.training.session import Session
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of `session.engine.phase`, recognised by their tensor operations: those of a step in order, then those that
-# follow a finished step.
+# Phases of `session.engine.reported_phase`, recognised by their tensor operations: those of a step in order, then those
+# that follow a finished step.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
 BETWEEN = ("after the commit", "weight average", "evaluate", "save", "manifest")
 # Places that are functions; so is "data", in which no tensor operation runs on the CPU.
@@ -150,7 +150,7 @@ class Injector(TorchDispatchMode):
 
     def phase(self) -> str:
         """What the tensor operation belongs to. What the task computes outside of the model is the loss."""
-        phase = str(self.run.engine.phase)
+        phase = str(self.run.engine.reported_phase)
         return "loss" if phase == "forward" and not self._in_model else phase
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:

@@ -92,7 +92,7 @@ def write_rows(
     written rows are kept.
     """
     config, mode = session.config, session.config.mode
-    session.engine.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
+    session.attempt.started = time.monotonic()
     note_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
     given = getattr(config, mode).output
@@ -105,12 +105,12 @@ def write_rows(
     with contextlib.closing(Rows(path, what_decides(config), session.ranks, interleaved, f"{mode}.output")) as rows:
         session.sizes.autotuner.follow(session.sizes.evaluation)
         try:
-            with as_evaluated(session.engine, mode, work=mode):
+            with session.engine.at(Phase.EVALUATE), as_evaluated(session.engine, mode, work=mode):
                 each_micro_batch(session, fetched(rows.done), compute, lambda _, found: rows.write(found))
         except Stopped:
             return None
-        session.engine.phase = Phase.SAVE  # the rest is collective: no rank may repeat it alone
-        count = rows.publish()
+        with session.engine.at(Phase.SAVE):  # collective: no rank may repeat it alone
+            count = rows.publish()
     log.info("%s of %d %s: %s", what, count, "samples" if mode == "predict" else "prompts", path)
     return path
 

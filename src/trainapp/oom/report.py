@@ -203,7 +203,7 @@ def _place(session: Session, error: BaseException) -> tuple[Phase, str]:
             entered = frame.f_code.co_name != "forward"
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
-    phase = session.engine.phase
+    phase = session.engine.reported_phase
     if phase is Phase.FORWARD and not entered:
         phase = Phase.LOSS
     if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE) and not phase.updates_in_backward:

@@ -23,7 +23,7 @@ from trainapp.techniques.catalogue import Situation, available
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.tracking.meter import Meter
 from trainapp.training.engine import Engine
-from trainapp.training.loop import accumulate
+from trainapp.training.loop import run_update
 from trainapp.training.phase import Phase, UpdateContext
 
 SURVEYED = 256  # number of samples whose shapes are compared, or two micro-batches if that is more
@@ -47,7 +47,7 @@ class Work:
         self.memory, engine = self.resources.memory, self.engine
         self.meter = Meter(engine.state, self.memory, engine.gradients, engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
-            self.memory.resident, self.memory.phase = self.meter.resident, lambda: engine.phase
+            self.memory.resident, self.memory.phase = self.meter.resident, lambda: engine.reported_phase
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
         """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as
@@ -76,19 +76,17 @@ class Work:
             samples = batches.share(state.progress).total
         logs = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
-            engine.phase = Phase.START
-            with engine.train_only(update):
+            with engine.at(Phase.START), engine.train_only(update):
                 engine.begin(UpdateContext(update, state.progress.step + 1, 1, samples, logs))
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
-                engine.phase = Phase.DATA
-                with self.memory.watch(self.meter.resident()):
+                with engine.at(Phase.DATA), self.memory.watch(self.meter.resident()):
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
-                    totals = accumulate(engine, engine.micro_batches(cut, self._watched), self._micro_batch_context)
-                    applied = engine.commit(totals, engine.clip(totals))
-                    if state.progress.finish_update(applied, state.every):
+                    micro_batches = engine.micro_batches(cut, self._watched)
+                    result = run_update(engine, micro_batches, self._micro_batch_context)
+                    if state.progress.finish_update(result.applied, state.every):
                         batches.advance(state.progress)
-                    engine.phase = Phase.COMMITTED
+                    engine.finish_update()
             engine.drop_gradients()
         state.average.catch_up(state.progress.step)
 

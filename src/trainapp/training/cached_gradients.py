@@ -47,10 +47,11 @@ class CachedGradients(Engine):
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
         """Run passes 1 and 2. Return the same micro-batches for pass 3."""
+        cut = super().micro_batches(cut, watched)
         if not self._caches:
             return cut
         micro_batches, embeddings = self._embed(cut, watched)
-        self._step_totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
+        self.totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
         self.loss_weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
         self.seed(self.context)
@@ -60,12 +61,10 @@ class CachedGradients(Engine):
         """Run pass 1, and undo its side effects. Return the micro-batches and their embeddings."""
         micro_batches, embeddings = deque[MicroBatch](), []
         for micro in cut:
-            self.phase = Phase.FORWARD
-            with watched(micro.data), self.sample_draws(micro):
+            with self.at(Phase.FORWARD), watched(micro.data), self.sample_draws(micro):
                 embeddings.append(self._without_gradients(micro))
             # Without `piece`, which holds the larger batch that this one was cut from.
             micro_batches.append(micro._replace(piece=_no_piece))
-            self.phase = Phase.DATA
         self.snapshot.restore(except_kinds=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
@@ -104,8 +103,7 @@ class CachedGradients(Engine):
         structure = embeddings[-1]
         parts = [tensors_in(embedding) for embedding in embeddings]
         embeddings.clear()
-        self.phase = Phase.FORWARD
-        with watched([micro.data for micro in micro_batches]):
+        with self.at(Phase.FORWARD), watched([micro.data for micro in micro_batches]):
             real = [tensors for tensors, micro in zip(parts, micro_batches, strict=True) if micro.real]
             if not real:  # a rank with dummies alone: no rows
                 real = [[tensor[:0] for tensor in parts[0]]]
@@ -115,7 +113,6 @@ class CachedGradients(Engine):
             if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in rows]
             totals, gradients = self._loss_and_gradients(structure, rows)
-        self.phase = Phase.DATA
         return totals, [None if gradient is None else gradient[start:end] for gradient in gradients]
 
     def _loss_and_gradients(self, structure: Any, rows: Sequence[Tensor]) -> tuple[Totals, list[Tensor | None]]:
@@ -131,15 +128,15 @@ class CachedGradients(Engine):
         if self.is_first:
             _require_of_embeddings(loss, task.setting)
 
-        self.phase = Phase.METRIC
-        metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if context.is_logged else {}
-        del metrics
-        totals = Totals().plus(loss, count, metric_sums, real=self.ranks.is_rank_zero)
+        with self.at(Phase.METRIC):
+            metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if context.is_logged else {}
+            del metrics
+            totals = Totals().plus(loss, count, metric_sums, real=self.ranks.is_rank_zero)
 
-        self.phase = Phase.BACKWARD
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        weight = self.weight_of(context.samples).to(loss.dtype)
-        gradients = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
+        with self.at(Phase.BACKWARD):
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            weight = self.weight_of(context.samples).to(loss.dtype)
+            gradients = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
         return totals, [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
     def _third_pass(self, micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> Iterator[MicroBatch]:
@@ -178,10 +175,10 @@ class CachedGradients(Engine):
             refuse_without_gradient(self.task.setting)
         return torch.stack(products).sum(), 0, {}
 
-    def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """Return the surrogate loss, and the totals of the whole step, from pass 2."""
-        loss, totals = super().forward(micro, totals)
-        return loss, self._step_totals if self._caches else totals
+    def add_to_totals(self, micro: MicroBatch, loss: Tensor, count: Number, metrics: Metrics) -> None:
+        """Add nothing for a surrogate loss: pass 2 has set the totals of the whole step."""
+        if not self._caches:
+            super().add_to_totals(micro, loss, count, metrics)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as it is: the cached gradients are scaled already."""

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from trainapp.parallel.strategy import Strategy, requires_grad_only
 from trainapp.rng import DrawRecord, SampleDraws, seed_from
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
-from trainapp.training.phase import PARTIAL, Phase, UpdateContext
+from trainapp.training.phase import Phase, UpdateContext
 
 Compute = Callable[[Task, Any], tuple[Any, ...]]
 BatchContext = Callable[[Any], contextlib.AbstractContextManager[None]]  # for the work on a batch or micro-batch
@@ -93,6 +93,36 @@ class Totals:
         return means
 
 
+class UpdateResult(NamedTuple):
+    """What an update has computed."""
+
+    totals: Totals  # of all ranks
+    norm: Tensor  # of the gradient, before clipping
+    applied: bool  # otherwise it was skipped
+
+
+class InPhase:
+    """A context manager whose block is in a phase of the step.
+
+    It restores the phase before only after success: recovery reads which one failed once all blocks have been left.
+    Not a generator, which would take four times as long, several times per step.
+    """
+
+    __slots__ = ("before", "engine", "phase")
+
+    def __init__(self, engine: "Engine", phase: Phase):
+        self.engine = engine
+        self.phase = phase
+
+    def __enter__(self) -> None:
+        self.before = self.engine.phase
+        self.engine.phase = self.phase
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.engine.phase = self.before
+
+
 class Engine:
     """Gradients summed over micro-batches, then one update. Call `begin` first.
 
@@ -107,7 +137,10 @@ class Engine:
         draw_record: what is known of the forwards' draws.
 
     Attributes:
-        phase: where in a step, or between two, the run is.
+        phase: where in a step, or between two, the run is, or where it failed; set by `at`.
+        is_partly_applied: whether an update has begun to change parameters or progress and is not finished: only a
+            checkpoint restores them. Set by the first change, cleared by `finish_update` or a restore.
+        totals: this rank's sums of the current accumulation.
         is_first: whether nothing has been committed in this process, in which case losses and gradients are checked
             more closely.
         rehearses: whether gradients are computed only for comparison (`train.check_exactness`).
@@ -143,12 +176,23 @@ class Engine:
         self._weights: dict[int, Tensor] = {}  # see `weight_of`
 
         self.phase = Phase.START
+        self.is_partly_applied = False
+        self.totals = Totals()
         self.is_first = True
         self.rehearses = False
         self.accumulates = False
         self.draws_for: tuple[str, tuple[int, ...]] = ("", ())
         self.context: UpdateContext  # set by `begin`, as the weight of the loss
         self.loss_weight: Tensor
+
+    def at(self, phase: Phase) -> InPhase:
+        """Return a context manager whose block is in this phase."""
+        return InPhase(self, phase)
+
+    @property
+    def reported_phase(self) -> Phase:
+        """The phase as reports and plans name it: a partly applied update fails as a whole."""
+        return Phase.COMMIT if self.is_partly_applied else self.phase
 
     def begin(self, context: UpdateContext) -> None:
         """Start an update."""
@@ -198,30 +242,34 @@ class Engine:
         return self._weights[samples]
 
     def micro_batches(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
-        """Return the micro-batches to run forward and backward on.
+        """Start an accumulation. Return the micro-batches to run forward and backward on.
 
         Args:
             cut: the fetched and cut micro-batches.
-            watched: watches the memory of work on a batch, see `training.transaction`.
+            watched: watches the memory of work on a batch, see `training.memory_watch`.
         """
+        self.totals = Totals()
         return cut
 
-    def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        """Return the loss of a micro-batch, and the totals including it.
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Return the loss of a micro-batch, and add it to the totals.
 
         A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
         """
-        self.phase = Phase.FORWARD
-        gradients_before = [p.grad for p in self.parameters] if self.is_first else None
-        with self.context.update.precision.autocast:
-            loss, count, metrics = self.compute(micro.data)
-        if gradients_before is not None:
-            require_same_gradients(self.parameters, gradients_before)
+        with self.at(Phase.FORWARD):
+            gradients_before = [p.grad for p in self.parameters] if self.is_first else None
+            with self.context.update.precision.autocast:
+                loss, count, metrics = self.compute(micro.data)
+            if gradients_before is not None:
+                require_same_gradients(self.parameters, gradients_before)
+        self.add_to_totals(micro, loss, count, metrics)
+        return loss
 
-        self.phase = Phase.METRIC
-        metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if self.context.is_logged else {}
-        del metrics  # functions among them hold large tensors, such as logits, which must not live through the backward
-        return loss, totals.plus(loss, count, metric_sums, real=micro.real)
+    def add_to_totals(self, micro: MicroBatch, loss: Tensor, count: Number, metrics: Metrics) -> None:
+        """Add a micro-batch's loss and count to the totals; in a logged step also its metrics."""
+        with self.at(Phase.METRIC):
+            metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if self.context.is_logged else {}
+            self.totals = self.totals.plus(loss, count, metric_sums, real=micro.real)
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
         """Return the loss of a batch as a sum over its samples, its count, and metrics."""
@@ -234,32 +282,34 @@ class Engine:
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients in `p.grad`."""
-        self.phase = Phase.BACKWARD
-        weight = self.loss_weight if micro.real else self.loss_weight * 0
-        checked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.is_first and micro.last:
-            checked = checked_gradients(self.state.model, loss)
-        with checked:
-            backward(self.scaled(loss), weight)
-        self.accumulates = not micro.last
+        with self.at(Phase.BACKWARD):
+            weight = self.loss_weight if micro.real else self.loss_weight * 0
+            checked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.is_first and micro.last:
+                checked = checked_gradients(self.state.model, loss)
+            with checked:
+                backward(self.scaled(loss), weight)
+            self.accumulates = not micro.last
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss, multiplied by fp16's loss scale."""
         return self.context.update.precision.scaler.scale(loss)
 
-    def reduce(self, totals: Totals) -> Totals:
-        """Sum gradients and totals over all ranks. Collective."""
-        if self.phase not in PARTIAL:
-            self.phase = Phase.GRADIENTS
-        self.strategy.finish_accumulation()
-        return totals.over(self.ranks)
+    def reduce(self) -> Totals:
+        """Sum gradients and totals over all ranks. Return the totals. Collective."""
+        with self.at(Phase.GRADIENTS):
+            self.strategy.finish_accumulation()
+            return self.totals.over(self.ranks)
 
     def clip(self, totals: Totals) -> Tensor:
         """Unscale, divide by the true count, clip to `train.grad_clip`. Return the gradient norm before clipping."""
-        self.phase = Phase.UNSCALE
         update = self.context.update
-        update.precision.unscale(update.optimizer, self.strategy.all_reduce_found_inf)
-        self.phase = Phase.CLIP
+        with self.at(Phase.UNSCALE):
+            update.precision.unscale(update.optimizer, self.strategy.all_reduce_found_inf)
+        with self.at(Phase.CLIP):
+            return self._clip_unscaled(totals)
+
+    def _clip_unscaled(self, totals: Totals) -> Tensor:
         # Comparing the type is faster than looking up a shard's attribute, which most gradients lack.
         gradients = [g if type(g) is Tensor else local(g) for g in self.gradients()]
         norm = self.strategy.grad_norm(gradient_norm(gradients, self.norm_dtype(totals)))
@@ -287,18 +337,25 @@ class Engine:
         """
         update = self.context.update
         progress = self.state.progress
-        self.ranks.check_peers()  # last chance to abort the step
-        self.snapshot.note_step()
-        applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
+        with self.at(Phase.CLIP):
+            self.ranks.check_peers()  # last chance to abort the step
+            self.snapshot.note_step()
+            applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
+            if applied:
+                self.set_rates()
+            else:
+                self.skip_step()
+        self.is_partly_applied = True  # until `finish_update`; of a skipped update progress changes, too
         if applied:
-            self.set_rates()
-            self.phase = Phase.COMMIT
-            applied = update.precision.step(update.optimizer)
-            self.nonfinite.count(applied, progress.step, update=update.name)
-        else:
-            self.skip_step()
+            with self.at(Phase.COMMIT):
+                applied = update.precision.step(update.optimizer)
+                self.nonfinite.count(applied, progress.step, update=update.name)
         self.is_first = False
         return applied
+
+    def finish_update(self) -> None:
+        """End the update, whether applied or skipped: from now on there is nothing to undo."""
+        self.is_partly_applied = False
 
     def set_rates(self) -> None:
         """Set the learning rates of the coming update."""

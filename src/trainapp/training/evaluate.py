@@ -37,26 +37,41 @@ def evaluate(session: Session) -> None:
 
     Raises UserError for a metric that the task does not have, and errors of metrics.
     """
-    progress = session.state.progress
     assert session.eval_sets, "evaluation without evaluation data"
-    session.engine.nonfinite.check()
-    session.engine.phase, session.attempt.started = Phase.EVALUATE, time.monotonic()
+    session.attempt.started = time.monotonic()
     note_refused(session)
-    try:
-        with session.meter.pause():
-            for name, batches in session.eval_sets.items():
-                if name not in session.evaluation.finished:
-                    session.evaluation.finished[name] = evaluate_set(session, name, batches)
-    except Stopped:
-        session.metrics.reset()
-        if session.strategy.forward_is_collective:
-            session.strategy.finish_accumulation()
-        _undo_writes(session)
-        session.evaluation = Evaluation(last=session.evaluation.last)
-        return
-    finished, session.evaluation.finished = session.evaluation.finished, {}
-    values = {logged_name(name, metric): value for name, own in finished.items() for metric, value in own.items()}
-    session.evaluation.last = means = {name: value for name, value in values.items() if isinstance(value, float)}
+    with session.engine.at(Phase.EVALUATE):
+        session.engine.nonfinite.check()
+        try:
+            with session.meter.pause():
+                for name, batches in session.eval_sets.items():
+                    if name not in session.evaluation.finished:
+                        session.evaluation.finished[name] = evaluate_set(session, name, batches)
+        except Stopped:
+            _forget_evaluation(session)
+            return
+        _record_results(session)
+
+
+def _forget_evaluation(session: Session) -> None:
+    """Undo an evaluation that a stop has cut short. Collective."""
+    session.metrics.reset()
+    if session.strategy.forward_is_collective:
+        session.strategy.finish_accumulation()
+    _undo_writes(session)
+    session.evaluation = Evaluation(last=session.evaluation.last)
+
+
+def _record_results(session: Session) -> None:
+    """Log the results of all sets, note the objective and call the callbacks."""
+    progress = session.state.progress
+    values = {}
+    for name, metrics in session.evaluation.finished.items():
+        for metric, value in metrics.items():
+            values[logged_name(name, metric)] = value
+    session.evaluation.finished = {}
+    means = {name: value for name, value in values.items() if isinstance(value, float)}
+    session.evaluation.last = means
     progress.evaluated_at = progress.step
     session.checkpointer.saved_at = -1  # a checkpoint of this step, saved for a stop, lacks the results
     session.tracker.evaluated(progress.step, progress.samples, means)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
@@ -20,7 +19,7 @@ from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batc
 from trainapp.optim.schedules import rates
 from trainapp.rng import PADDING
 from trainapp.tracking.meter import spread_over_ranks
-from trainapp.training.engine import Totals
+from trainapp.training.engine import UpdateResult
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
 from trainapp.units import listed
@@ -122,15 +121,18 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
     )
 
 
-def log(session: Session, context: UpdateContext, totals: Totals, norm: Tensor, applied: bool) -> None:
+def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Collect this update's metrics; write them after the step's last update. Waits for the device."""
-    progress, batches = session.state.progress, session.batches
-    if applied:
+    progress = session.state.progress
+    batches = session.batches
+    if result.applied:
         session.engine.nonfinite.check()
-        own = totals.means(session.ranks) | rates(context.update.optimizer) | {"grad_norm": float(norm)}
-        session.attempt.logged |= {context.update.named(name): value for name, value in own.items()} | {
-            "loss": own["loss"]
-        }
+        metrics = result.totals.means(session.ranks)
+        metrics |= rates(context.update.optimizer)
+        metrics["grad_norm"] = float(result.norm)
+        for name, value in metrics.items():
+            session.attempt.logged[context.update.named(name)] = value
+        session.attempt.logged["loss"] = metrics["loss"]  # of a step's last update
     if progress.update or not session.attempt.logged:
         return
     size = session.sizes.train.size

@@ -48,7 +48,6 @@ def rehearse(session: Session, context: UpdateContext, accumulate: Callable[...,
         rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world_size > 1)
         engine.seed(context)
     engine.rehearses = False
-    engine.phase = Phase.DATA
 
     first, second = outcomes
     changed = [name for name in first | second if first.get(name) != second.get(name)]

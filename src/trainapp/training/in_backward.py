@@ -27,16 +27,18 @@ class InBackward(Engine):
     def begin(self, context: UpdateContext) -> None:
         super().begin(context)
         self._applies = False
-        self._totals = Totals()  # this rank's
         self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter's id
         self._groups: dict[int, dict[str, Any]] = {}  # the optimizer's groups, by parameter's id
         for group in self.state.optimizer.param_groups:
             for parameter in group["params"]:
                 self._groups[id(parameter)] = group
 
-    def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
-        loss, self._totals = super().forward(micro, totals)
-        return loss, self._totals
+    @property
+    def reported_phase(self) -> Phase:
+        """The phase as reports and plans name it; updates in the backward have phases of their own."""
+        if not self.is_partly_applied:
+            return self.phase
+        return Phase.BACKWARD_AFTER_UPDATES if self.phase is Phase.BACKWARD else Phase.UPDATE_IN_BACKWARD
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients; in the last micro-batch, apply each once it is complete.
@@ -50,10 +52,10 @@ class InBackward(Engine):
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
         """Update parameters in the backward that completes the gradients. All that an update needs is known by now."""
-        totals = self._totals
-        self.phase = Phase.CLIP  # not BACKWARD: reads here do not belong to the model
-        self.snapshot.note_step()
-        self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
+        totals = self.totals
+        with self.at(Phase.CLIP):
+            self.snapshot.note_step()
+            self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
         if not self._applies:
             yield
             return
@@ -74,8 +76,6 @@ class InBackward(Engine):
                         f"({str(error).splitlines()[0]}); use optimizer.in_backward=false"
                     ) from error
                 raise
-        if self.phase.is_partial:
-            self.phase = Phase.UPDATE_IN_BACKWARD  # reads from here on do not belong to the model either
 
     def _update(self, parameter: Tensor) -> None:
         if id(parameter) in self._norms:
@@ -84,20 +84,19 @@ class InBackward(Engine):
                 f"shape {list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); "
                 "use optimizer.in_backward=false"
             )
-        phase_before = self.phase
-        self.phase = Phase.UPDATE_IN_BACKWARD
-        assert parameter.grad is not None
-        self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
-        if id(parameter) in self._groups:
-            if self._factor is not None:
-                scale_gradients([parameter.grad], self._factor)
-            with SampleDraws.suspended():  # what an optimizer draws does not belong to samples
-                step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
-            # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not notice.
-            torch.autograd.graph.increment_version(parameter)
-        parameter.grad = None
-        if phase_before is not Phase.UPDATE_IN_BACKWARD:
-            self.phase = Phase.BACKWARD_AFTER_UPDATES
+        self.is_partly_applied = True
+        with self.at(Phase.UPDATE_IN_BACKWARD):
+            assert parameter.grad is not None
+            self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
+            if id(parameter) in self._groups:
+                if self._factor is not None:
+                    scale_gradients([parameter.grad], self._factor)
+                with SampleDraws.suspended():  # what an optimizer draws does not belong to samples
+                    step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
+                # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not
+                # notice.
+                torch.autograd.graph.increment_version(parameter)
+            parameter.grad = None
 
     def clip(self, totals: Totals) -> Tensor:
         """Update parameters that had gradients only in earlier micro-batches. Return the norm. Raises TrainingStopped
@@ -105,16 +104,16 @@ class InBackward(Engine):
         """
         if not self._applies:
             return gradient_norm(self.gradients())
-        self.phase = Phase.UPDATE_IN_BACKWARD
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self._update(parameter)
-        norms = [self._norms[id(p)] for p in self.parameters if id(p) in self._norms]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        if self._factor is not None:
-            norm = norm * self._factor
-        self.nonfinite.allows_update(self.state.progress.step, totals.loss, norm, totals.count)
-        return norm
+        with self.at(Phase.UPDATE_IN_BACKWARD):
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    self._update(parameter)
+            norms = [self._norms[id(p)] for p in self.parameters if id(p) in self._norms]
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            if self._factor is not None:
+                norm = norm * self._factor
+            self.nonfinite.allows_update(self.state.progress.step, totals.loss, norm, totals.count)
+            return norm
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
         """Count the step: the parameters have been updated in the backward."""
@@ -122,5 +121,6 @@ class InBackward(Engine):
             self.nonfinite.count(True, self.state.progress.step)
         else:
             self.skip_step()
+            self.is_partly_applied = True  # until `finish_update`: progress changes
         self.is_first = False
         return self._applies

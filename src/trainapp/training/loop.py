@@ -9,14 +9,12 @@ calls `train` again. With several optimizers, a step is a transaction for each, 
 import functools
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_suffix, sizes_text
 from trainapp.training import events, exactness
-from trainapp.training.engine import BatchContext, Engine, Totals
+from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
 from trainapp.training.evaluate import evaluate
-from trainapp.training.phase import PARTIAL, Phase, UpdateContext
+from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
 from trainapp.training.transaction import micro_batch_context, micro_batches, transaction
 
@@ -26,18 +24,19 @@ def train(session: Session) -> None:
 
     Each iteration first finishes what the previous step left: weight average, callbacks, evaluation, saving. So a call
     after an error, or of a resumed run, continues there. An error leaves parameters and optimizer as they were after
-    the last finished update, unless `session.engine.phase.is_partial`.
+    the last finished update, unless `session.engine.is_partly_applied`.
     """
-    while True:
-        update_weight_average(session)
-        events.after_step(session)
-        if session.awaits_evaluation and not session.stop.agreed:  # after a stop, the same command evaluates
-            evaluate(session)
-        if session.save_is_due:
-            save(session)
-        if session.is_ending:
-            return finish_saving(session)
-        train_step(session)
+    with session.engine.at(Phase.COMMITTED):
+        while True:
+            update_weight_average(session)
+            events.after_step(session)
+            if session.awaits_evaluation and not session.stop.agreed:  # after a stop, the same command evaluates
+                evaluate(session)
+            if session.save_is_due:
+                save(session)
+            if session.is_ending:
+                return finish_saving(session)
+            train_step(session)
 
 
 def train_step(session: Session) -> None:
@@ -48,11 +47,17 @@ def train_step(session: Session) -> None:
             if context.is_rehearsed:
                 exactness.rehearse(session, context, accumulate)
             batches = micro_batches(session)  # the samples, cut to the size that fits
-            totals = accumulate(engine, batches, functools.partial(micro_batch_context, session))
-            norm = engine.clip(totals)  # divided by the true count, clipped
-            applied = engine.commit(totals, norm)  # optimizer.step()
-            advance_progress(session, context, totals, applied)
-        after_update(session, context, totals, norm, applied)
+            result = run_update(engine, batches, functools.partial(micro_batch_context, session))
+            advance_progress(session, context, result)
+        after_update(session, context, result)
+
+
+def run_update(engine: Engine, batches: Iterator[MicroBatch], batch_context: BatchContext) -> UpdateResult:
+    """Sum the gradients of these micro-batches and apply them: the work of an update, in training and in a plan."""
+    totals = accumulate(engine, batches, batch_context)
+    norm = engine.clip(totals)  # divided by the true count, clipped
+    applied = engine.commit(totals, norm)  # optimizer.step()
+    return UpdateResult(totals, norm, applied)
 
 
 def accumulate(engine: Engine, batches: Iterator[MicroBatch], batch_context: BatchContext) -> Totals:
@@ -63,34 +68,31 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], batch_context: Bat
         batches: the micro-batches.
         batch_context: a context manager for forward and backward of each micro-batch.
     """
-    totals = Totals()
     for micro in batches:
         with batch_context(micro), engine.sample_draws(micro):  # gradient sync, memory tracking; draws by sample
-            loss, totals = engine.forward(micro, totals)
+            loss = engine.forward(micro)
             engine.backward(loss, micro)  # gradients accumulate
             del loss  # not kept during the next forward
-        if engine.phase not in PARTIAL:  # a backward that updates stays so until the commit
-            engine.phase = Phase.DATA
-    return engine.reduce(totals)  # over all ranks
+    return engine.reduce()  # over all ranks
 
 
-def advance_progress(session: Session, context: UpdateContext, totals: Totals, applied: bool) -> None:
+def advance_progress(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Advance progress after an update was applied or skipped."""
     progress = session.state.progress
-    step_is_complete = progress.finish_update(applied, session.state.every)
+    step_is_complete = progress.finish_update(result.applied, session.state.every)
     if step_is_complete:
-        session.meter.count(context.samples, totals.count)
+        session.meter.count(context.samples, result.totals.count)
         session.batches.advance(progress)
-    session.engine.phase = Phase.COMMITTED
+    session.engine.finish_update()
 
 
-def after_update(session: Session, context: UpdateContext, totals: Totals, norm: Tensor, applied: bool) -> None:
+def after_update(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Log, free the gradients, exchange flags with the other ranks, and act on them."""
     if context.is_logged:
-        events.log(session, context, totals, norm, applied)
+        events.log(session, context, result)
     if context.plots_memory:
         events.draw_timeline(session)
-    if not applied and totals.count == 0:
+    if not result.applied and result.totals.count == 0:
         events.warn_nothing_counts(session, context)
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
@@ -124,30 +126,30 @@ def grow_micro_batch(session: Session, context: UpdateContext, news: bool) -> No
 
 def update_weight_average(session: Session) -> None:
     """Update the weight average. It runs between steps, so a retry resumes the update instead of repeating it."""
-    session.engine.phase = Phase.WEIGHT_AVERAGE
     if session.state.average.averages:
-        session.state.average.catch_up(session.state.progress.step)
+        with session.engine.at(Phase.WEIGHT_AVERAGE):
+            session.state.average.catch_up(session.state.progress.step)
 
 
 def save(session: Session) -> None:
     """Save a checkpoint of the current step."""
-    session.engine.phase = Phase.SAVE
-    progress = session.state.progress
-    session.engine.nonfinite.check()
-    session.strategy.broadcast_buffers()
-    facts = {
-        "budget": session.memory.budget,
-        "draws": session.engine.draw_record.state_dict(),
-        **session.sizes.state_dict(),
-        "seconds": session.meter.seconds,
-    }
-    is_best = progress.best_step == progress.step
-    with session.meter.pause():
-        session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
-    session.note_stop()
+    with session.engine.at(Phase.SAVE):
+        progress = session.state.progress
+        session.engine.nonfinite.check()
+        session.strategy.broadcast_buffers()
+        facts = {
+            "budget": session.memory.budget,
+            "draws": session.engine.draw_record.state_dict(),
+            **session.sizes.state_dict(),
+            "seconds": session.meter.seconds,
+        }
+        is_best = progress.best_step == progress.step
+        with session.meter.pause():
+            session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
+        session.note_stop()
 
 
 def finish_saving(session: Session) -> None:
     """Commit the checkpoint written in the background, if any."""
-    session.engine.phase = Phase.SAVE
-    session.checkpointer.finish()
+    with session.engine.at(Phase.SAVE):
+        session.checkpointer.finish()

@@ -159,7 +159,10 @@ class Session:
 
     def begin_update(self) -> UpdateContext:
         """Start the next update; for a stream, read its samples. Logged: every `every.log` steps, and the last step."""
-        self.engine.phase = Phase.READ
+        with self.engine.at(Phase.READ):
+            return self._coming_update()
+
+    def _coming_update(self) -> UpdateContext:
         progress = self.state.progress
         update = self.state.updates[progress.update]
         if update.name:  # if there are several

@@ -41,21 +41,23 @@ def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
     """
     sizes = session.sizes.train
     engine = session.engine
-    engine.phase = Phase.START  # no restore point yet
     session.attempt.started = time.monotonic()
     sizes.apply_schedule(context.attempt_number)
-    with engine.train_only(context.update):
-        engine.begin(context)
-        session.snapshot.take("all" if context.is_rehearsed else "written")
-        engine.seed(context)
-        if sizes.is_unvalidated or context.is_logged:  # for swallowed errors; reading counters takes time
-            note_refused(session)
-        engine.phase = Phase.DATA
-        session.ranks.start_flag_exchange(session.flags)  # overlaps with the step
-        tunes = session.sizes.autotuner.follow(sizes)
-        session.ranks.enable_votes(tunes or sizes.is_unvalidated)
-        with watch_step(session, context):
+    with contextlib.ExitStack() as stack:
+        with engine.at(Phase.START):  # no restore point yet
+            stack.enter_context(engine.train_only(context.update))
+            engine.begin(context)
+            session.snapshot.take("all" if context.is_rehearsed else "written")
+            engine.seed(context)
+            if sizes.is_unvalidated or context.is_logged:  # for swallowed errors; reading counters takes time
+                note_refused(session)
+        with engine.at(Phase.DATA):
+            session.ranks.start_flag_exchange(session.flags)  # overlaps with the step
+            tunes = session.sizes.autotuner.follow(sizes)
+            session.ranks.enable_votes(tunes or sizes.is_unvalidated)
+            stack.enter_context(watch_step(session, context))
             yield
+        # What the stack leaves comes after the commit: an error there must not undo it.
 
 
 def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
@@ -82,6 +84,7 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     session.memory.release()
     if phase.can_be_undone:
         session.snapshot.restore()
+    session.engine.is_partly_applied = False  # otherwise the caller returns to a checkpoint
 
 
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
