@@ -17,9 +17,8 @@ import runs
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.hooks.metrics import TorchMetric
 from trainapp.signals import TO_BE_CONTINUED, AtWork, Interrupted, Stopped, StopRequest
-from trainapp.training import loop
+from trainapp.training import loop, stopping
 from trainapp.training.engine import Engine
-from trainapp.training.session import Session
 
 # The module slows each step down, so that a signal arrives in the middle of the run, not after it.
 SLOW_MODEL = """
@@ -577,7 +576,7 @@ def test_a_stopped_evaluation_of_a_run_shows_no_numbers(undisturbed, tmp_path, m
 def test_what_the_end_of_an_evaluation_rests_on(undisturbed, tmp_path, monkeypatch, without):
     """Negative controls of the test above."""
     if without == "hint":
-        monkeypatch.setattr(Session, "stop_heard", lambda self: 0)
+        monkeypatch.setattr(stopping, "stop_heard", lambda session: 0)
     else:
         kept = property(lambda self: self.kept, lambda self, step: setattr(self, "kept", step) if step >= 0 else None)
         monkeypatch.setattr(Checkpointer, "saved_at", kept, raising=False)

@@ -22,7 +22,7 @@ from trainapp.planning import planner
 from trainapp.report.run_files import state_of
 from trainapp.run import runner, trained
 from trainapp.signals import StopRequest
-from trainapp.training import loop, transaction
+from trainapp.training import loop, memory_watch, transaction
 from trainapp.training.engine import Totals
 from trainapp.training.session import Session
 
@@ -120,7 +120,7 @@ def closed(run_dir: Path, *overrides: str) -> Session:
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.begin_update()._replace(is_logged=is_logged))
-    around = functools.partial(transaction.micro_batch_context, session)
+    around = functools.partial(memory_watch.micro_batch_context, session)
     return loop.accumulate(session.engine, transaction.micro_batches(session), around)
 
 

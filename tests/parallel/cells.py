@@ -31,7 +31,7 @@ from trainapp.parallel.strategy import Strategy
 from trainapp.run import runner
 from trainapp.signals import Interrupted, StopRequest
 from trainapp.torch_private import is_shard, outside_dispatch_modes
-from trainapp.training import loop
+from trainapp.training import loop, stopping
 from trainapp.training.engine import Engine
 from trainapp.training.session import Session
 
@@ -156,7 +156,7 @@ def train_by_clock(rank: int, config: Config, *arguments: Any) -> tuple[Record, 
     for a save, by step.
     """
     now, saved, asked = 0.0, [], []
-    flags, save = Session.flags, Checkpointer.save
+    flags, save = stopping.flags, Checkpointer.save
 
     def noting_flags(session: Session) -> Flags:
         nonlocal now
@@ -170,9 +170,9 @@ def train_by_clock(rank: int, config: Config, *arguments: Any) -> tuple[Record, 
         save(checkpointer, step, *about)
 
     with (
-        mock.patch.object(Session, "flags", noting_flags),
+        mock.patch.object(stopping, "flags", noting_flags),
         mock.patch.object(Checkpointer, "save", noting_save),
-        mock.patch("trainapp.training.session.time", mock.Mock(monotonic=lambda: now + AHEAD * rank)),
+        mock.patch("trainapp.training.stopping.time", mock.Mock(monotonic=lambda: now + AHEAD * rank)),
         mock.patch("trainapp.checkpoint.checkpointer.time", mock.Mock(monotonic=lambda: now)),
     ):
         return train(rank, config, *arguments), saved, asked

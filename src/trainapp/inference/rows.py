@@ -40,9 +40,9 @@ from trainapp.losses.losses import (
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
+from trainapp.training.memory_watch import note_refused
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
-from trainapp.training.transaction import note_refused
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.sizes.search import FailedAllocation
 from trainapp.techniques.catalogue import Situation, available
+from trainapp.training.memory_watch import SwallowedOutOfMemory
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
-from trainapp.training.transaction import SwallowedOutOfMemory
 from trainapp.units import bytes_text, listed
 
 # What is in memory before a micro-batch, whatever its size.

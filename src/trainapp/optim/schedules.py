@@ -93,6 +93,25 @@ def for_optimizer(
     return TorchSchedule(scheduler, warmup)
 
 
+def rebuilt(
+    schedule: Schedule,
+    settings: schema.Schedule,
+    run: RunLength,
+    optimizer: torch.optim.Optimizer,
+    user_packages: Sequence[str] = (),
+    direction: str | None = "min",
+) -> Schedule:
+    """Return the schedule for another run length, with the state of the former one. Raises as `for_optimizer`."""
+    state = schedule.state_dict()
+    options = [{name: group[name] for name in optimizer.defaults if name in group} for group in optimizer.param_groups]
+    new = for_optimizer(settings, run, optimizer, user_packages, direction)
+    if state:  # torch's, whose constructor has reset options, such as momentum, to their initial values
+        for group, options_before in zip(optimizer.param_groups, options, strict=True):
+            group.update(options_before)
+        new.load_state_dict(state)
+    return new
+
+
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The learning rates as logged: `lr` for parameters in no group, `lr/NAME` for each group."""
     groups = optimizer.param_groups

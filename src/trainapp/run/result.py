@@ -16,6 +16,7 @@ from trainapp.report import page
 from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.tracking.tracker import RESULT
+from trainapp.training import stopping
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
 
@@ -184,7 +185,7 @@ def report(session: Session, result: Result) -> None:
 
 def print_command(session: Session) -> None:
     """Print the command that continues a run stopped by a signal."""
-    if session.at_work().is_saved:
+    if stopping.at_work(session).is_saved:
         print(f"Resume with:\n  {session.config.command}", flush=True)
 
 

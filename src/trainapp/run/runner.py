@@ -28,11 +28,11 @@ from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
-from trainapp.training import events, loop
+from trainapp.training import events, loop, stopping
 from trainapp.training.evaluate import evaluate
+from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
-from trainapp.training.transaction import refused_in_attempt
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _run_session(
         current = prepare(config, stop, ranks, carried, began)
     on_cpu = current.state.device.type == "cpu"
     guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
-    stop.at_work = current.at_work
+    stop.at_work = functools.partial(stopping.at_work, current)
     with contextlib.closing(current), guarded:
         first = _states_of_tasks(current) if carried is None else carried.first
         if carried is not None and current.config.checkpointing.resume == "none":
@@ -182,7 +182,7 @@ def work(session: Session) -> None:
         generate.generate(session)
     else:
         loop.train(session)
-        if session.stop.agreed and session.at_work().is_saved:
+        if session.stop.agreed and stopping.at_work(session).is_saved:
             session.stop.has_saved()
         events.end(session)
 

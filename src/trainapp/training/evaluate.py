@@ -19,11 +19,11 @@ from trainapp.models.inspect import evaluation_mode, per_sample_buffers
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
-from trainapp.training import events
+from trainapp.training import events, stopping
 from trainapp.training.engine import Engine, Totals
+from trainapp.training.memory_watch import note_refused, watched
 from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluation, Session
-from trainapp.training.transaction import note_refused, watched
 from trainapp.units import listed
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     _undo_writes(session)
     totals = totals.over(session.ranks)
-    results = session.metrics.results(session.ranks, session.interruptible)
+    results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
     values = results | totals.means(session.ranks) | as_scalars(results)
     present.totals, present.embedded, present.complete = None, None, False
     session.metrics.reset()
@@ -185,11 +185,13 @@ def each_micro_batch(
             session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
         keep(micro, result)
         session.snapshot.take()
-        (stop,) = session.eval_ranks.all_reduce_max(session.stop_heard())  # also a vote: what comes next has none
+        (stop,) = session.eval_ranks.all_reduce_max(
+            stopping.stop_heard(session)
+        )  # also a vote: what comes next has none
         sizes.succeeded(session.eval_ranks)
         if stop:
             break
-    session.agree_on_stop()
+    stopping.agree_on_stop(session)
 
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:
@@ -219,7 +221,7 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
     session.metrics.reset()  # drops results of an attempt that ran out of memory
     of_all = Totals()
     for start, chosen in parts:
-        if session.stop_heard():
+        if stopping.stop_heard(session):
             break
         watching = watched(session, session.sizes.evaluation, chosen, always=True)
         with watching, session.state.precision.autocast:
@@ -228,7 +230,7 @@ def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) 
             finished = evaluate_metrics(metrics, session.metrics.names)
             session.metrics.update(metrics)
         of_all = of_all.plus(loss.clone(), count, finished)
-    session.agree_on_stop()
+    stopping.agree_on_stop(session)
     return of_all
 
 
@@ -246,7 +248,7 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
             topic="an evaluation without the objective",
         )
     progress.objective = value = means.get(metric, math.nan)
-    if session.evaluation_is_scheduled:
+    if session.limits.evaluation_is_scheduled(session.state.progress):
         for update in session.state.updates:
             update.schedule.evaluated(value)
     only_checks = session.config.mode == "train" and progress.step == 0

@@ -19,6 +19,7 @@ from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batc
 from trainapp.optim.schedules import rates
 from trainapp.rng import PADDING
 from trainapp.tracking.meter import spread_over_ranks
+from trainapp.training import stopping
 from trainapp.training.engine import UpdateResult
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
@@ -80,7 +81,9 @@ def call(session: Session, method: str, *arguments: Any) -> None:
 def _act(session: Session, own: Verdict) -> None:
     """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
     by_rank = [own]
-    differs, heard, pauses = session.ranks.all_reduce_max(int(own != Verdict()), session.stop_heard(), int(own.pauses))
+    differs, heard, pauses = session.ranks.all_reduce_max(
+        int(own != Verdict()), stopping.stop_heard(session), int(own.pauses)
+    )
     if not session.is_finished:
         session.stop.agreed = heard  # the callback may have taken long: no further step
     if session.ranks.world_size > 1 and differs:
@@ -114,9 +117,9 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
         pause=functools.partial(setattr, verdict, "pauses", True),
-        is_stopping=lambda: bool(session.stop_heard()),
+        is_stopping=lambda: bool(stopping.stop_heard(session)),
         length=length.total_steps if is_known else None,
-        is_scheduled=session.evaluation_is_scheduled,
+        is_scheduled=session.limits.evaluation_is_scheduled(session.state.progress),
         logged=dict(session.attempt.logged),
     )
 

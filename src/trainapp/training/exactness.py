@@ -16,9 +16,10 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import checksum
 from trainapp.torch_private import local
 from trainapp.training.engine import Totals
+from trainapp.training.memory_watch import micro_batch_context
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
-from trainapp.training.transaction import micro_batch_context, micro_batches, rollback
+from trainapp.training.transaction import micro_batches, rollback
 from trainapp.units import listed
 
 STEPS = 3

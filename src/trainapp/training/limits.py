@@ -54,8 +54,32 @@ class Limits:
             save=Interval.of("every.save", every.save, length),
         )
 
+    def evaluation_is_due(self, progress: Progress) -> bool:
+        """Return whether `every.eval`, or the run's end, asks for an evaluation that is not yet done at this step."""
+        if not any(self.evaluate) or progress.evaluated_at == progress.step:
+            return False
+        return self.evaluate.ends_at(progress) or self.is_finished(progress)
+
+    def evaluation_is_scheduled(self, progress: Progress) -> bool:
+        """Return whether `every.eval` asks for an evaluation at this step.
+
+        Only such a one may change how training continues: one that checks the objective before the first step, or that
+        is made because the run ends, would make another run of the same one, started or extended differently.
+        """
+        return progress.step > 0 and self.evaluate.ends_at(progress)
+
+    def save_is_due(self, progress: Progress) -> bool:
+        """Return whether `every.save` or a best evaluation asks for a checkpoint at this step."""
+        if not any(self.save):
+            return False
+        return progress.best_step == progress.step or self.save.ends_at(progress) or self.is_finished(progress)
+
+    def is_finished(self, progress: Progress) -> bool:
+        """Return whether the run has reached its end, or a callback has ended it."""
+        return progress.stopped is not None or self.end_at(progress.step, progress.epoch)
+
     def end_at(self, step: int, epoch: int) -> bool:
-        """Whether the run ends after this many steps and epochs."""
+        """Return whether the run ends after this many steps and epochs."""
         most_steps, most_epochs = self.train.max_steps, self.train.max_epochs
         return (most_steps is not None and step >= most_steps) or (most_epochs is not None and epoch >= most_epochs)
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_suffix, sizes_text
-from trainapp.training import events, exactness
+from trainapp.training import events, exactness, stopping
 from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
 from trainapp.training.evaluate import evaluate
+from trainapp.training.memory_watch import micro_batch_context
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
-from trainapp.training.transaction import micro_batch_context, micro_batches, transaction
+from trainapp.training.transaction import micro_batches, transaction
 
 
 def train(session: Session) -> None:
@@ -96,7 +97,7 @@ def after_update(session: Session, context: UpdateContext, result: UpdateResult)
         events.warn_nothing_counts(session, context)
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
-    flags = session.agreed_flags()
+    flags = stopping.agreed_flags(session)
     grow_micro_batch(session, context, flags.search_news)
     if session.checkpointer.pending is not None and not flags.still_saving:
         finish_saving(session)
@@ -146,7 +147,7 @@ def save(session: Session) -> None:
         is_best = progress.best_step == progress.step
         with session.meter.pause():
             session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
-        session.note_stop()
+        stopping.note_stop(session)
 
 
 def finish_saving(session: Session) -> None:

@@ -1,7 +1,5 @@
 """The `Session`: the live objects of one process."""
 
-import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,15 +13,15 @@ from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.losses.losses import Task, class_dim
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
-from trainapp.parallel.ranks import Flags, Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy
-from trainapp.signals import AtWork, Stopped, StopRequest
+from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.limits import Interval, Limits
+from trainapp.training.limits import Limits
 from trainapp.training.phase import Phase, UpdateContext
 
 EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
@@ -114,37 +112,28 @@ class Session:
     @property
     def awaits_evaluation(self) -> bool:
         """Whether an evaluation is due and not yet done at this step."""
-        return bool(self.eval_sets) and self._is_due(self.limits.evaluate, self.state.progress.evaluated_at)
-
-    @property
-    def evaluation_is_scheduled(self) -> bool:
-        """Whether `every.eval` asks for an evaluation at this step. Only such a one may change how training continues:
-        one that checks the objective before the first step, or that is made because the run ends, would make another
-        run of the same one, started or extended differently.
-        """
-        progress = self.state.progress
-        return progress.step > 0 and self.limits.evaluate.ends_at(progress)
+        return bool(self.eval_sets) and self.limits.evaluation_is_due(self.state.progress)
 
     @property
     def save_is_due(self) -> bool:
         """Whether a checkpoint of this step is due: by cadence, clock or best evaluation, or at the run's end."""
-        every, saved_at, progress = self.limits.save, self.checkpointer.saved_at, self.state.progress
-        if saved_at == progress.step:
+        saver = self.checkpointer
+        if saver.saved_at == self.state.progress.step:
             return False
-        is_best = progress.best_step == progress.step and any(every)
-        return is_best or self.is_ending or self.checkpointer.is_due or self._is_due(every, saved_at)
+        return saver.is_due or self.is_ending or self.limits.save_is_due(self.state.progress)
 
     @property
     def is_ending(self) -> bool:
         """Whether the run has reached its end or, after a whole step, must stop: a signal or a failed callback."""
-        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
-        return self.is_finished or (must_end and not self.state.progress.update)
+        if self.is_finished:
+            return True
+        must_stop = self.stop.agreed > 0 or self.callbacks.failure is not None
+        return must_stop and not self.state.progress.update
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has reached its end, or a callback has ended it."""
-        progress = self.state.progress
-        return progress.stopped is not None or self.limits.end_at(progress.step, progress.epoch)
+        return self.limits.is_finished(self.state.progress)
 
     @property
     def task(self) -> Task:
@@ -196,66 +185,6 @@ class Session:
         recovers = self.strategy.recovers_in_place and self.config.parallel.vote_on_oom != "never"
         return recovers or self.ranks.world_size == 1
 
-    def flags(self) -> Flags:
-        """The flags that this rank sends to the others once per step."""
-        saver, every = self.checkpointer, self.limits.save.seconds
-        is_saving = saver.pending is not None and saver.busy
-        is_due = 0 < every <= time.monotonic() - saver.clock
-        return Flags(self.stop.heard(), is_saving, self.sizes.train.has_news, is_due)
-
-    def agreed_flags(self) -> Flags:
-        """The flags of all ranks, of which a stop and a save by the clock are noted. Waits for the slowest rank."""
-        flags = self.ranks.finish_flag_exchange()
-        self.stop.agreed, self.checkpointer.is_due = flags.stop_signal, flags.save_is_due
-        return flags
-
-    def stop_heard(self) -> int:
-        """The number of a signal to this rank, or to another one that has announced it; 0 without one."""
-        return self.ranks.announced(self.stop.heard())
-
-    def agree_on_stop(self) -> None:
-        """After work that each rank does alone and a signal cuts short. Collective: every rank comes here, whether it
-        has finished its work or has heard of a signal. Raises Stopped on all ranks if any has heard one.
-        """
-        self.stop.agreed = self.ranks.agree(self.stop_heard)
-        if self.stop.agreed:
-            raise Stopped
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Around a computation without collectives, which a signal interrupts. Collective at its end, as
-        `agree_on_stop`.
-        """
-        with contextlib.suppress(Stopped):
-            self.stop.interrupts = True
-            try:
-                yield
-            finally:
-                self.stop.interrupts = False
-        self.agree_on_stop()
-
-    def note_stop(self) -> None:
-        """After a save or a callback: a signal during it is honoured before the next step. Collective."""
-        if not (self.is_finished or self.stop.agreed):
-            self.stop.agreed = self.ranks.agree(self.stop_heard)
-
-    def at_work(self) -> AtWork:
-        """What a signal would interrupt now; called from its handler and from the thread that hears it."""
-        config, saver, step = self.config, self.checkpointer, self.state.progress.step
-        batch = f"micro-batch of {'evaluation' if config.mode == 'train' else config.mode}"
-        name = {Phase.EVALUATE: batch, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
-        if config.mode != "train":
-            lost = "nothing" if config.continues else "the results so far"
-            return AtWork(name, lost, config.continues, config.mode == "lr_find")
-        saved_at = saver.committed_at or 0
-        # Of several ranks, one may have finished a step before another.
-        is_alone = self.ranks.world_size == 1 and not self.is_ending
-        # A save that repeats that of this step replaces its checkpoint.
-        is_saving = saver.pending is not None or self.engine.phase is Phase.SAVE
-        is_idle = is_alone and not is_saving and saved_at == step
-        is_saved = config.continues and saver.committed_at == step
-        return AtWork(name, f"{step - saved_at} steps since step {saved_at}", is_saved, is_idle)
-
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.
 
@@ -270,17 +199,15 @@ class Session:
 
         Raises UserError if the schedule does not fit the run.
         """
-        config = self.config
         for update in self.state.updates:
-            state, groups = update.schedule.state_dict(), update.optimizer.param_groups
-            kept = [{name: group[name] for name in update.optimizer.defaults if name in group} for group in groups]
-            update.schedule = schedules.for_optimizer(
-                config.schedule, self.limits.length, update.optimizer, config.user_packages, self.objective.direction
+            update.schedule = schedules.rebuilt(
+                update.schedule,
+                self.config.schedule,
+                self.limits.length,
+                update.optimizer,
+                self.config.user_packages,
+                self.objective.direction,
             )
-            if state:  # torch's; its constructor has reset options, such as momentum, to their initial values
-                for group, own in zip(groups, kept, strict=True):
-                    group.update(own)
-                update.schedule.load_state_dict(state)
 
     def close(self) -> None:
         """End loader workers and close files."""
@@ -289,7 +216,3 @@ class Session:
             evaluated.close()
         self.callbacks.close()
         self.tracker.close()
-
-    def _is_due(self, every: Interval, done_at: int) -> bool:
-        progress = self.state.progress
-        return any(every) and progress.step != done_at and (every.ends_at(progress) or self.is_finished)
