@@ -223,7 +223,7 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(begin, sou
     sizes = begin("oom.clean_steps=1", f"parallel.vote_on_oom={vote}", world=2, **record)
     for searched in (sizes.train, sizes.evaluation):
         searched.history[64] = ShapeHistory(LargestRun(8))
-        assert searched.succeeded(SingleRank()) == ({64: 20} if retries_in_place else {})
+        assert searched.record_success(SingleRank()) == ({64: 20} if retries_in_place else {})
         assert searched.search_has_ended is not retries_in_place
         searched.history[64] = ShapeHistory(LargestRun(8))
         assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step

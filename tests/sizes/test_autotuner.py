@@ -27,9 +27,9 @@ def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None
     batch = MicroBatch(torch.zeros(samples, 4), last=True, real=True, positions=range(samples), piece=lambda a, b: None)
     sizes.cut(batch, SingleRank())
     if fails:
-        sizes.failed(SingleRank())
+        sizes.record_failure(SingleRank())
     else:
-        sizes.succeeded(SingleRank())
+        sizes.record_success(SingleRank())
 
 
 def test_from_the_first_proven_step_to_the_next_search():

@@ -38,7 +38,7 @@ def fetched(batch: Any, samples: int) -> MicroBatch:
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
     sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(64, 128)) == [64]
-    assert sizes.failed(SingleRank()) == (64, 32)
+    assert sizes.record_failure(SingleRank()) == (64, 32)
     # Four times the numbers per sample: a quarter of the samples.
     assert pieces(sizes, batch_of(64, 512)) == [8] * 8
     # A shorter shape does not get more than the start size.
@@ -48,11 +48,11 @@ def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
 def test_a_shape_that_is_cut_unevenly_proves_its_size():
     sizes = MicroBatchSizes(64, grow=False)
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     sizes.set_sizes({16: 64, 1024: 24})
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
-        sizes.succeeded(SingleRank())
+        sizes.record_success(SingleRank())
     assert sizes.searches[1024].is_validated
     assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
 
@@ -61,19 +61,19 @@ def test_only_the_bucket_at_work_fails():
     sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(64, 16)) == [64]
     assert pieces(sizes, batch_of(64, 1024)) == [64]
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     pieces(sizes, batch_of(64, 1024))
-    assert sizes.failed(SingleRank()) == (64, 32)
+    assert sizes.record_failure(SingleRank()) == (64, 32)
     assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
 
 
 def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
     sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(40, 16)) == [40]
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     assert pieces(sizes, batch_of(20, 16)) == [20]
     assert pieces(sizes, batch_of(10, 16)) == [10]
-    assert sizes.failed(SingleRank()) == (20, 10)
+    assert sizes.record_failure(SingleRank()) == (20, 10)
     assert sizes.searches[16].smallest_failing == 20
 
 
@@ -94,7 +94,7 @@ def test_ranks_agree_on_what_ran_and_on_who_failed():
     third = RankReport({16: LargestRun(31), 1024: LargestRun(7)}, 1024, OUT_OF_MEMORY)
     sizes = MicroBatchSizes(64)
     sizes.history[16] = ShapeHistory(LargestRun(32))
-    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
+    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == (32, 16)
     bounds = {bucket: (search.size, search.smallest_failing) for bucket, search in sizes.searches.items()}
     assert bounds == {16: (16, 32), 1024: (3, 7)}
 
@@ -104,21 +104,21 @@ def test_ranks_decide_by_the_most_that_is_needed_and_the_least_room():
     third = {16: LargestRun(32, 0, PeakSample(400, 800)), 1024: LargestRun(7)}
     sizes = MicroBatchSizes(64, clean_steps=1)
     sizes.history[16] = ShapeHistory(LargestRun(64))
-    sizes.current_bucket = 16
-    sizes.failed(SingleRank())
+    sizes.begin(16, 0)
+    sizes.record_failure(SingleRank())
     sizes.history[16] = ShapeHistory(LargestRun(20))  # fewer samples than the others
-    assert sizes.succeeded(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
+    assert sizes.record_success(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
     assert sizes.sizes_in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
 
 
 def test_only_full_micro_batches_are_measured():
     sizes = MicroBatchSizes(64, clean_steps=1)
     assert pieces(sizes, batch_of(64, 16)) == [64]
-    sizes.failed(SingleRank())
+    sizes.record_failure(SingleRank())
     assert pieces(sizes, batch_of(50, 16)) == [32, 18]
     sizes.record_peak(18, resident=100, peak=200, limit=1100)
     sizes.record_peak(32, resident=100, peak=600, limit=1100)
-    assert sizes.succeeded(SingleRank()) == {16: 62}  # 64, less 2%
+    assert sizes.record_success(SingleRank()) == {16: 62}  # 64, less 2%
 
 
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
@@ -126,13 +126,13 @@ def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
     for _ in range(3):
         assert sizes.is_unvalidated
         pieces(sizes, batch_of(64, 1024))
-        sizes.succeeded(SingleRank())
+        sizes.record_success(SingleRank())
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     assert not sizes.is_unvalidated
     pieces(sizes, batch_of(64, 4096))
     assert sizes.needs_watching
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     assert sizes.is_unvalidated
 
 
@@ -140,7 +140,7 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
     sizes = MicroBatchSizes(64)
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
-        sizes.succeeded(SingleRank())
+        sizes.record_success(SingleRank())
     assert not sizes.is_validated(1024)  # the long shape ran once
     assert not sizes.is_unvalidated  # but is not in use
 
@@ -148,9 +148,9 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
 def test_sizes_survive_a_checkpoint():
     sizes = MicroBatchSizes(64)
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     pieces(sizes, batch_of(64, 1024))
-    sizes.failed(SingleRank())
+    sizes.record_failure(SingleRank())
     loaded = MicroBatchSizes(64)
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
@@ -178,9 +178,9 @@ def test_what_the_model_cannot_run_is_not_cut_off_again():
     sizes = MicroBatchSizes(2)
     assert pieces(sizes, batch_of(7, 16)) == [2, 2, 2, 1]
     assert sizes.may_have_too_few
-    assert sizes.failed(SingleRank(), failure=TOO_FEW) == (1, 2)
+    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == (1, 2)
     assert pieces(sizes, batch_of(7, 16)) == [3, 2, 2]
-    assert sizes.succeeded(SingleRank()) == {}
+    assert sizes.record_success(SingleRank()) == {}
     assert sizes.sizes_in_force == {16: 2}
     assert pieces(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
     assert pieces(sizes, batch_of(7, 1024)) == [2, 2, 2, 1]  # another shape may allow it
@@ -192,23 +192,23 @@ def test_what_the_model_cannot_run_ends_the_way_down():
     sizes = MicroBatchSizes(8)
     for ran in (8, 4):
         assert pieces(sizes, batch_of(8, 16))[0] == ran
-        sizes.failed(SingleRank())
+        sizes.record_failure(SingleRank())
     assert pieces(sizes, batch_of(8, 16))[0] == 1
     assert sizes.may_have_too_few
-    assert sizes.failed(SingleRank(), failure=TOO_FEW) == (1, 2)
+    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == (1, 2)
     assert pieces(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
-    assert sizes.failed(SingleRank()) is None  # for want of memory
+    assert sizes.record_failure(SingleRank()) is None  # for want of memory
 
 
 def test_an_error_with_a_number_of_samples_that_has_run_is_not_for_too_few():
     sizes = MicroBatchSizes(8)
     pieces(sizes, batch_of(12, 16))  # 8 and 4
-    sizes.succeeded(SingleRank())
+    sizes.record_success(SingleRank())
     pieces(sizes, batch_of(12, 16))
-    assert sizes.current_samples == 4
+    assert sizes.current.samples == 4
     assert not sizes.may_have_too_few
     pieces(sizes, batch_of(11, 16))
-    assert sizes.current_samples == 3
+    assert sizes.current.samples == 3
     assert sizes.may_have_too_few
 
 
@@ -217,7 +217,7 @@ def test_ranks_agree_on_what_is_too_few():
     third = RankReport({16: LargestRun(4)}, 16, AttemptFailure(unsupported_samples=2))
     sizes = MicroBatchSizes(4)
     sizes.history[16] = ShapeHistory(LargestRun(4))
-    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (2, 4)
+    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == (2, 4)
     assert (sizes.searches[16].smallest, sizes.searches[16].size, sizes.fewest_samples) == (3, 4, 3)
 
 
@@ -225,7 +225,7 @@ def test_what_is_fixed_on_one_rank_ends_it_on_all():
     fixed = AttemptFailure(FailedAllocation("data", 0, 0, 100, 950, 1000, is_size_independent=True))
     sizes = MicroBatchSizes(64)
     sizes.history[16] = ShapeHistory(LargestRun(64))
-    assert sizes.failed(ThreeRanks(RankReport({}, 0, None), RankReport({}, 16, fixed)), culprit=False) is None
+    assert sizes.record_failure(ThreeRanks(RankReport({}, 0, None), RankReport({}, 16, fixed)), culprit=False) is None
     assert sizes.searches == {}
 
 
@@ -233,7 +233,7 @@ def test_too_few_and_the_last_demand_survive_a_checkpoint():
     sizes = MicroBatchSizes(8)
     pieces(sizes, batch_of(8, 16))
     demand = FailedAllocation("commit ", 8, 128, 100, 950, 1000)
-    sizes.failed(SingleRank(), failure=AttemptFailure(demand))
+    sizes.record_failure(SingleRank(), failure=AttemptFailure(demand))
     pieces(sizes, batch_of(9, 16))
     sizes.search(16).require_more_than(2)
     sizes.search(16).last_failure = demand
@@ -259,11 +259,11 @@ def test_a_message_says_which_shape_a_size_is_for():
 def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
     sizes = MicroBatchSizes(64)
     sizes.searches[16] = SizeSearch(21, largest_validated=16, smallest_failing=32, search_has_ended=False)
-    sizes.current_bucket = 16
+    sizes.begin(16, 0)
     assert sizes.tries_larger_size
     first = RankReport({16: LargestRun(21)}, 0, None)
     third = RankReport({16: LargestRun(21)}, 16, AttemptFailure(rejects_size=True))
-    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (21, 16)
+    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == (21, 16)
     search = sizes.searches[16]
     assert (search.size, search.smallest_failing, search.search_has_ended) == (16, 32, True)
     assert not sizes.tries_larger_size

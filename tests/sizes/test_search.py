@@ -15,7 +15,7 @@ def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) 
         search.steps += 1
         if needed(search.size) > room:
             search.failures += 1
-            if not search.failed(search.size):
+            if not search.record_failure(search.size):
                 return search
         else:
             measured = PeakSample(needed(search.size), room) if is_measured else None
@@ -59,26 +59,26 @@ def test_without_peaks_it_bisects(start):
     search = searched(start, lambda n: n, 100, is_measured=False)
     assert is_near(search.size, 100)
     assert search.failures <= 4
-    assert SizeSearch(128, grow=False).failed(128) is True
+    assert SizeSearch(128, grow=False).record_failure(128) is True
 
 
 def test_half_after_an_error_a_quarter_after_two_in_a_row():
     search, sizes = SizeSearch(1024), []
-    while search.failed(search.size):
+    while search.record_failure(search.size):
         sizes.append(search.size)
     assert sizes == [512, 128, 32, 8, 2, 1]
     search = SizeSearch(64)
-    search.failed(64)
+    search.record_failure(64)
     search.fitted(32)
-    search.failed(32)
+    search.record_failure(32)
     assert search.size == 16
     search = SizeSearch(1024, grow=False)  # an excluded size stays excluded
-    assert [search.failed(search.size) and search.size for _ in range(3)] == [512, 256, 128]
+    assert [search.record_failure(search.size) and search.size for _ in range(3)] == [512, 256, 128]
 
 
 def test_the_line_less_two_percent_is_tried_once_a_size_is_validated():
     search = SizeSearch(128)
-    search.failed(128)
+    search.record_failure(128)
     assert [search.fitted(64, PeakSample(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
     # The line through both sizes: the first one's was too low.
     assert [search.fitted(100, PeakSample(700, 800)) for _ in range(3)] == [None, None, 115]
@@ -88,7 +88,7 @@ def test_the_line_less_two_percent_is_tried_once_a_size_is_validated():
 
 def test_the_highest_peak_of_the_steps_that_prove_a_size_counts():
     search = SizeSearch(128)
-    search.failed(128)
+    search.record_failure(128)
     search.fitted(64, PeakSample(790, 800))
     search.fitted(64, PeakSample(400, 800))
     assert search.fitted(64, PeakSample(400, 800)) == 68  # 5% more, not 125
@@ -96,9 +96,9 @@ def test_the_highest_peak_of_the_steps_that_prove_a_size_counts():
 
 def test_a_failure_disproves_the_line():
     search = SizeSearch(128, clean_steps=1)
-    search.failed(128)
+    search.record_failure(128)
     assert search.fitted(64, PeakSample(500, 900)) == 112
-    search.failed(112)
+    search.record_failure(112)
     assert search.fitted(64, PeakSample(500, 900)) == 88  # the middle, since the line says that 112 fits
 
 
@@ -108,7 +108,7 @@ def test_fits_once_is_not_fits_again():
     for _ in range(3):
         search.fitted(64)
     assert (search.largest_validated, search.is_validated) == (64, True)
-    assert search.failed(search.size)
+    assert search.record_failure(search.size)
     assert (search.size, search.largest_validated, search.smallest_failing) == (32, 0, 64)
     sizes = set()
     for _ in range(40):
@@ -120,18 +120,18 @@ def test_fits_once_is_not_fits_again():
 
 def test_a_failed_try_goes_back_to_what_works():
     search = SizeSearch(128)
-    search.failed(128)
+    search.record_failure(128)
     tried = [search.fitted(64) for _ in range(3)][-1]
     assert 64 < tried < 128
-    search.failed(tried)
+    search.record_failure(tried)
     assert (search.size, search.smallest_failing) == (64, tried)
     assert search.fitted(64) is not None  # it was validated before: one clean step is enough
 
 
 def test_the_smallest_cannot_fail():
     search = SizeSearch(4, smallest=2)
-    assert search.failed(search.size)
-    assert (search.size, search.failed(search.size)) == (2, False)
+    assert search.record_failure(search.size)
+    assert (search.size, search.record_failure(search.size)) == (2, False)
 
 
 def test_ragged_steps_prove_nothing():
@@ -144,19 +144,19 @@ def test_ragged_steps_prove_nothing():
 def test_what_failed_with_few_samples_is_not_tried_with_them_again():
     """With 1,024 samples per step, 4096 and 2048 run the same micro-batch."""
     search = SizeSearch(4096)
-    search.failed(1024)
+    search.record_failure(1024)
     assert (search.size, search.smallest_failing) == (512, 1024)
     search = SizeSearch(64)
     for _ in range(3):
         search.fitted(64)
-    assert search.failed(29)  # a success with more samples no longer counts, or the same few would run again
+    assert search.record_failure(29)  # a success with more samples no longer counts, or the same few would run again
     assert (search.size, search.largest_validated, search.smallest_failing) == (14, 0, 29)
 
 
 def test_more_than_the_size_may_have_run():
     """A shape that is new on only one rank is not cut; its size has not failed yet."""
     search = SizeSearch(8)
-    assert search.failed(64)
+    assert search.record_failure(64)
     assert (search.size, search.smallest_failing) == (8, 64)
 
 
@@ -190,14 +190,14 @@ def test_it_ends_below_the_limit_whatever_the_memory(start, share, base, per_sam
 
 def test_too_few_samples_double_the_size_below_what_failed():
     search = SizeSearch(16)
-    search.failed(16)
-    search.failed(8)
+    search.record_failure(16)
+    search.record_failure(8)
     assert search.size == 2
     search.require_more_than(2)
     assert (search.size, search.smallest) == (4, 3)
-    assert search.failed(4)
+    assert search.record_failure(4)
     assert search.size == 3
-    assert not search.failed(3)
+    assert not search.record_failure(3)
 
 
 def test_a_size_that_is_never_full_is_validated_all_the_same():
@@ -213,9 +213,9 @@ def test_a_size_that_is_never_full_is_validated_all_the_same():
 def test_a_remainder_that_joins_the_smallest_size_fails_twice_at_most():
     """7 samples in 2, of which none may be alone: one micro-batch has 3 of them."""
     search = SizeSearch(2, smallest=2)
-    assert search.failed(3)
+    assert search.record_failure(3)
     assert search.size == 2
-    assert not search.failed(3)
+    assert not search.record_failure(3)
 
 
 def failure(samples: int, used: int, place: str = "backward (b)", requested: int = 400, length: int = 16):
@@ -240,36 +240,36 @@ def failure(samples: int, used: int, place: str = "backward (b)", requested: int
 )
 def test_where_fewer_samples_ask_for_the_same_the_smallest_decides(before, after, repeats):
     search = SizeSearch(64)
-    assert search.failed(64, before)
-    assert search.failed(32, after)
+    assert search.record_failure(64, before)
+    assert search.record_failure(32, after)
     assert search.must_try_smallest is repeats
     assert search.size == (1 if repeats else 8)
 
 
 def test_the_update_decides_without_the_smallest():
     search = SizeSearch(64)
-    assert search.failed(64, failure(64, 700)._replace(is_optimizer_update=True))
-    assert not search.failed(32, failure(32, 700)._replace(is_optimizer_update=True))
+    assert search.record_failure(64, failure(64, 700)._replace(is_optimizer_update=True))
+    assert not search.record_failure(32, failure(32, 700)._replace(is_optimizer_update=True))
     assert search.must_try_smallest
 
 
 def test_after_the_smallest_has_fitted_the_search_goes_on():
     """Such as a loss in chunks, which asks for the same until the micro-batch is smaller than a chunk."""
     search = SizeSearch(64, clean_steps=1)
-    search.failed(64, failure(64, 700))
-    search.failed(32, failure(32, 700))
+    search.record_failure(64, failure(64, 700))
+    search.record_failure(32, failure(32, 700))
     assert search.fitted(1, PeakSample(10, 100)) == 9
     assert not search.must_try_smallest
-    search.failed(9, failure(9, 700))
+    search.record_failure(9, failure(9, 700))
     assert search.size == 1
 
 
 def test_it_does_not_give_up_what_has_fitted():
     search = SizeSearch(64)
-    search.failed(64, failure(64, 700))
+    search.record_failure(64, failure(64, 700))
     for _ in range(3):
         search.fitted(32)
-    assert search.failed(48, failure(48, 700))
+    assert search.record_failure(48, failure(48, 700))
     assert search.size == 32
 
 
@@ -292,7 +292,7 @@ def test_it_never_gives_up_what_one_sample_would_have_fitted(first, operations, 
         if refused is None:
             return
         place, used, asked = refused
-        if not search.failed(size, FailedAllocation(str(place), size, size, asked, used, limit)):
+        if not search.record_failure(size, FailedAllocation(str(place), size, size, asked, used, limit)):
             assert any(used + rise + asked > limit for used, rise, asked in operations)
             assert search.size == 1
             return

@@ -46,7 +46,7 @@ def has_too_few_samples(session: Session, error: Exception) -> bool:
         return False
     in_step = len(session.batches.share(session.state.progress).numbers)
     sizes = session.sizes.train
-    if not (sizes.may_have_too_few and sizes.current_samples < in_step):
+    if not (sizes.may_have_too_few and sizes.current.samples < in_step):
         _note_single_sample(session, error, in_step)
         return False
     return _device_works(session)
@@ -73,7 +73,7 @@ def _device_works(session: Session) -> bool:
 
 
 def _note_single_sample(session: Session, error: Exception, in_step: int) -> None:
-    if session.sizes.train.current_samples == 1 and batchnorms(session.state.model):
+    if session.sizes.train.current.samples == 1 and batchnorms(session.state.model):
         setting = "data.drop_last=true, if an epoch ends on one sample," if in_step == 1 else "batch.micro_size=2"
         add_note(
             error, f"the micro-batch has a single sample, which BatchNorm may not take: use {setting} or GroupNorm"
@@ -144,8 +144,8 @@ def change_size(session: Session, failure: OomReport) -> None:
         failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
         return
     ranks = SingleRank() if failure.is_local else session.ranks
-    changed = sizes.failed(ranks, not failure.by_peer, _reason_of(failure))
-    failure.is_constant = sizes.search(sizes.current_bucket).must_try_smallest
+    changed = sizes.record_failure(ranks, not failure.by_peer, _reason_of(failure))
+    failure.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
     if changed is None:
         raise TrainingStopped(final_message(session, failure))
     failure.old_size, failure.new_size = changed
@@ -227,7 +227,7 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     reason = _reason_of(failure)
     if not failure.phase.depends_on_size:
         reason = reason._replace(allocation=None)
-    changed = sizes.failed(SingleRank(), failure=reason)
+    changed = sizes.record_failure(SingleRank(), failure=reason)
     if changed is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed

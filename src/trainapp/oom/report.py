@@ -160,12 +160,12 @@ def describe(
         host=memory.device.type == "cpu" and is_out_of_memory and not isinstance(error, torch.OutOfMemoryError),
         swallowed=isinstance(error, SwallowedOutOfMemory),
         update=session.state.update.name if phase.can_be_undone or phase.is_partial else "",
-        too_few=sizes.current_samples if has_too_few else 0,
+        too_few=sizes.current.samples if has_too_few else 0,
         rejects_size=rejects_size,
         resident=category if category in RESIDENT else None,
         accumulates=session.engine.accumulates,
-        samples=sizes.current_samples,
-        elements=sizes.current_elements,
+        samples=sizes.current.samples,
+        elements=sizes.current.elements,
         broken=broken_part(error),
         events=events,
         kinds=kinds,
@@ -277,7 +277,7 @@ def _why_no_smaller(session: Session, report: OomReport) -> str:
     embeds = losses.has_embeddings(session.task) and not report.evaluating
     hint = f"; its loss keeps a whole batch, a smaller {setting} helps" if embeds else ""
     sizes = session.sizes.evaluation if report.evaluating else session.sizes.train
-    if sizes.search(sizes.current_bucket).smallest > 1:
+    if sizes.search(sizes.current.bucket).smallest > 1:
         return f"the model cannot run fewer samples{session.attempt.too_few}{hint}"
     return f"nothing is left to halve{hint}"
 

@@ -114,7 +114,7 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
                 raise
             search.size = search.smallest = 2  # some models do not accept single samples
             continue
-        if needed > room and not search.failed(search.size):
+        if needed > room and not search.record_failure(search.size):
             break
         if needed <= room and search.fitted(search.size, PeakSample(needed, room)) is None:
             return search.size

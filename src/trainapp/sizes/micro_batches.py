@@ -81,6 +81,17 @@ class RankReport(NamedTuple):
     failure: AttemptFailure | None  # None if it did not fail here
 
 
+class CurrentMicroBatch(NamedTuple):
+    """What recovery and reports need to know of the micro-batch that is running."""
+
+    bucket: int = 0  # 0 before the first
+    samples: int = 0
+    elements: int = 0  # 0 unless its memory is watched
+
+
+NO_MICRO_BATCH = CurrentMicroBatch()
+
+
 @dataclass
 class MicroBatchSizes:
     """One search per shape of data, so that a long batch does not shrink all the others. start: the first shape's size.
@@ -96,9 +107,7 @@ class MicroBatchSizes:
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
     # By bucket, on this rank alone.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
-    current_bucket: int = 0  # the bucket of the current micro-batch; 0 before the first
-    current_samples: int = 0  # of the current micro-batch
-    current_elements: int = 0  # of the current micro-batch if its memory is watched; otherwise 0
+    current: CurrentMicroBatch = NO_MICRO_BATCH
     is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
     # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
     sizes_in_force: dict[int, int] = field(default_factory=dict)
@@ -114,13 +123,13 @@ class MicroBatchSizes:
     @property
     def current_size(self) -> int:
         """The size of the current micro-batch's bucket."""
-        return self.search(self.current_bucket).size if self.current_bucket else self.size
+        return self.search(self.current.bucket).size if self.current.bucket else self.size
 
     @property
     def can_shrink(self) -> bool:
         """Whether the current micro-batch may be cut further."""
-        ran = self.history[self.current_bucket].attempt.samples or self.size
-        return ran > self.search(self.current_bucket).smallest
+        ran = self.history[self.current.bucket].attempt.samples or self.size
+        return ran > self.search(self.current.bucket).smallest
 
     @property
     def fewest_samples(self) -> int:
@@ -132,20 +141,20 @@ class MicroBatchSizes:
         """Whether the current micro-batch may have too few samples for the model: none of its shape has run with so few
         in this process, but larger ones have, or ran out of memory.
         """
-        history = self.history[self.current_bucket]
-        search = self.search(self.current_bucket)
-        has_run_with_so_few = 0 < history.fewest_samples <= self.current_samples
+        history = self.history[self.current.bucket]
+        search = self.search(self.current.bucket)
+        has_run_with_so_few = 0 < history.fewest_samples <= self.current.samples
         if has_run_with_so_few:
             return False
         largest_tried = max(
             history.attempt.samples, history.fewest_samples, search.largest_validated, search.smallest_failing or 0
         )
-        return search.smallest <= self.current_samples < largest_tried
+        return search.smallest <= self.current.samples < largest_tried
 
     @property
     def tries_larger_size(self) -> bool:
         """Whether the current micro-batch's size has not run yet, and is larger than one that is validated."""
-        search = self.search(self.current_bucket)
+        search = self.search(self.current.bucket)
         return search.clean == 0 and 0 < search.largest_validated < search.size
 
     @property
@@ -165,8 +174,8 @@ class MicroBatchSizes:
     @property
     def needs_watching(self) -> bool:
         """Whether the current micro-batch has an unvalidated size, or more elements than any clean one like it."""
-        history = self.history[self.current_bucket]
-        return history.attempt.elements > history.most_elements or not self.is_validated(self.current_bucket)
+        history = self.history[self.current.bucket]
+        return history.attempt.elements > history.most_elements or not self.is_validated(self.current.bucket)
 
     def is_validated(self, bucket: int) -> bool:
         """Return whether a bucket's size is validated, by its own steps or by as many samples of a larger bucket."""
@@ -220,6 +229,10 @@ class MicroBatchSizes:
         self.sizes_by_attempt[attempt_number] = self.sizes_in_force
         return True
 
+    def begin(self, bucket: int, samples: int) -> None:
+        """Note the micro-batch that runs next."""
+        self.current = CurrentMicroBatch(bucket, samples)
+
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
 
@@ -229,7 +242,7 @@ class MicroBatchSizes:
         samples = micro.samples
         elements = elements_in(micro.data)
         bucket = bucket_of(samples, elements)
-        self.current_bucket = bucket
+        self.begin(bucket, samples)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
 
         search = self.search(bucket)
@@ -246,8 +259,7 @@ class MicroBatchSizes:
         history = self.history[bucket]
         history.attempt = history.attempt.merged(LargestRun(largest, elements * largest // samples))
         history.fewest_samples_in_attempt = min(history.fewest_samples_in_attempt or smallest, smallest)
-        self.current_samples = smallest
-        self.current_elements = 0
+        self.begin(bucket, smallest)
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces, search.smallest)
 
     def _all_alike(self) -> bool:
@@ -259,13 +271,13 @@ class MicroBatchSizes:
         self, pieces: list[Sequence[int]], samples: int, size: int, ranks: Ranks
     ) -> list[Sequence[int]]:
         """Return as many pieces as the rank with the most has. Collective."""
-        is_unvalidated = not self.is_validated(self.current_bucket)
+        is_unvalidated = not self.is_validated(self.current.bucket)
         most_pieces, any_unvalidated = ranks.all_reduce_max(len(pieces), int(is_unvalidated))
         if any_unvalidated:  # memory may run out
             ranks.enable_votes(True)
         if most_pieces == len(pieces):
             return pieces
-        return cut(range(samples), size, most_pieces, self.search(self.current_bucket).smallest)
+        return cut(range(samples), size, most_pieces, self.search(self.current.bucket).smallest)
 
     def record_peak(self, samples: int, resident: int, peak: int, limit: int) -> None:
         """Record the peak of a micro-batch of the current bucket, in bytes, if the micro-batch was full-size.
@@ -276,12 +288,12 @@ class MicroBatchSizes:
             peak: the highest value during it.
             limit: the memory limit.
         """
-        if not self.search(self.current_bucket).is_full_size(samples):
+        if not self.search(self.current.bucket).is_full_size(samples):
             return
-        history = self.history[self.current_bucket]
+        history = self.history[self.current.bucket]
         history.attempt = history.attempt.merged(LargestRun(peak=PeakSample(peak - resident, limit - resident)))
 
-    def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
+    def record_success(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Return `{bucket: size}` of the larger sizes to try next.
 
         Args:
@@ -323,7 +335,7 @@ class MicroBatchSizes:
             return size
         return max(min(size, self.size), largest[bucket].samples)
 
-    def failed(
+    def record_failure(
         self, ranks: Ranks, culprit: bool = True, failure: AttemptFailure = OUT_OF_MEMORY
     ) -> tuple[int, int] | None:
         """Record that the attempt failed, and choose the next sizes. Collective.
@@ -337,7 +349,7 @@ class MicroBatchSizes:
             `(size that ran, new size)`, or None if no other size can help.
         """
         ran_here = {bucket: history.attempt for bucket, history in self.history.items()}
-        report = RankReport(ran_here, self.current_bucket, failure) if culprit else RankReport(ran_here, 0, None)
+        report = RankReport(ran_here, self.current.bucket, failure) if culprit else RankReport(ran_here, 0, None)
         reports = ranks.all_gather_object(report)
         self._forget_attempt()
         failures = [report.failure for report in reports if report.failure]
@@ -360,7 +372,7 @@ class MicroBatchSizes:
         return None if before <= self.smallest else (before, self.start)
 
     def _change_search(self, bucket: int, reports: Sequence[RankReport]) -> tuple[int, int] | None:
-        """Choose the next size of a bucket in which some rank has failed; see `failed`."""
+        """Choose the next size of a bucket in which some rank has failed; see `record_failure`."""
         search = self.searches[bucket]
         failures = [report.failure for report in reports if report.failure and report.failed_bucket == bucket]
         failures = failures or [OUT_OF_MEMORY]
@@ -377,7 +389,7 @@ class MicroBatchSizes:
             return unsupported_samples or size_before, search.size
         largest = merged([report.ran for report in reports])
         ran = largest[bucket].samples if bucket in largest else size_before  # nothing ran if the fetch failed
-        can_fit = search.failed(ran, out_of_memory[0].allocation)
+        can_fit = search.record_failure(ran, out_of_memory[0].allocation)
         if not can_fit:
             return None
         return (unsupported_samples, search.size) if unsupported_samples else (ran, search.size)

@@ -135,7 +135,7 @@ class SizeSearch:
         shortest_after_size_for = max(self.smallest, self.size - self.smallest + 1)
         return ran >= min(shortest_after_ranges, shortest_after_size_for)
 
-    def failed(self, ran: int, failure: FailedAllocation | None = None) -> bool:
+    def record_failure(self, ran: int, failure: FailedAllocation | None = None) -> bool:
         """Record that memory ran out, and choose the next size: the largest validated one, otherwise half of what ran
         or, after two failures in a row and if larger sizes will be tried, a quarter; the smallest one if fewer samples
         asked for the same.

@@ -104,7 +104,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         totals = present.totals if present.embedded is None else _of_whole_set(session, present.embedded, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
-        sizes.succeeded(session.ranks, news=True)  # a rank may have seen shapes that are new to others
+        sizes.record_success(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     _undo_writes(session)
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
@@ -188,7 +188,7 @@ def each_micro_batch(
         (stop,) = session.eval_ranks.all_reduce_max(
             stopping.stop_heard(session)
         )  # also a vote: what comes next has none
-        sizes.succeeded(session.eval_ranks)
+        sizes.record_success(session.eval_ranks)
         if stop:
             break
     stopping.agree_on_stop(session)

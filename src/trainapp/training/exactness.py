@@ -36,7 +36,6 @@ def rehearse(session: Session, context: UpdateContext, accumulate: Callable[...,
     Raises TrainingStopped if the outcomes differ on any rank.
 
     Args:
-        session: of the run.
         context: the coming update.
         accumulate: that of `training.loop`.
     """

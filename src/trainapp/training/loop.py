@@ -107,14 +107,13 @@ def grow_micro_batch(session: Session, context: UpdateContext, news: bool) -> No
     """Try a larger size after clean steps, equal on all ranks.
 
     Args:
-        session: of the run.
         context: the finished update.
         news: whether any rank has seen a shape whose size is unvalidated or may grow.
     """
     sizes = session.sizes.train
     may_change = sizes.is_unvalidated or news
     was_searching = may_change and not sizes.search_has_ended
-    grown = sizes.succeeded(session.ranks, news)
+    grown = sizes.record_success(session.ranks, news)
     for bucket, size in grown.items():
         text = f"{size}{shape_suffix(sizes, bucket)}"
         session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")

@@ -30,8 +30,7 @@ class SwallowedOutOfMemory(torch.OutOfMemoryError):
 def micro_batch_context(session: Session, micro: MicroBatch) -> Context:
     """Return a context manager for the forward and backward of a micro-batch: gradient sync and memory tracking."""
     sizes = session.sizes.train
-    sizes.current_bucket = micro.bucket
-    sizes.current_samples = micro.samples
+    sizes.begin(micro.bucket, micro.samples)
     gradient_sync = session.strategy.micro_batch(micro.last)  # only a step's last one sums gradients over ranks
     engine = session.engine
     if engine.is_first or engine.context.is_logged or is_watched(session, sizes):
@@ -86,7 +85,6 @@ def watched(
     the batch. Raises SwallowedOutOfMemory at its end, see `_require_all_allocated`.
 
     Args:
-        session: of the run.
         sizes: the search that chose this size.
         batch: the micro-batch's data.
         samples: reported with the peak; None if the peak is not representative.
@@ -95,7 +93,7 @@ def watched(
     if not (always or is_watched(session, sizes)):
         yield
         return
-    sizes.current_elements = elements_in(batch)
+    sizes.current = sizes.current._replace(elements=elements_in(batch))
     # A step's first micro-batch is not typical: no gradients are in memory yet.
     is_typical = sizes is session.sizes.evaluation or session.engine.accumulates
     with session.memory.watch(session.meter.resident()):

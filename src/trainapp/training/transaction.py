@@ -51,7 +51,6 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     surface only here.
 
     Args:
-        session: of the run.
         phase: the one that failed.
         other_ranks_wait: whether the ranks were in the step together; then all of them call this.
     """
