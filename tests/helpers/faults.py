@@ -27,7 +27,7 @@ from trainapp.data.loader import Fetcher
 from trainapp.data.stream import Stream
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
-from trainapp.training import loop, transaction
+from trainapp.training import loop, memory_watch
 from trainapp.training.session import Session
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
@@ -245,5 +245,5 @@ def injected(injector: Injector) -> Iterator[Injector]:
         for owner, name, place in places:
             patches.enter_context(mock.patch.object(owner, name, striking(place, getattr(owner, name))))
         patches.enter_context(mock.patch.object(loop, "train", watched))
-        patches.enter_context(mock.patch.object(transaction, "refused_allocations", refused))
+        patches.enter_context(mock.patch.object(memory_watch, "refused_allocations", refused))
         yield injector

@@ -29,6 +29,7 @@ from trainapp.run.result import Result, forget_stop, print_command, report, resu
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import take_restart
 from trainapp.training import events, loop, stopping
+from trainapp.training.dependence import warn_of_padding
 from trainapp.training.evaluate import evaluate
 from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
@@ -87,7 +88,7 @@ def _run_session(
                 current.state.stateful.owners[name].restore(state)
         if carried is None:
             _tell_recipe(current)
-            events.warn_of_padding(current)
+            warn_of_padding(current)
         try:
             while (failure := run_until_oom(current)) is not None:
                 if (carried_over := recover(current, failure)) is not None:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 
-from trainapp.data.batch import MicroBatch, ranges, tensors_in
+from trainapp.data.batch import MicroBatch
 from trainapp.data.source import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
-from trainapp.losses import contrastive
-from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
+from trainapp.losses.losses import evaluate_metrics, has_embeddings
+from trainapp.losses.set_embeddings import SetEmbeddings
 from trainapp.models.inspect import evaluation_mode, per_sample_buffers
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import events, stopping
 from trainapp.training.engine import Engine, Totals
 from trainapp.training.memory_watch import note_refused, watched
@@ -80,49 +80,70 @@ def _record_results(session: Session) -> None:
 
 
 def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str, Any]:
-    """Evaluate all samples of one set: its numbers, and results of stateful metrics that are none. Collective."""
-    state, sizes, present = session.state, session.sizes.evaluation, session.evaluation
+    """Evaluate all samples of one set. Return its metrics by name, and results of stateful metrics. Collective."""
+    sizes = session.sizes.evaluation
+    current = session.evaluation
     tunes = session.sizes.autotuner.follow(sizes)
-    if present.totals is None:  # skipped on a retry, which may run on one rank only
+    if current.totals is None:  # skipped on a retry, which may run on one rank only
         # Each rank validates its size on its own batches, whose number differs: agree once.
         session.ranks.enable_votes(any(session.ranks.all_gather_object(tunes or sizes.is_unvalidated)))
         # Rows of a rank's own samples would be lost to training.
         rows = {name.removeprefix("model.") for name in per_sample_buffers({"model": session.state.model})}
         session.strategy.broadcast_buffers(except_for=rows)
-    if present.totals is None or (batches.is_stream and not present.complete):  # a stream is read from its start
+    must_begin_again = batches.is_stream and not current.complete  # a stream is read from its start
+    if current.totals is None or must_begin_again:
         _undo_writes(session)
-        present.totals = Totals()
-        present.embedded = Embedded(session.task) if has_embeddings(session.task) else None
+        current.totals = Totals()
+        current.embedded = SetEmbeddings(session.task) if has_embeddings(session.task) else None
         session.metrics.reset()
     _set_state_aside(session)
-    fetched = batches.from_sample(present.totals.samples, sizes.size, session.ranks)
-    with as_evaluated(session.engine, name):
-        if not present.complete:  # otherwise one rank alone repeats what follows
-            compute, keep = functools.partial(_totals_with, session), functools.partial(_keep, session)
-            each_micro_batch(session, fetched, compute, keep)
-            present.complete = True
-        totals = present.totals if present.embedded is None else _of_whole_set(session, present.embedded, batches)
+
+    totals = _totals_of_set(session, name, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.record_success(session.ranks, news=True)  # a rank may have seen shapes that are new to others
     _undo_writes(session)
+
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
     values = results | totals.means(session.ranks) | as_scalars(results)
-    present.totals, present.embedded, present.complete = None, None, False
+    current.totals = None
+    current.embedded = None
+    current.complete = False
     session.metrics.reset()
     if totals.count == 0:
-        session.tracker.warn_once(
-            f"evaluation{f' of {name}' if name else ''} at step {state.progress.step}: the loss's count is 0 over the "
-            "whole evaluation set, so the loss is nan",
-            topic=f"nothing counts in evaluation {name}",
-        )
+        _warn_nothing_counts(session, name)
     return values
 
 
+def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
+    """Run the set's remaining micro-batches. Return this rank's totals of the whole set."""
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    fetched = batches.from_sample(current.totals.samples, session.sizes.evaluation.size, session.ranks)
+    with as_evaluated(session.engine, name):
+        if not current.complete:  # otherwise one rank alone repeats what follows
+            compute = functools.partial(_totals_with, session)
+            keep = functools.partial(_keep, session)
+            each_micro_batch(session, fetched, compute, keep)
+            current.complete = True
+        if current.embedded is None:
+            return current.totals
+        return _totals_of_embeddings(session, current.embedded, batches)
+
+
+def _warn_nothing_counts(session: Session, name: str) -> None:
+    set_text = f" of {name}" if name else ""
+    session.tracker.warn_once(
+        f"evaluation{set_text} at step {session.state.progress.step}: the loss's count is 0 over the whole evaluation "
+        "set, so the loss is nan",
+        topic=f"nothing counts in evaluation {name}",
+    )
+
+
 def _set_state_aside(session: Session) -> None:
-    """Record the state that the evaluation of a set begins with, unless it continues after an error. With the weights'
-    average in their place, which forwards may write, too.
+    """Record the state that the evaluation of a set begins with, unless it continues after an error. The weights'
+    average takes their place meanwhile, since forwards may write it, too.
     """
     if session.evaluation.before is None:
         with session.state.average.in_place_of_weights():
@@ -142,7 +163,12 @@ def _undo_writes(session: Session) -> None:
 
 
 def written_without_copy(what: str, names: Sequence[str]) -> str:
-    """A warning about parameters whose first write in place cannot be undone. what: the work that has written them."""
+    """Return a warning about parameters whose first write in place cannot be undone.
+
+    Args:
+        what: the work that has written them.
+        names: the parameters.
+    """
     return (
         f"{what} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
         "is): training continues with what it has written. Make them buffers, which are always copied"
@@ -151,13 +177,18 @@ def written_without_copy(what: str, names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[None]:
-    """Evaluation mode with EMA weights; RNGs and module modes are restored. name: the evaluation set. work: what its
-    draws are known by in the draw_record.
+    """Evaluate inside the block: evaluation mode, averaged weights. Restore generators and module modes after it.
+
+    Args:
+        engine: with the model.
+        name: the evaluation set, which seeds the generators.
+        work: names its draws in the record.
     """
-    state, snapshot = engine.state, engine.snapshot
+    state = engine.state
+    snapshot = engine.snapshot
     key = evaluation_key(state.seed, name)
     seed_from(state.device, *key)
-    engine.draws_for = work, key
+    engine.draws_for = (work, key)
     preserved = snapshot.preserved_generators()
     with preserved, state.average.in_place_of_weights(), evaluation_mode(state.modules), snapshot.undone_on_error():
         yield
@@ -169,14 +200,18 @@ def each_micro_batch(
     compute: Callable[[MicroBatch], T],
     keep: Callable[[MicroBatch, T], None],
 ) -> None:
-    """The shared no-training loop for evaluation, prediction and generation, inside `as_evaluated`. Ends early once a
-    signal is heard; at its end all ranks agree on that, and raise Stopped.
+    """Work on each micro-batch without training it: the loop of evaluation, prediction and generation.
 
-    compute: the work on a micro-batch, repeated if it runs out of memory; its results do not count yet.
-    keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
+    Use inside `as_evaluated`. Ends early once a signal is heard; at its end all ranks agree on that, and raise Stopped.
+
+    Args:
+        session: with the sizes.
+        fetched: batches of at most the current size.
+        compute: the work on a micro-batch, repeated if it runs out of memory; its results do not count yet.
+        keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
     """
     sizes = session.sizes.evaluation
-    for micro in (micro for batch in fetched for micro in sizes.cut(batch, session.eval_ranks)):
+    for micro in _cut(fetched, sizes, session.eval_ranks):
         with session.metrics.undone_on_error():
             watching = watched(session, sizes, micro.data, micro.samples)
             with watching, session.engine.sample_draws(micro):
@@ -194,17 +229,22 @@ def each_micro_batch(
     stopping.agree_on_stop(session)
 
 
+def _cut(fetched: Iterable[MicroBatch], sizes: MicroBatchSizes, ranks: Ranks) -> Iterator[MicroBatch]:
+    for batch in fetched:
+        yield from sizes.cut(batch, ranks)
+
+
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:
-    """The evaluation's totals, including this micro-batch."""
-    present = session.evaluation
-    assert present.totals is not None, "outside an evaluation"
-    task = session.task if present.embedded is None else present.embedded.task
+    """Return the evaluation's totals, including this micro-batch."""
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    task = session.task if current.embedded is None else current.embedded.task
     loss, count, metrics = session.engine.evaluate(task, micro.data)
-    finished = evaluate_metrics(metrics, session.metrics.names)
+    metric_sums = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
     # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
-    return present.totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
+    return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
 
 
 def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
@@ -213,105 +253,62 @@ def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
     session.evaluation.totals = totals
 
 
-def _of_whole_set(session: Session, embedded: "Embedded", batches: EvalBatches) -> Totals:
-    """This rank's totals of a set whose batches are embedded. Collective on the first call only, so a retry may run on
-    one rank.
+def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: EvalBatches) -> Totals:
+    """Return this rank's totals of a set whose batches are embedded.
+
+    Collective on the first call only, so that a retry may run on one rank.
     """
-    parts = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
+    global_batches = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
     session.metrics.reset()  # drops results of an attempt that ran out of memory
-    of_all = Totals()
-    for start, chosen in parts:
+    totals = Totals()
+    for start, rows in global_batches:
         if stopping.stop_heard(session):
             break
-        watching = watched(session, session.sizes.evaluation, chosen, always=True)
+        watching = watched(session, session.sizes.evaluation, rows, always=True)
         with watching, session.state.precision.autocast:
             seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
-            loss, count, metrics = embedded.loss_of(chosen, session.state.device)
-            finished = evaluate_metrics(metrics, session.metrics.names)
+            loss, count, metrics = embedded.loss_of(rows, session.state.device)
+            metric_sums = evaluate_metrics(metrics, session.metrics.names)
             session.metrics.update(metrics)
-        of_all = of_all.plus(loss.clone(), count, finished)
+        totals = totals.plus(loss.clone(), count, metric_sums)
     stopping.agree_on_stop(session)
-    return of_all
+    return totals
 
 
 def record_objective(session: Session, means: dict[str, float]) -> None:
-    """Record this evaluation's objective and, if it has a direction, the best so far; nan and inf never are, nor is an
-    evaluation before the first step. Schedules follow scheduled evaluations only.
+    """Record this evaluation's objective and, if it has a direction, the best so far.
+
+    Neither nan or inf is ever the best, nor an evaluation before the first step. Schedules follow scheduled
+    evaluations only.
     """
-    progress, (direction, metric) = session.state.progress, session.objective
+    progress = session.state.progress
+    direction, metric = session.objective
     if metric not in means:  # only some batches may have it
-        if progress.objective is None:
-            raise no_such_metric("objective", direction or "auto", metric, means)
-        session.tracker.warn_once(
-            f"objective={direction or 'auto'} {metric}: the evaluation at step {progress.step} has no such metric, "
-            f"which counts as nan; it has {', '.join(means)}",
-            topic="an evaluation without the objective",
-        )
-    progress.objective = value = means.get(metric, math.nan)
-    if session.limits.evaluation_is_scheduled(session.state.progress):
+        _note_missing_objective(session, means)
+    value = means.get(metric, math.nan)
+    progress.objective = value
+    if session.limits.evaluation_is_scheduled(progress):
         for update in session.state.updates:
             update.schedule.evaluated(value)
+
     only_checks = session.config.mode == "train" and progress.step == 0
-    if direction is None or only_checks:
+    if direction is None or only_checks or not math.isfinite(value):
         return
     best = progress.best
-    is_better = best is None or (value > best if direction == "max" else value < best)
-    if math.isfinite(value) and is_better:
-        progress.best, progress.best_step = value, progress.step
+    if best is None or (value > best if direction == "max" else value < best):
+        progress.best = value
+        progress.best_step = progress.step
 
 
-class Embedded:
-    """The embeddings of all batches of a set; the loss is computed for `batch.global_size` of them at a time, in the
-    order of the data, as in training, so it depends neither on the evaluation's micro-batch nor on the ranks.
-
-    They are kept on the host: copying them waits for the device once per batch.
-    """
-
-    def __init__(self, task: Any):
-        self._own = task
-        self._embedded: Any = None  # embeddings of the current batch
-        self._structure: Any = None
-        self._kept: list[list[Tensor]] = []
-        self._whole: list[Tensor] | None = None  # from all ranks; empty except on rank 0, which computes the loss
-
-    def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
-        """Embed a batch; the loss is computed later."""
-        self._embedded = contrastive.embed(self._own, model, batch)
-        first = tensors_in(self._embedded)[0]
-        return torch.zeros((), device=first.device), 0, {}
-
-    def keep(self, real: bool) -> None:
-        """Finish a batch, on all ranks that evaluate together."""
-        if real:
-            self._structure = self._embedded
-            self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._embedded)])
-        self._embedded = None
-
-    def gathered(self, ranks: Ranks, interleaved: bool, size: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """All ranks' embeddings, `size` samples at a time, with the index of the first: on rank 0, none on the others.
-        Collective on the first call only, so a retry may run on one rank.
-        """
-        if self._whole is None:
-            ranks.check_peers()
-            own = contrastive.join(self._kept, self._own.setting) if self._kept else []
-            parts = [part for part in ranks.all_gather_object(own) if part]  # none for a stream without samples
-            self._whole = _in_order(parts, interleaved, self._own.setting) if parts and ranks.is_rank_zero else []
-            self._kept = []
-        samples = len(self._whole[0]) if self._whole else 0
-        return ((start, [own[start:end] for own in self._whole]) for start, end in ranges(0, samples, size))
-
-    def loss_of(self, chosen: list[Tensor], device: torch.device) -> tuple[Tensor, Any, Metrics]:
-        """The loss of these samples' embeddings."""
-        own = [tensor.to(device) for tensor in chosen]
-        loss: tuple[Tensor, Any, Metrics] = self._own.loss_of_embeddings(contrastive.like(self._structure, own))
-        return loss
-
-
-def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> list[Tensor]:
-    """The rows of all ranks in the order of the data."""
-    joined = contrastive.join(parts, setting)
-    if not interleaved or len(parts) == 1:
-        return joined
-    numbers = [torch.arange(len(part[0])) * len(parts) + rank for rank, part in enumerate(parts)]
-    order = torch.cat(numbers).argsort()
-    return [tensor[order] for tensor in joined]
+def _note_missing_objective(session: Session, means: dict[str, float]) -> None:
+    """Raise UserError if no evaluation has had the objective's metric; otherwise warn that this one has none."""
+    progress = session.state.progress
+    direction, metric = session.objective
+    setting = direction or "auto"
+    if progress.objective is None:
+        raise no_such_metric("objective", setting, metric, means)
+    session.tracker.warn_once(
+        f"objective={setting} {metric}: the evaluation at step {progress.step} has no such metric, which counts as "
+        f"nan; it has {', '.join(means)}",
+        topic="an evaluation without the objective",
+    )

@@ -4,7 +4,6 @@ callbacks.
 An error in a callback ends the run after its step is saved; all ranks agree on that, and on a stop.
 """
 
-import functools
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,15 @@ import torch
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
-from trainapp.losses.losses import has_embeddings
 from trainapp.memory.live_tensors import Picture
-from trainapp.models.inspect import batchnorms, evaluation_mode, instead_of_batchnorm, per_sample_buffers
+from trainapp.models.inspect import evaluation_mode
 from trainapp.optim.schedules import rates
-from trainapp.rng import PADDING
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.training import stopping
+from trainapp.training.dependence import note_dependence
 from trainapp.training.engine import UpdateResult
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
-from trainapp.units import listed
 
 
 @dataclass
@@ -37,9 +34,11 @@ class Verdict:
 
 def after_step(session: Session) -> None:
     """Call callbacks once per committed step: not for a retried or skipped one, nor again after a resume."""
-    callbacks, step = session.callbacks, session.state.progress.step
-    before, callbacks.stepped_at = callbacks.stepped_at, step
-    if before not in (None, step) and callbacks.by_name:
+    callbacks = session.callbacks
+    step = session.state.progress.step
+    last_step = callbacks.stepped_at
+    callbacks.stepped_at = step
+    if last_step not in (None, step) and callbacks.by_name:
         call(session, "after_step")
 
 
@@ -78,31 +77,42 @@ def call(session: Session, method: str, *arguments: Any) -> None:
     _act(session, verdict)
 
 
-def _act(session: Session, own: Verdict) -> None:
+def _act(session: Session, verdict: Verdict) -> None:
     """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
-    by_rank = [own]
-    differs, heard, pauses = session.ranks.all_reduce_max(
-        int(own != Verdict()), stopping.stop_heard(session), int(own.pauses)
+    progress = session.state.progress
+    wants_to_act = int(verdict != Verdict())
+    any_acts, signal_heard, any_pauses = session.ranks.all_reduce_max(
+        wants_to_act, stopping.stop_heard(session), int(verdict.pauses)
     )
     if not session.is_finished:
-        session.stop.agreed = heard  # the callback may have taken long: no further step
-    if session.ranks.world_size > 1 and differs:
-        by_rank = session.ranks.all_gather_object(own)
-    session.callbacks.failure = next((verdict.failure for verdict in by_rank if verdict.failure), None)
-    stops = [verdict.stop for verdict in by_rank if verdict.stop]
-    if stops and session.state.progress.stopped is None:
-        session.state.progress.stopped = stops[0]
-        session.tracker.note(f"stopping at step {session.state.progress.step}: {stops[0]}")
-    if pauses and not heard and not session.is_finished:
+        session.stop.agreed = signal_heard  # the callback may have taken long: no further step
+
+    verdicts = [verdict]
+    if session.ranks.world_size > 1 and any_acts:
+        verdicts = session.ranks.all_gather_object(verdict)
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    session.callbacks.failure = failures[0] if failures else None
+    stops = [verdict.stop for verdict in verdicts if verdict.stop]
+    if stops and progress.stopped is None:
+        progress.stopped = stops[0]
+        session.tracker.note(f"stopping at step {progress.step}: {stops[0]}")
+    if any_pauses and not signal_heard and not session.is_finished:
         session.stop.pause()
 
 
 def _view(session: Session, name: str, verdict: Verdict) -> View:
-    progress, length = session.state.progress, session.limits.length
-    is_known = length.steps_per_epoch is not None or session.config.train.max_steps is not None
+    """Return what a callback sees of the run, and by which it stops or pauses it."""
+    progress = session.state.progress
+    length = session.limits.length
+    length_is_known = length.steps_per_epoch is not None or session.config.train.max_steps is not None
 
     def stop(reason: str) -> None:
-        verdict.stop = verdict.stop or (reason if reason.startswith("stopping.") else f"callbacks.{name}: {reason}")
+        if not reason.startswith("stopping."):
+            reason = f"callbacks.{name}: {reason}"
+        verdict.stop = verdict.stop or reason
+
+    def pause() -> None:
+        verdict.pauses = True
 
     return View(
         step=progress.step,
@@ -116,10 +126,10 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         waited=session.meter.waited,
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
-        pause=functools.partial(setattr, verdict, "pauses", True),
+        pause=pause,
         is_stopping=lambda: bool(stopping.stop_heard(session)),
-        length=length.total_steps if is_known else None,
-        is_scheduled=session.limits.evaluation_is_scheduled(session.state.progress),
+        length=length.total_steps if length_is_known else None,
+        is_scheduled=session.limits.evaluation_is_scheduled(progress),
         logged=dict(session.attempt.logged),
     )
 
@@ -161,51 +171,10 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
     )
 
 
-def warn_of_padding(session: Session) -> None:
-    """Warn before the first step of results that depend on the padding, as the check of the loss has found."""
-    for topic, text in session.engine.draw_record.depends.items():
-        if topic.startswith(PADDING):
-            session.tracker.warn_once(text, topic=topic)
-
-
-def note_dependence(session: Session, context: UpdateContext) -> None:
-    """Note once what depends on the micro-batch: state that the forward writes, and what is not drawn by sample."""
-    size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
-    draw_record, is_cut = session.engine.draw_record, session.batches.accumulation(size) > 1
-    written, norms = session.snapshot.changes, set(batchnorms(session.state.model))
-    statistics = {name for name in written if name.rpartition(".")[0].removeprefix("model.") in norms}
-    other_state = written - statistics
-    modules = {"model": session.state.model, **session.state.stateful.modules}
-    other_state -= per_sample_buffers(modules)
-    if has_embeddings(session.engine.task):  # which is called once per step
-        other_state = {name for name in other_state if not name.partition(".")[0].endswith("task")}
-    if is_cut and statistics:  # without any, its layers are in evaluation mode
-        draw_record.depends["batchnorm"] = (
-            f"in training, BatchNorm normalises each micro-batch ({size}) by its own mean and variance, so outputs, "
-            "gradients and running statistics depend on the size of the micro-batch; "
-            f"{instead_of_batchnorm(session.config.model)} does not"
-        )
-    if is_cut and other_state:
-        draw_record.depends["writes"] = (
-            f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what is "
-            "computed from them depends on the micro-batch"
-        )
-    if is_cut and draw_record.draws and not session.engine.draws_by_sample:
-        draw_record.depends["draws"] = (
-            f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
-            "train.draws=per_sample (not on mps) they do not depend on it"
-        )
-    for topic, text in draw_record.depends.items() if is_cut else ():
-        session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
-    places = [own for of in draw_record.places.values() for own in of.values()]
-    if shared := sorted({own.kernel for own in places if own.axis is None and not own.varies}):
-        text = f"drawn once per step, for all samples, since no dimension has their number: {', '.join(shared)}"
-        session.tracker.warn_once(text, topic="shared draws")
-
-
 def draw_timeline(session: Session) -> None:
     """Queue a plot of this step's memory, by category; on CUDA, write the allocator's snapshot instead."""
-    step, path = session.state.progress.step, session.tracker.run_dir / "memory_timeline.png"
+    step = session.state.progress.step
+    path = session.tracker.run_dir / "memory_timeline.png"
     with session.meter.pause():
         events, kinds = session.memory.events(session.engine.gradients())
         try:
@@ -214,5 +183,6 @@ def draw_timeline(session: Session) -> None:
             session.tracker.unwritable(path.parent, error)
     if events:
         title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
-        session.tracker.picture("memory_timeline", Picture(events, kinds, session.memory.budget, title, path), step)
+        picture = Picture(events, kinds, session.memory.budget, title, path)
+        session.tracker.picture("memory_timeline", picture, step)
     session.memory.keep_events = False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_suffix, sizes_text
 from trainapp.training import events, exactness, stopping
+from trainapp.training.dependence import note_dependence
 from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
 from trainapp.training.evaluate import evaluate
 from trainapp.training.memory_watch import micro_batch_context
@@ -118,7 +119,7 @@ def grow_micro_batch(session: Session, context: UpdateContext, news: bool) -> No
         text = f"{size}{shape_suffix(sizes, bucket)}"
         session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")
     if may_change and sizes.record(context.attempt_number):
-        events.note_dependence(session, context)
+        note_dependence(session, context)
     if was_searching and sizes.search_has_ended:
         text = f"the search ended at step {context.step_number} with micro-batch {sizes_text(sizes)}"
         session.tracker.note(text)
