@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import runs
 from harness import Recorded
 
 from .conftest import limit_between, tiny
@@ -37,3 +38,19 @@ def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
     recorded = Recorded(tiny(tmp_path / "b", *LINEAR, changes=changes | {"memory.limit": peak}))
     assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
     assert recorded.run.memory.peak <= peak
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_run_resumed_in_the_search_tries_the_same_sizes_in_the_same_steps(tmp_path, stop):
+    """Also after a stop between the clean steps of a size: results would differ in the last bits, and with BatchNorm
+    in more.
+    """
+    limit = limit_between(tmp_path, (*LINEAR, "batch.global_size=128"), 50, 51)
+    limited = (*LINEAR, "batch.global_size=128", f"memory.limit={limit}", "schedule=constant", "every.eval=null")
+    for name, steps in (("whole", 9), ("parts", stop), ("parts", 9)):
+        runs.run(tmp_path / name, *runs.TINY, *limited, f"train.max_steps={steps}")
+    whole, parts = (runs.end(tmp_path / name, 9) for name in ("whole", "parts"))
+    assert runs.differences(whole, parts) == []
+    used = [runs.saved(tmp_path / name, 9)["sizes"]["used"] for name in ("whole", "parts")]
+    assert used[0] == used[1]
+    assert len(used[0][""]) >= 3  # it has grown in the end

@@ -180,7 +180,7 @@ class MicroBatchSizes:
     def is_validated(self, bucket: int) -> bool:
         """Return whether a bucket's size is validated, by its own steps or by as many samples of a larger bucket."""
         search = self.search(bucket)
-        if search.clean >= search.clean_steps:  # `search.is_validated`, inlined: runs for every micro-batch
+        if search.clean_in_process >= search.clean_steps:  # `is_validated`, inlined: runs for every micro-batch
             return True
         for other_bucket, other in self.searches.items():
             if other_bucket >= bucket and other.is_validated and other.size >= search.size:
@@ -411,6 +411,7 @@ class MicroBatchSizes:
                 search.search_has_ended,
                 search.smallest,
                 allocation,
+                search.state_dict(),
             ]
         return {"start": self.start, "buckets": buckets}
 
@@ -434,8 +435,9 @@ class MicroBatchSizes:
         has_ended: bool,
         smallest: int = 1,
         allocation: Sequence[Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
     ) -> SizeSearch:
-        """Return a search from its record, of which earlier versions have only the first four values."""
+        """Return a search from its record, of which earlier versions have only the first values."""
         if smallest_failing is not None and smallest_failing > self.start:
             # From a larger global batch: unreachable here, so it would never be validated.
             smallest_failing = None
@@ -447,6 +449,8 @@ class MicroBatchSizes:
         search.smallest_failing = smallest_failing
         search.search_has_ended = has_ended or not self.grow
         search.last_failure = None if allocation is None else FailedAllocation(*allocation)
+        if progress is not None and search.size == size:
+            search.load_state_dict(progress)
         return search
 
 

@@ -12,8 +12,9 @@ micro-batch, the smallest is tried next: if that fails, too, none can fit.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SAFETY_FACTOR = 0.98  # fraction tried of the size at which the line reaches the limit
 SMALLEST_GAIN = 0.05  # smallest relative gain worth risking a failed step
@@ -83,7 +84,8 @@ class SizeSearch:
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1  # no micro-batch has fewer samples: some models cannot train on single ones
-    clean: int = 0  # clean steps with this size so far
+    clean: int = 0  # clean steps with this size so far, also before a resume
+    clean_in_process: int = 0  # those of this process: a new one may have less memory, so it watches a size again
     largest_validated: int = 0
     smallest_failing: int | None = None  # the smallest micro-batch that failed
     failures_in_a_row: int = 0
@@ -95,7 +97,7 @@ class SizeSearch:
     @property
     def is_validated(self) -> bool:
         """Whether the size is validated: its memory is then no longer watched, which costs time on the CPU."""
-        return self.clean >= self.clean_steps
+        return self.clean_in_process >= self.clean_steps
 
     def fitted(self, ran: int, peak: PeakSample | None = None) -> int | None:
         """Record a clean step. Return the larger size to try next, or None.
@@ -107,12 +109,13 @@ class SizeSearch:
         if not self.is_full_size(ran):
             return None
         self.clean += 1
+        self.clean_in_process += 1
         self.failures_in_a_row = 0
         self.last_failure = None
         self.must_try_smallest = False
         if peak is not None:
             self.peaks[self.size] = peak.worst(self.peaks.get(self.size))
-        if not self.is_validated:
+        if self.clean < self.clean_steps:
             return None
 
         self.largest_validated = max(self.largest_validated, self.size)
@@ -166,8 +169,7 @@ class SizeSearch:
             self.largest_validated = 0  # a size that fitted once need not fit again
         self.search_has_ended = not self.grow
         if self.largest_validated:
-            self.try_size(self.largest_validated)
-            self.clean = self.clean_steps - 1  # one more clean step: it was validated before
+            self._return_to_validated()
         elif self.must_try_smallest:
             self.try_size(self.smallest)
         else:
@@ -193,14 +195,35 @@ class SizeSearch:
         """Record that the model itself fails with this size, which was tried after a smaller one had been validated: go
         back to that one, and try no others.
         """
+        self._return_to_validated()
+        self.search_has_ended = True
+
+    def _return_to_validated(self) -> None:
         self.try_size(self.largest_validated)
         self.clean = self.clean_steps - 1  # one more clean step: it was validated before
-        self.search_has_ended = True
+        self.clean_in_process = self.clean
 
     def try_size(self, size: int) -> None:
         """Continue with this unvalidated size."""
         self.size = size
         self.clean = 0
+        self.clean_in_process = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the search, as plain values: a resumed run tries the same sizes in the same steps."""
+        return {
+            "clean": self.clean,
+            "failures_in_a_row": self.failures_in_a_row,
+            "must_try_smallest": self.must_try_smallest,
+            "peaks": {size: list(peak) for size, peak in self.peaks.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `state_dict` of a search with this size. Keys of peaks may be strings, as in JSON."""
+        self.clean = saved["clean"]
+        self.failures_in_a_row = saved["failures_in_a_row"]
+        self.must_try_smallest = saved["must_try_smallest"]
+        self.peaks = {int(size): PeakSample(*peak) for size, peak in saved["peaks"].items()}
 
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
