@@ -1,18 +1,11 @@
-"""The commands beside training, such as `trainapp continue DIR`, and the table of Hydra's other sweepers. Imports no
-torch.
-"""
+"""The commands beside training, such as `trainapp continue DIR`. Imports no torch."""
 
 import argparse
-import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from typing import NamedTuple, NoReturn
 
 from trainapp.config.command_line import command, override, with_changes
 from trainapp.errors import UserError
@@ -22,8 +15,6 @@ from trainapp.new import project
 from trainapp.report import diff, page
 from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import NAME, Journal
-
-_SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
 
 
 def resumed(arguments: Sequence[str]) -> list[str]:
@@ -180,18 +171,3 @@ def run(name: str, arguments: Sequence[str]) -> bool:
         return False
     sys.argv[1:] = further or []
     return further is not None
-
-
-class TableAtEnd(Callback):
-    """Prints the table; through `atexit`, since Hydra skips `on_multirun_end` after a failed job or a signal."""
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra."""
-        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
-        if folder is not None and config.hydra.sweeper._target_ != _SWEEPER:
-            atexit.register(_show, Path(str(folder)).resolve())
-
-
-def _show(folder: Path) -> None:
-    with contextlib.suppress(UserError):  # no job has begun
-        leaderboard.show(folder)
