@@ -14,7 +14,7 @@ from trainapp.launch.launch import COMMAND
 from trainapp.new import project
 from trainapp.report import diff, page
 from trainapp.sweep import leaderboard, rows
-from trainapp.sweep.journal import NAME, Journal
+from trainapp.sweep.journal import JOURNAL, Journal
 
 
 def resumed(arguments: Sequence[str]) -> list[str]:
@@ -22,8 +22,8 @@ def resumed(arguments: Sequence[str]) -> list[str]:
     the working directory that it was started in. Raises UserError for a directory of neither.
     """
     folder = _folder("continue", arguments)
-    if (folder / NAME).exists():
-        asked, name = Journal(folder, writes=False).asked, "hydra.sweep.dir"
+    if (folder / JOURNAL).exists():
+        asked, name = Journal(folder, writes=False).last_request, "hydra.sweep.dir"
         given = _entered(asked["command"], asked["cwd"], arguments[1:])
     else:
         given, name = _entered(*_of_run("continue", folder), arguments[1:]), "hydra.run.dir"
@@ -46,7 +46,7 @@ def _of_run(name: str, folder: Path) -> tuple[list[str], str]:
     """The arguments that started a run, and its working directory."""
     if not (facts := json_object(folder / COMMAND)):
         neither = "neither a sweep nor a run of the command line was started here"
-        why = "a sweep is here; name one of its jobs" if (folder / NAME).exists() else neither
+        why = "a sweep is here; name one of its jobs" if (folder / JOURNAL).exists() else neither
         raise UserError(f"trainapp {name} {folder}: {why}")
     return facts["arguments"], facts["cwd"]
 

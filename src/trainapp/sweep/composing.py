@@ -73,7 +73,7 @@ class Composer:
 
     def job(self, number: int, values: Values) -> Composed:
         """Raises UserError for mistakes in its settings."""
-        swept = self.space.swept(values)
+        swept = self.space.swept_overrides(values)
         overrides = [*self.space.fixed, *swept]
         try:
             config = self._loader.load_sweep_config(self._sweep, [*map(command_line.for_composition, overrides)])
@@ -109,7 +109,7 @@ class Composer:
         configs: dict[str, Config] = {}
         folders: dict[Path, str] = {}
         for values in chosen:
-            name = " ".join(self.space.swept(values)) or "the job"
+            name = " ".join(self.space.swept_overrides(values)) or "the job"
             try:
                 job = self.job(numbers[values] if values in numbers else next(coming), values)
                 configs[name], digests[job.name] = job.config, job.digest

@@ -24,7 +24,7 @@ from trainapp.report import page
 from trainapp.report.page import UNKNOWN, memory_text, number_text, seconds_text
 from trainapp.sweep import samplers
 from trainapp.sweep.jobs import PLAN
-from trainapp.sweep.journal import FACTS, NAME, Journal, common_goal
+from trainapp.sweep.journal import FACTS, JOURNAL, Journal, common_objective
 from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, found_in, goal_of, over_seeds, ranked
 from trainapp.units import listed
 
@@ -50,7 +50,7 @@ def show(folder: Path) -> None:
     if merged := ranked(over_seeds(runs)):
         print()
         _print(*_with_settings(merged))
-    if (folder / NAME).exists():
+    if (folder / JOURNAL).exists():
         _print_importance(Journal(folder, writes=False))
     if left := [row.swept for row in runs if not row.name]:
         print(f"{len(left)} jobs have not begun: {listed(left)}")
@@ -152,7 +152,7 @@ def _print(header: Sequence[str], cells: Cells) -> None:
 
 def _print_importance(journal: Journal) -> None:
     """Which settings matter, if Optuna is installed."""
-    _, direction = common_goal(journal.facts) or ("", "")
+    _, direction = common_objective(journal.facts) or ("", "")
     found = samplers.importances(journal.space, journal.trials, direction)
     found.pop(SEED, None)
     if len(found) > 1:

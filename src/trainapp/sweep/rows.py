@@ -17,7 +17,7 @@ from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import run_dir
 from trainapp.sweep.jobs import RESULT
-from trainapp.sweep.journal import NAME, Journal, common_goal, facts_of
+from trainapp.sweep.journal import JOURNAL, Journal, common_objective, facts_of
 from trainapp.units import flat
 
 SEED, NOT_BEGUN = "train.seed", "not begun"
@@ -66,8 +66,8 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
     """The trials of a sweep, and what a grid has left to begin. Finished ones keep their result when they are trained
     longer. is_live: read what the others have logged.
     """
-    keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.asked else []
-    goal, rows = common_goal(journal.facts), []  # most likely also of those that have not said
+    keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.last_request else []
+    goal, rows = common_objective(journal.facts), []  # most likely also of those that have not said
     for trial in journal.trials:
         folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
         if is_live and trial.folder and state not in ("finished", "failed", "infeasible"):
@@ -81,7 +81,7 @@ def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
                 state = "interrupted"
         settings = dict(zip(keys, trial.values, strict=True))
         rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
-    if is_live and journal.asked and journal.asked["asked"]["sampler"] == "grid":
+    if is_live and journal.last_request and journal.last_request["asked"]["sampler"] == "grid":
         known = {trial.values for trial in journal.trials}
         left = (dict(zip(keys, values, strict=True)) for values in journal.space.grid() if values not in known)
         rows += [Row("", journal.path.parent, settings, NOT_BEGUN) for settings in left]
@@ -96,7 +96,7 @@ def of_folder(folder: Path) -> list[Row]:
         found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
     common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
     results = {own: json_object(own / RESULT) for own in found}
-    goal, rows = common_goal(results.values()), []
+    goal, rows = common_objective(results.values()), []
     for own, given in found.items():
         facts, state = results[own], state_of(results[own])
         if state != "finished":
@@ -120,7 +120,7 @@ def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
         found["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
     if _has_no_best(facts):
         goal = None  # that of the other runs is not its own
-    metric, direction = common_goal([facts]) or goal or ("", "")
+    metric, direction = common_objective([facts]) or goal or ("", "")
     evaluations = json_lines(folder / "evaluations.jsonl")
     if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
         best, step = (max if direction == "max" else min)(logged, key=lambda own: own[0])
@@ -131,7 +131,7 @@ def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
 
 def found_in(folder: Path) -> list[Row]:
     """The jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
-    rows = of_sweep(Journal(folder, writes=False)) if (folder / NAME).exists() else of_folder(folder)
+    rows = of_sweep(Journal(folder, writes=False)) if (folder / JOURNAL).exists() else of_folder(folder)
     if not rows:
         raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
     return rows
@@ -139,7 +139,7 @@ def found_in(folder: Path) -> list[Row]:
 
 def goal_of(rows: Sequence[Row]) -> Goal:
     """By which all rows with a value are compared; None if they differ, or none has one."""
-    return common_goal(row.facts for row in rows if row.best is not None)
+    return common_objective(row.facts for row in rows if row.best is not None)
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:

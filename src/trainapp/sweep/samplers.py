@@ -129,7 +129,7 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     from optuna.trial import TrialState, create_trial
 
     best = trial.facts.get("best_objective")
-    reached = {rung: own for rung, own in trial.reached.items() if own is not None}
+    reached = {rung: own for rung, own in trial.rung_values.items() if own is not None}
     state, value = TrialState.RUNNING, None
     if trial.state == "finished":
         state, value = TrialState.PRUNED if best is None else TrialState.COMPLETE, best

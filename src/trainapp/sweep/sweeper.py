@@ -30,7 +30,7 @@ from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, han
 from trainapp.sweep import jobs, leaderboard, rows, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of
 from trainapp.sweep.jobs import Job, Outcome, Slot
-from trainapp.sweep.journal import Journal, Trial, goals_of
+from trainapp.sweep.journal import Journal, Trial, objectives_of
 from trainapp.sweep.pruner import Pruner
 from trainapp.sweep.space import Dimension, Space, parse
 from trainapp.tracking.terminal import is_live
@@ -52,31 +52,31 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     propose = samplers.build(settings, space)
     with launch.locked(str(composer.folder)):
         journal = Journal(composer.folder)
-        started = journal.first.get("started", datetime.datetime.now().isoformat(timespec="seconds"))
+        started = journal.first_request.get("started", datetime.datetime.now().isoformat(timespec="seconds"))
         os.environ[environment.SWEEP_STARTED] = started
         environment.use_time_of_sweep()
         asked = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE} | space.to_dict()
         digests: dict[str, str] = {}
-        is_known, command = journal.asked.get("asked") == asked, _command(composed)
-        if journal.first:
-            _require_none(_differences(journal.first["asked"], asked), composer.folder)
+        is_known, command = journal.last_request.get("asked") == asked, _command(composed)
+        if journal.first_request:
+            _require_none(_differences(journal.first_request["asked"], asked), composer.folder)
         if not is_known:
             digests = composer.check({own.values: own.number for own in journal.trials})
             digests = digests if settings.sampler == "grid" else {}  # the numbers of other jobs are not yet known
-            names = [" ".join(space.swept(own.values)) for own in journal.trials if digests]
+            names = [" ".join(space.swept_overrides(own.values)) for own in journal.trials if digests]
             changed = [name for name in names if journal.digests.get(name) != digests[name]]
             _require_none([f"the configuration of {name}" for name in changed], composer.folder)
-        values = tuple(journal.first.get("values", next(space.covering())))
+        values = tuple(journal.first_request.get("values", next(space.covering())))
         config = composer.job(0, values).config
-        if journal.first:
+        if journal.first_request:
             _require_none(_changes(journal, config), composer.folder)
         if settings.pruner != "none":
             _require_pausable(settings, config)
         _require_comparable(settings, config)
-        if not is_known or journal.asked["command"] != command:
+        if not is_known or journal.last_request["command"] != command:
             facts = {"asked": asked, "command": command, "cwd": os.getcwd(), "values": values, "started": started}
             plain = json.loads(strict_json(config.to_dict(), default=str))
-            journal.add("asked" if journal.first else "sweep", **facts, digests=digests, config=plain)
+            journal.add("asked" if journal.first_request else "sweep", **facts, digests=digests, config=plain)
         launcher = None
         if composed.hydra.launcher._target_ != _BASIC:
             launcher = Plugins.instance().instantiate_launcher(
@@ -121,7 +121,7 @@ def _parts(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _changes(journal: Journal, config: Config) -> list[str]:
     """What has changed in the configuration of the first job since the sweep began."""
-    return list(map(str, resume_rules.changes(journal.first["config"], config.to_dict())))
+    return list(map(str, resume_rules.changes(journal.first_request["config"], config.to_dict())))
 
 
 def _require_none(differences: list[str], folder: Path) -> None:
@@ -196,7 +196,7 @@ class _Sweeper:
     @property
     def direction(self) -> str:
         """max or min; empty while no trial has said. Raises UserError if trials differ where they are compared."""
-        goals = goals_of(self.journal.facts)
+        goals = objectives_of(self.journal.facts)
         if len(goals) > 1 and (self.pruner or self.settings.sampler != "grid"):
             found = ", ".join(" ".join(goal) for goal in sorted(goals))
             raise UserError(f"objective: jobs have different ones ({found}), which cannot be compared; set objective")
@@ -308,7 +308,7 @@ class _Sweeper:
         self.journal.add("start", number=trial.number, threads=threads, folder=os.path.relpath(job.folder, self.folder))
         self._prepare_rungs(trial, job.folder)
         does = "continues" if (job.folder / "checkpoints").exists() else "starts"
-        swept = " ".join(self.composer.space.swept(trial.values)).replace("+", "")
+        swept = " ".join(self.composer.space.swept_overrides(trial.values)).replace("+", "")
         self._say(f"job {trial.number} {does}{f' on {slot}' * bool(str(slot))}{f': {swept}' * bool(swept)}")
         process = self._process(job, slot, threads, more)
         self.running[trial.number] = _Running(trial, process, slot, given)
@@ -320,7 +320,7 @@ class _Sweeper:
         """Raises UserError if configuration files have changed: the job would not be like those that have run."""
         known = self.journal.digests.get(job.name)
         if known != job.digest:
-            first = self.composer.job(0, tuple(self.journal.first["values"]))
+            first = self.composer.job(0, tuple(self.journal.first_request["values"]))
             changes = _changes(self.journal, first.config)
             if known or changes:
                 what = "; ".join(changes) or "other files of this job"
@@ -415,11 +415,11 @@ class _Sweeper:
         folder = Path(trial.folder)
         if self.pruner is None or not (asks := json_object(folder / rungs.ASKS)):
             return
-        if (rung := asks["rung"]) not in trial.reached:
+        if (rung := asks["rung"]) not in trial.rung_values:
             self.journal.add("rung", number=trial.number, **asks)
         if trial.is_held and self.pruner.passes(trial, rung, self.journal.trials, self.direction):
             self.journal.add("promote", number=trial.number, rung=rung)
-        rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": rung in trial.passed})
+        rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": rung in trial.passed_rungs})
         (folder / rungs.ASKS).unlink()
 
     def _note_end(self, trial: Trial, found: Outcome) -> None:
