@@ -29,9 +29,10 @@ from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, how_to_quit, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
 from trainapp.sweep.composing import Composed, Composer, settings_of
-from trainapp.sweep.jobs import Job, Outcome, Slot
+from trainapp.sweep.jobs import Job, MemoryNeed, Outcome
 from trainapp.sweep.journal import Journal, Trial, objectives_of
 from trainapp.sweep.pruner import Pruner
+from trainapp.sweep.slots import SHARE, Slot, divide_machine
 from trainapp.sweep.space import Dimension, Space, parse
 from trainapp.tracking.terminal import is_live
 from trainapp.units import bytes_text
@@ -182,7 +183,7 @@ class _Sweeper:
         self.packs = settings.pack and launcher is None and config.mode == "train"
         self.running: dict[int, _Running] = {}
         count = 1 if settings.parallel == "auto" else int(settings.parallel)
-        self.slots = [Slot()] * count if launcher else jobs.slots(settings.parallel, config, self.packs)
+        self.slots = [Slot()] * count if launcher else divide_machine(settings.parallel, config, self.packs)
         retried = ("new", "stopped", "failed", "infeasible") if settings.retry_failed else ("new", "stopped")
         promoted = [own for own in journal.trials if own.state == "paused" and not own.is_held]  # and then killed
         self.to_resume = [own for own in journal.trials if own.state in retried or own in promoted]
@@ -190,7 +191,7 @@ class _Sweeper:
         self._deadline = deadline_of("sweep.max_time", settings.max_time, time.time())
         self._shown_at, self._waits = 0.0, False
         self._killed: Counter[int] = Counter()  # by trial
-        self._needs: dict[int, jobs.Need | None] = {}  # by trial
+        self._needs: dict[int, MemoryNeed | None] = {}  # by trial
         self.bar = tqdm(bar_format="{desc}", disable=not is_live())
 
     @property
@@ -300,7 +301,7 @@ class _Sweeper:
                 return self._put_back(trial)
             slot = fitting[0]
             if need is not None and need.is_infeasible:
-                size = f"{bytes_text(need.bytes)} of {bytes_text(need.room / jobs.SHARE)}"
+                size = f"{bytes_text(need.bytes)} of {bytes_text(need.device_bytes / SHARE)}"
                 why = f"out of memory by its plan at micro-batch 1: it needs {size}"
                 return self._note_end(trial, Outcome("infeasible", why, {}))
         given, more = self._share(job, slot, need)
@@ -337,29 +338,29 @@ class _Sweeper:
         if (need := self._needs[trial.number]) is not None and need.is_infeasible:
             del self._needs[trial.number]
 
-    def _share(self, job: Composed, slot: Slot, need: jobs.Need | None) -> tuple[float, list[str]]:
+    def _share(self, job: Composed, slot: Slot, need: MemoryNeed | None) -> tuple[float, list[str]]:
         """The bytes that the job is given of its device, and the overrides that tell it. need: by `sweep.pack`."""
         if not self.packs:
-            return math.inf, [] if self.launcher else slot.memory(job.config)
-        if need is None or need.bytes > need.room:
+            return math.inf, [] if self.launcher else slot.memory_overrides(job.config)
+        if need is None or need.bytes > need.device_bytes:
             return math.inf, []
         has_eval_size = job.config.batch.eval_micro_size != "auto"  # of which the plan knows nothing
         own = [] if has_eval_size else [f"batch.eval_micro_size={need.micro_size}"]
         return need.bytes, [f"memory.limit={need.bytes}", *own]
 
-    def _need(self, job: Composed, slot: Slot) -> jobs.Need | None:
+    def _need(self, job: Composed, slot: Slot) -> MemoryNeed | None:
         if job.number not in self._needs:
             folder = job.folder / "plan"
             command = self.composer.command(job, ["mode=plan", "plan.techniques=false"], folder)
-            self._needs[job.number] = jobs.need(command, folder, slot)
+            self._needs[job.number] = jobs.plan_memory(command, folder, slot)
         return self._needs[job.number]
 
-    def _has_room(self, slot: Slot, need: jobs.Need | None) -> bool:
+    def _has_room(self, slot: Slot, need: MemoryNeed | None) -> bool:
         """Whether the job fits beside those on the slot's device. One without an estimate, or that needs all of it, has
         the device alone.
         """
         used = sum(own.bytes for own in self.running.values() if own.slot.gpus == slot.gpus)
-        return used == 0 or (need is not None and used + need.bytes <= need.room)
+        return used == 0 or (need is not None and used + need.bytes <= need.device_bytes)
 
     def _process(self, job: Composed, slot: Slot, threads: int | None, more: list[str]) -> Job:
         if self.launcher is not None:
@@ -381,7 +382,7 @@ class _Sweeper:
     def _find_running(self) -> None:
         """The jobs that outlived an earlier process of this sweep; those that did not are to be resumed."""
         lost = {Path(own.folder): own for own in self.journal.trials if own.state == "running"}
-        for folder, job in jobs.orphans(lost).items():
+        for folder, job in jobs.find_orphans(lost).items():
             free = self._free_slots() or self.slots
             slot = next((own for own in free if own.gpus and ",".join(own.gpus) == job.gpus), free[0])
             self.running[lost[folder].number] = _Running(lost[folder], job, slot)
@@ -401,7 +402,7 @@ class _Sweeper:
             if self.stop and found.state == "stopped":  # as asked, also where it had not begun to hear signals
                 found = found._replace(error="")
             is_lost = found.state == "stopped" and status < 0 and not self.stop  # or an orphan of an earlier process
-            self._killed[number] += is_lost and status != jobs.UNKNOWN
+            self._killed[number] += is_lost and status != jobs.NOT_OUR_CHILD
             if is_lost and self._killed[number] > _RETRIES:
                 found, is_lost = found._replace(state="failed", error=f"{found.error}, {_RETRIES + 1} times"), False
             self._note_end(own.trial, found)
@@ -464,7 +465,9 @@ class _Sweeper:
 
     def _print_opening(self) -> None:
         at_a_time = f"{len(self.slots)} at a time" if len(self.slots) > 1 else "one at a time"
-        share = "" if self.packs else "".join(f", each with {text}" for text in self.slots[0].memory(self.config))
+        share = (
+            "" if self.packs else "".join(f", each with {text}" for text in self.slots[0].memory_overrides(self.config))
+        )
         states = Counter(own.state for own in self.journal.trials)
         known = "".join(f"; {number} {state}" for state, number in states.items())
         jobs_text = f"{self.count} job{'s' * (self.count != 1)}"
