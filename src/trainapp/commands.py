@@ -13,7 +13,7 @@ from trainapp.files import CALLER, json_object
 from trainapp.launch.launch import COMMAND
 from trainapp.new import project
 from trainapp.report import diff, page
-from trainapp.sweep import leaderboard, rows
+from trainapp.sweep import leaderboard, rows, tables
 from trainapp.sweep.journal import JOURNAL, Journal
 
 
@@ -74,7 +74,7 @@ def write_report(arguments: Sequence[str]) -> None:
     path = (folders[0] if len(folders) == 1 else Path.cwd()) / page.NAME
     try:
         if len(folders) == 1 and not (path.parent / ".hydra").exists():
-            leaderboard.write_page(path.parent, rows.found_in(path.parent))
+            tables.write_page(path.parent, rows.read_rows(path.parent))
         else:
             page.write_runs(folders, path)
     except OSError as error:

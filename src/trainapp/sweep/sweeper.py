@@ -28,7 +28,7 @@ from trainapp.hooks import rungs
 from trainapp.launch import environment, launch
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, how_to_quit, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
-from trainapp.sweep.composing import Composed, Composer, settings_of
+from trainapp.sweep.composing import ComposedJob, Composer, read_settings
 from trainapp.sweep.jobs import Job, MemoryNeed, Outcome
 from trainapp.sweep.journal import Journal, Trial, objectives_of
 from trainapp.sweep.pruner import Pruner
@@ -48,7 +48,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     jobs failed, 75 if it was interrupted and the same command continues it.
     """
     environment.require_one_process("multirun", "start `python -m trainapp -m ...` once: it starts its jobs itself")
-    settings, space = settings_of(composed), parse(arguments, context.config_loader)
+    settings, space = read_settings(composed), parse(arguments, context.config_loader)
     composer = Composer(context.config_loader, composed, space)
     propose = samplers.build(settings, space)
     with launch.locked(str(composer.folder)):
@@ -317,7 +317,7 @@ class _Sweeper:
             process.terminate()
         return None
 
-    def _require_unchanged(self, job: Composed) -> None:
+    def _require_unchanged(self, job: ComposedJob) -> None:
         """Raises UserError if configuration files have changed: the job would not be like those that have run."""
         known = self.journal.digests.get(job.name)
         if known != job.digest:
@@ -338,7 +338,7 @@ class _Sweeper:
         if (need := self._needs[trial.number]) is not None and need.is_infeasible:
             del self._needs[trial.number]
 
-    def _share(self, job: Composed, slot: Slot, need: MemoryNeed | None) -> tuple[float, list[str]]:
+    def _share(self, job: ComposedJob, slot: Slot, need: MemoryNeed | None) -> tuple[float, list[str]]:
         """The bytes that the job is given of its device, and the overrides that tell it. need: by `sweep.pack`."""
         if not self.packs:
             return math.inf, [] if self.launcher else slot.memory_overrides(job.config)
@@ -348,7 +348,7 @@ class _Sweeper:
         own = [] if has_eval_size else [f"batch.eval_micro_size={need.micro_size}"]
         return need.bytes, [f"memory.limit={need.bytes}", *own]
 
-    def _need(self, job: Composed, slot: Slot) -> MemoryNeed | None:
+    def _need(self, job: ComposedJob, slot: Slot) -> MemoryNeed | None:
         if job.number not in self._needs:
             folder = job.folder / "plan"
             command = self.composer.command(job, ["mode=plan", "plan.techniques=false"], folder)
@@ -362,7 +362,7 @@ class _Sweeper:
         used = sum(own.bytes for own in self.running.values() if own.slot.gpus == slot.gpus)
         return used == 0 or (need is not None and used + need.bytes <= need.device_bytes)
 
-    def _process(self, job: Composed, slot: Slot, threads: int | None, more: list[str]) -> Job:
+    def _process(self, job: ComposedJob, slot: Slot, threads: int | None, more: list[str]) -> Job:
         if self.launcher is not None:
             launcher = self.launcher
             return jobs.Launched(lambda: launcher.launch([job.overrides], initial_job_idx=job.number))
@@ -478,7 +478,7 @@ class _Sweeper:
         if self.bar.disable or time.monotonic() - self._shown_at < 1.0:
             return
         self._shown_at, counts = time.monotonic(), Counter(own.state for own in self.journal.trials)
-        best = leaderboard.best_of(rows.of_sweep(self.journal, is_live=False))
+        best = leaderboard.best_text(rows.read_sweep(self.journal, is_live=False))
         states = ("finished", "running", "paused", "failed")
         text = ", ".join(f"{counts[name]} {name}" for name in states if counts[name])
         self.bar.set_description_str(f"{text} of {self.count}{f'; best {best}' if best else ''}")
