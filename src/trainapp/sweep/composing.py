@@ -117,6 +117,8 @@ class Composer:
         is_whole = self.space.size <= MOST_CHECKED
         configurations = list(self.space.grid() if is_whole else self.space.covering())
         print(f"checking {len(configurations)} jobs", flush=True)
+
+        # Settings, as each job has them, and directories, which no two jobs may share.
         next_numbers = itertools.count(len(numbers))
         errors: dict[str, str] = {}
         digests: dict[str, str] = {}
@@ -136,7 +138,7 @@ class Composer:
             if first_name != name:
                 errors[name] = f"hydra.sweep.subdir: its directory is that of {first_name}; name hydra:job.num in it"
 
-        # In a process of its own, since it imports torch and users' modules, which this one does not need.
+        # Classes, in a process of its own, since it imports torch and users' modules, which this one does not need.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             errors |= process.submit(_errors_of_classes, configs).result()
         if errors:
@@ -184,7 +186,8 @@ def _by_message(errors: dict[str, str]) -> str:
     for name, message in errors.items():
         one_line = "; ".join(message.splitlines())
         names_by_message.setdefault(one_line, []).append(name)
-    return "\n".join(f"{listed(names)}: {message}" for message, names in names_by_message.items())
+    lines = [f"{listed(names)}: {message}" for message, names in names_by_message.items()]
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Ranked by the best value of the objective, whose checkpoint each run keeps. Wher
 differ in nothing else are one row, with mean and standard deviation.
 """
 
+import atexit
 import contextlib
 import shlex
 import shutil
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
+from trainapp.errors import UserError
 from trainapp.files import json_object, shown
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
@@ -29,6 +33,7 @@ TABLE = "leaderboard.csv"
 MARKDOWN = "leaderboard.md"
 _FEWEST_CHARACTERS = 20  # for the settings beside the other columns; with fewer they are lines of their own
 _INDENT_BELOW = 4  # of those lines
+_OWN_SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
 
 
 def show(folder: Path) -> None:
@@ -160,3 +165,24 @@ def _print_longer_command(best: Row, config: dict[str, Any]) -> None:
     if config.get("train", {}).get(other_setting) is not None:  # else it would end the run as before
         command += f" train.{other_setting}=null"
     print(f"  train it longer   {command}")
+
+
+class TableAtEnd(Callback):
+    """Prints the table of a sweep by another of Hydra's sweepers; the program's own prints it itself.
+
+    It does so through `atexit`, since Hydra skips `on_multirun_end` after a failed job or a signal.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Print the table of this sweep when the process ends. Called by Hydra."""
+        if config.hydra.sweeper._target_ == _OWN_SWEEPER:
+            return
+        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
+        if folder is not None:
+            atexit.register(_show_table, Path(str(folder)).resolve())
+
+
+def _show_table(folder: Path) -> None:
+    """Print the table, if any job has begun."""
+    with contextlib.suppress(UserError):
+        show(folder)

@@ -72,7 +72,8 @@ class Pruner:
         if is_last:
             rivals = [trial for trial in rivals if trial.state not in ("failed", "infeasible")]
         count = max(len(rivals) // self.eta, int(is_last))
-        return sorted(rivals, key=lambda trial: _rank_key(trial, rung, direction))[:count]
+        ranked = sorted(rivals, key=lambda trial: _rank_key(trial, rung, direction))
+        return ranked[:count]
 
 
 def _passes_median(trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:

@@ -65,7 +65,8 @@ def table_with_settings(rows: Sequence[Row]) -> tuple[Header, Cells]:
     header, cells = table_of(rows, ())
     short_names = _short_names(setting_names(rows))
     for row, line in zip(rows, cells, strict=True):
-        line.append(" ".join(f"{short_names[name]}={value}" for name, value in row.settings.items()))
+        settings = [f"{short_names[name]}={value}" for name, value in row.settings.items()]
+        line.append(" ".join(settings))
     return [*header, "settings"], cells
 
 
@@ -156,6 +157,7 @@ def write_page(folder: Path, rows: Sequence[Row]) -> None:
     if failed:
         tables.append(("Failed jobs", ["job", "error"], failed))
 
+    # Points of the charts: `number` is the job's place in time.
     charted = []
     for row in ranked:
         if row.best is not None:
