@@ -11,7 +11,10 @@ from omegaconf import DictConfig
 
 @dataclass
 class Settings:
-    """params: a search space in a configuration file, such as `{optimizer.lr: "interval(1e-4,1e-1)"}`."""
+    """The settings `hydra.sweeper`.
+
+    params: a search space in a configuration file, such as `{optimizer.lr: "interval(1e-4,1e-1)"}`.
+    """
 
     _target_: str = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
     params: Any = None
@@ -21,18 +24,22 @@ ConfigStore.instance().store(group="hydra/sweeper", name="trainapp", node=Settin
 
 
 class TrainappSweeper(Sweeper):
-    """See `trainapp.sweep`."""
+    """Hydra's way into `trainapp.sweep`."""
 
     def __init__(self, params: Any = None) -> None:
         self.params = dict(params or {})
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra."""
-        self.parts = hydra_context, task_function, config
+        """Store what `sweep` needs. Called by Hydra."""
+        self.setup_arguments = (hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """Called by Hydra, with the overrides of the command line. Raises SystemExit with the sweep's status."""
+        """Run the sweep of these overrides of the command line. Called by Hydra.
+
+        Raises SystemExit with the sweep's status, unless that is 0.
+        """
         from trainapp.sweep import sweeper
 
-        given = [f"{name}={text}" for name, text in self.params.items()]
-        sweeper.run(*self.parts, [*given, *arguments])
+        overrides = [f"{name}={text}" for name, text in self.params.items()]
+        overrides += arguments  # later ones count
+        sweeper.run(*self.setup_arguments, overrides)

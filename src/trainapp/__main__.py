@@ -17,12 +17,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import trainapp
+from trainapp import commands
 from trainapp.config import command_line, compose
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
 from trainapp.signals import PAUSED, TIME_IS_UP, Interrupted
-from trainapp.sweep import commands
 
 log = logging.getLogger(__name__)
 

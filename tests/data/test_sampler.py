@@ -316,7 +316,7 @@ def test_a_dummy_has_as_many_samples_as_the_model_needs(samples):
     """65 samples on two ranks are 33 and 32: in threes, since none may be alone, and as often on both."""
 
     class Rank(SingleRank):
-        world = 2
+        world_size = 2
 
         def __init__(self, rank):
             self.rank = rank

@@ -91,7 +91,7 @@ def _place() -> str:
 class TwoRanks(SingleRank):
     """Seen from one of two ranks with equal data."""
 
-    world, device = 2, CUDA
+    world_size, device = 2, CUDA
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         return value * 2

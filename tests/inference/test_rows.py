@@ -15,7 +15,7 @@ DECIDES = {"checkpoint": "a"}
 class OneOfTwo:
     """A rank whose peer has written as many rows; rank 1 gets `answer` of rank 0."""
 
-    world = 2
+    world_size = 2
 
     def __init__(self, rank=0, answer=None):
         self.rank, self.is_rank_zero, self._answer = rank, rank == 0, answer

@@ -77,24 +77,24 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     journal.add("start", number=2, threads=None, folder=str(tmp_path / "2"))
     (tmp_path / "2/metrics.jsonl").write_text('{"step": 3}\n{"step": 5')
     (tmp_path / "2/evaluations.jsonl").write_text('{"step": 3, "accuracy": 0.9}\n')
-    assert rows.of_sweep(journal)[2].state == "interrupted"
+    assert rows.read_sweep(journal)[2].state == "interrupted"
     with launch.locked(str(tmp_path)):  # by its sweep: the job is starting, or ending
-        assert rows.of_sweep(journal)[2].state == "running"
+        assert rows.read_sweep(journal)[2].state == "running"
     with launch.locked(str(tmp_path / "2")):
-        found = rows.of_sweep(journal)
+        found = rows.read_sweep(journal)
     assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
-    assert leaderboard.best_of(found) == "accuracy 0.9 (job 2)"
+    assert leaderboard.best_text(found) == "accuracy 0.9 (job 2)"
 
 
 def test_repetitions_are_not_seeds(tmp_path):
     def row(seed, width):
         return rows.Row("", tmp_path, {"train.seed": seed, "width": width}, "finished", FACTS)
 
-    found = rows.over_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
+    found = rows.merge_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
     assert [own.spread for own in found] == [None, None, 0.0]
-    assert rows.over_seeds([row("0", "4"), row("0", "4")]) == []
+    assert rows.merge_seeds([row("0", "4"), row("0", "4")]) == []
     left = rows.Row("", tmp_path, {"train.seed": "2", "width": "4"}, rows.NOT_BEGUN)
-    (one,) = rows.over_seeds([row("0", "4"), row("1", "4"), left])
+    (one,) = rows.merge_seeds([row("0", "4"), row("1", "4"), left])
     assert (one.state, one.is_whole) == ("finished, not begun", False)
 
 
@@ -111,7 +111,7 @@ def test_runs_of_different_files_are_not_averaged(tmp_path):
         (folder / "command.json").write_text("{}")
         (folder / "overrides.yaml").write_text(f"[model=mine, train.seed={seed}]")
         (folder / "config.yaml").write_text(f"{{model: {{width: {width}}}, train: {{seed: {seed}, max_steps: 5}}}}")
-    merged = rows.over_seeds(rows.of_folder(tmp_path))
+    merged = rows.merge_seeds(rows.read_folder(tmp_path))
     assert [own.name for own in merged] == ["0,1", "2"]
 
 

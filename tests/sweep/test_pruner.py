@@ -12,34 +12,34 @@ def pruner(**own):
 
 
 def trials_at(rung, *values):
-    return [Trial(n, (str(n),), "paused", reached={rung: value}) for n, value in enumerate(values)]
+    return [Trial(n, (str(n),), "paused", rung_values={rung: value}) for n, value in enumerate(values)]
 
 
 def simulated(own, curves, direction="max"):
     """A sweep with one slot. Returns the steps of each trial, of 27, and the finished ones."""
-    trials, rungs = [Trial(number, (str(number),)) for number in range(len(curves))], own.count
+    trials, rungs = [Trial(number, (str(number),)) for number in range(len(curves))], own.rung_count
     begun, steps, finished = 0, [0] * len(curves), []
     while True:
         found = own.promotable(trials[:begun], direction, is_last=begun == len(curves))
         if found is not None:
             trial, rung = found
-            trial.passed.add(rung)
+            trial.passed_rungs.add(rung)
         elif begun < len(curves):
             trial, begun = trials[begun], begun + 1
         else:
             return steps, finished
         trial.state = "running"
         for rung, fraction in own.rungs(trial):
-            trial.reached[rung] = curves[trial.number](fraction)
+            trial.rung_values[rung] = curves[trial.number](fraction)
             steps[trial.number] = round(27 * fraction)
             if not own.passes(trial, rung, trials[:begun], direction):
                 trial.state = "paused"
                 break
-            trial.passed.add(rung)
+            trial.passed_rungs.add(rung)
         else:
             trial.state, steps[trial.number] = "finished", 27
             finished.append(trial.number)
-        assert rungs == own.count
+        assert rungs == own.rung_count
 
 
 def test_rungs_are_at_powers_of_eta():
@@ -49,18 +49,18 @@ def test_rungs_are_at_powers_of_eta():
         (2, pytest.approx(1 / 3)),
     ]
     assert pruner(eta=2, rungs=1).rungs(Trial(0, ())) == [(0, 0.5)]
-    assert pruner().rungs(Trial(0, (), reached={0: 1.0, 1: 1.0})) == [(2, pytest.approx(1 / 3))]
+    assert pruner().rungs(Trial(0, (), rung_values={0: 1.0, 1: 1.0})) == [(2, pytest.approx(1 / 3))]
 
 
 def test_the_best_third_passes():
     own, six = pruner(), trials_at(0, 0.1, 0.9, 0.3, 0.5, 0.2, 0.8)
     assert own.promotable(six, "max")[0].number == 1
-    six[1].passed.add(0)
+    six[1].passed_rungs.add(0)
     assert own.promotable(six, "max")[0].number == 5
-    six[5].passed.add(0)
+    six[5].passed_rungs.add(0)
     assert own.promotable(six, "max") is None
     assert own.promotable(six, "min")[0].number == 0
-    new = Trial(6, (), reached={0: 0.85})
+    new = Trial(6, (), rung_values={0: 0.85})
     assert own.passes(new, 0, [*six, new], "max")
     assert not own.passes(new, 0, [*six, new], "min")
 

@@ -35,7 +35,7 @@ def test_what_is_swept_and_what_is_fixed(loader):
         Dimension("c", ("[1,2]", "[3]")),
     )
     assert space.intervals == ["optimizer.lr", "model.width"]
-    assert space.swept(("gpt", "2", "0.01", "5", "[3]"))[:2] == ["model=gpt", "+a.b=2"]
+    assert space.swept_overrides(("gpt", "2", "0.01", "5", "[3]"))[:2] == ["model=gpt", "+a.b=2"]
 
 
 def test_each_choice_and_both_ends_are_checked(loader):

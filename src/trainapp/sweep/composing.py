@@ -1,4 +1,4 @@
-"""What a job of a sweep is: its overrides, directory, configuration and command. All are checked before any trains."""
+"""The jobs of a sweep: their overrides, directories, configurations and commands. All are checked before any trains."""
 
 import hashlib
 import itertools
@@ -25,7 +25,7 @@ from trainapp.files import strict_json
 from trainapp.sweep.space import Space, Values
 from trainapp.units import listed
 
-CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
+MOST_CHECKED = 300  # jobs of a grid; composing one takes 0.2 s
 # Hydra's own overrides that are about the sweep.
 _OF_THE_SWEEP = (
     "hydra.mode=",
@@ -38,30 +38,31 @@ _OF_THE_SWEEP = (
 )
 
 
-def settings_of(composed: DictConfig) -> Sweep:
-    """The settings `sweep.*`. Raises UserError with all mistakes."""
+def read_settings(composed: DictConfig) -> Sweep:
+    """Return the settings `sweep.*`. Raises UserError with all mistakes."""
     plain = cast(Any, OmegaConf.to_container(composed.sweep, resolve=True))
     try:
         return TypeAdapter(Sweep).validate_python(plain)
     except pydantic.ValidationError as error:
-        known = list(composed.sweep)
-        raise UserError("\n".join(messages(error, "sweep", lambda location: known))) from None
+        names = list(composed.sweep)
+        raise UserError("\n".join(messages(error, "sweep", lambda location: names))) from None
 
 
 @dataclass(frozen=True)
-class Composed:
-    """overrides: what the job's command line has, without Hydra's."""
+class ComposedJob:
+    """A job as its overrides determine it."""
 
     number: int
     name: str  # the overrides in which jobs differ
-    overrides: list[str]
+    overrides: list[str]  # of its command line, without Hydra's
     folder: Path
     config: Config
 
     @property
     def digest(self) -> str:
-        """Equal for equal configurations."""
-        return hashlib.sha256(strict_json(resume_rules.settings(self.config.to_dict())).encode()).hexdigest()
+        """A checksum, equal for equal configurations."""
+        settings = resume_rules.settings(self.config.to_dict())
+        return hashlib.sha256(strict_json(settings).encode()).hexdigest()
 
 
 class Composer:
@@ -69,79 +70,105 @@ class Composer:
 
     def __init__(self, loader: ConfigLoader, sweep: DictConfig, space: Space):
         self.folder = Path(str(sweep.hydra.sweep.dir)).resolve()
-        self._loader, self._sweep, self.space = loader, sweep, space
+        self.space = space
+        self._loader = loader
+        self._sweep = sweep
 
-    def job(self, number: int, values: Values) -> Composed:
-        """Raises UserError for mistakes in its settings."""
-        swept = self.space.swept(values)
+    def job(self, number: int, values: Values) -> ComposedJob:
+        """Return the job with this number and these values. Raises UserError for mistakes in its settings."""
+        swept = self.space.swept_overrides(values)
         overrides = [*self.space.fixed, *swept]
+        composed = self._compose(overrides)
+        with open_dict(composed):
+            composed.hydra.job.num = number
+            composed.hydra.job.id = str(number)
+        with _resolved_by(composed):
+            folder = self.folder / str(OmegaConf.select(composed, "hydra.sweep.subdir"))
+            with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+                composed.hydra.runtime.output_dir = str(folder)
+            task = composed.copy()
+            with open_dict(task):
+                del task["hydra"]
+            config = compose.from_hydra(task, str(folder), "", overrides)
+        return ComposedJob(number, " ".join(swept), overrides, folder, config)
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        """Return what Hydra composes from the overrides. Raises UserError for mistakes in them."""
+        texts = [command_line.for_composition(text) for text in overrides]
         try:
-            config = self._loader.load_sweep_config(self._sweep, [*map(command_line.for_composition, overrides)])
+            return self._loader.load_sweep_config(self._sweep, texts)
         except Exception as error:
             message = command_line.explain(error, overrides)
             if message is None:
                 raise
             raise UserError(message) from None
-        with open_dict(config):
-            config.hydra.job.num, config.hydra.job.id = number, str(number)
-        with _resolved_by(config):
-            folder = self.folder / str(OmegaConf.select(config, "hydra.sweep.subdir"))
-            with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
-                config.hydra.runtime.output_dir = str(folder)
-            task = config.copy()
-            with open_dict(task):
-                del task["hydra"]
-            checked = compose.from_hydra(task, str(folder), "", overrides)
-            return Composed(number, " ".join(swept), overrides, folder, checked)
 
     def check(self, numbers: Mapping[Values, int]) -> dict[str, str]:
-        """Compose all jobs of a grid of up to CHECKED, otherwise each choice and both ends of each interval. Returns
-        the digests of a whole grid's jobs, by name. Raises UserError that names those that could not start.
+        """Compose all jobs of a grid of up to MOST_CHECKED, otherwise each choice and both ends of each interval.
 
-        numbers: of jobs that have one.
+        Args:
+            numbers: of the jobs that have one.
+
+        Returns:
+            The digests of a whole grid's jobs, by name; otherwise nothing.
+
+        Raises UserError that names the jobs that could not start.
         """
-        is_whole = self.space.size <= CHECKED
-        chosen = list(self.space.grid() if is_whole else self.space.covering())
-        print(f"checking {len(chosen)} jobs", flush=True)
-        coming = itertools.count(len(numbers))
+        is_whole = self.space.size <= MOST_CHECKED
+        configurations = list(self.space.grid() if is_whole else self.space.covering())
+        print(f"checking {len(configurations)} jobs", flush=True)
+
+        # Settings, as each job has them, and directories, which no two jobs may share.
+        next_numbers = itertools.count(len(numbers))
         errors: dict[str, str] = {}
         digests: dict[str, str] = {}
         configs: dict[str, Config] = {}
-        folders: dict[Path, str] = {}
-        for values in chosen:
-            name = " ".join(self.space.swept(values)) or "the job"
+        names_by_folder: dict[Path, str] = {}
+        for values in configurations:
+            name = " ".join(self.space.swept_overrides(values)) or "the job"
+            number = numbers[values] if values in numbers else next(next_numbers)
             try:
-                job = self.job(numbers[values] if values in numbers else next(coming), values)
-                configs[name], digests[job.name] = job.config, job.digest
-                if (other := folders.setdefault(job.folder, name)) != name:
-                    errors[name] = f"hydra.sweep.subdir: its directory is that of {other}; name hydra:job.num in it"
+                job = self.job(number, values)
             except UserError as error:
                 errors[name] = str(error)
-        # In a process of its own, since it imports torch and users' modules, which this one does not need.
+                continue
+            configs[name] = job.config
+            digests[job.name] = job.digest
+            first_name = names_by_folder.setdefault(job.folder, name)
+            if first_name != name:
+                errors[name] = f"hydra.sweep.subdir: its directory is that of {first_name}; name hydra:job.num in it"
+
+        # Classes, in a process of its own, since it imports torch and users' modules, which this one does not need.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            errors |= process.submit(_errors_in, configs).result()
+            errors |= process.submit(_errors_of_classes, configs).result()
         if errors:
-            by_text: dict[str, list[str]] = {}
-            for name, text in errors.items():
-                by_text.setdefault("; ".join(text.splitlines()), []).append(name)
-            lines = [f"{listed(names)}: {text}" for text, names in by_text.items()]
-            raise UserError("\n".join(["sweep: nothing has run, since these jobs could not start:", *lines]))
+            raise UserError("sweep: nothing has run, since these jobs could not start:\n" + _by_message(errors))
         return digests if is_whole else {}
 
-    def command(self, job: Composed, more: list[str], folder: Path | None = None) -> list[str]:
-        """How to start the job as a process. more: other overrides. folder: in place of its own."""
-        given = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
-        return [
-            *(sys.executable, "-m", "trainapp", *command_line.flags(self._sweep.hydra)),
-            *(*job.overrides, *more, *(text for text in given if not text.startswith(_OF_THE_SWEEP))),
-            *("hydra.mode=RUN", command_line.override("hydra.run.dir", str(folder or job.folder))),
-            *(f"hydra.job.num={job.number}", f"hydra.job.id='{job.number}'"),
-            command_line.override("hydra.sweep.dir", str(self.folder)),
-        ]
+    def command(self, job: ComposedJob, more_overrides: list[str], folder: Path | None = None) -> list[str]:
+        """Return the command that starts the job as a process.
+
+        Args:
+            job: the job.
+            more_overrides: overrides that it gets besides its own.
+            folder: its directory, if not `job.folder`.
+        """
+        overrides_of_hydra = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
+        command = [sys.executable, "-m", "trainapp"]
+        command += command_line.flags(self._sweep.hydra)
+        command += job.overrides
+        command += more_overrides
+        command += [text for text in overrides_of_hydra if not text.startswith(_OF_THE_SWEEP)]
+        command.append("hydra.mode=RUN")
+        command.append(command_line.override("hydra.run.dir", str(folder or job.folder)))
+        command.append(f"hydra.job.num={job.number}")
+        command.append(f"hydra.job.id='{job.number}'")
+        command.append(command_line.override("hydra.sweep.dir", str(self.folder)))
+        return command
 
 
-def _errors_in(configs: dict[str, Config]) -> dict[str, str]:
-    """The mistakes in the classes that configurations name, and in their arguments."""
+def _errors_of_classes(configs: dict[str, Config]) -> dict[str, str]:
+    """Return the mistakes in the classes that configurations name, and in their arguments, by the jobs' names."""
     from trainapp.assembly.resolved_targets import located
 
     errors = {}
@@ -153,12 +180,22 @@ def _errors_in(configs: dict[str, Config]) -> dict[str, str]:
     return errors
 
 
+def _by_message(errors: dict[str, str]) -> str:
+    """Return the errors of jobs as text, with a line per message."""
+    names_by_message: dict[str, list[str]] = {}
+    for name, message in errors.items():
+        one_line = "; ".join(message.splitlines())
+        names_by_message.setdefault(one_line, []).append(name)
+    lines = [f"{listed(names)}: {message}" for message, names in names_by_message.items()]
+    return "\n".join(lines)
+
+
 @contextmanager
 def _resolved_by(config: DictConfig) -> Iterator[None]:
-    """Inside the block, `${hydra:...}` refers to this job."""
-    before = HydraConfig.instance().cfg
+    """Resolve `${hydra:...}` by this job's configuration inside the block."""
+    previous = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
         yield
     finally:
-        HydraConfig.instance().cfg = before
+        HydraConfig.instance().cfg = previous

@@ -5,12 +5,11 @@ prints goes to `console.log` in its directory.
 """
 
 import contextlib
+import functools
 import itertools
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +20,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainapp.config.command_line import message_in
-from trainapp.config.excludes import require_several_ranks
-from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import json_object
 from trainapp.hooks.rungs import JOB
@@ -31,114 +28,66 @@ from trainapp.report.run_files import state_of
 from trainapp.run import directory
 from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import Trial, facts_of
-from trainapp.units import parse_memory_size
+from trainapp.sweep.slots import SHARE, Slot
 
-LOG, RESULT, PLAN = "console.log", "result.json", "plan.json"
-_ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # from outside
+LOG = "console.log"
+RESULT = "result.json"
+PLAN = "plan.json"
 NOT_OUR_CHILD = -1000  # exit status of a process that this one has not started
-_MARK = "== started "  # before what each process prints
-SHARE = 0.9  # of the memory of jobs that share a device: the rest is for what no allocator counts
+# Signals that end a job from outside: it may continue.
+_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_START_MARK = "== started "  # in the log, before what each process prints
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A share of the machine: GPUs by their names in CUDA_VISIBLE_DEVICES, CPU cores, and the number of slots with
-    which it shares its memory. None: all of it.
-    """
+class MemoryNeed(NamedTuple):
+    """What a plan says about a job's memory."""
 
-    gpus: tuple[str, ...] | None = None
-    cores: tuple[int, ...] | None = None
-    sharing: int = 1
-
-    def __str__(self) -> str:
-        return f"GPU {', '.join(self.gpus)}" if self.gpus else ""
-
-    @property
-    def threads(self) -> int | None:
-        """Threads of a new trial: as many as it has cores, unless the user has set a number."""
-        if given := os.environ.get("OMP_NUM_THREADS"):
-            return int(given.partition(",")[0])
-        return len(self.cores) if self.cores else None
-
-    def memory(self, config: Config) -> list[str]:
-        """The override that gives a job an equal share of `memory.limit`."""
-        if self.sharing == 1:
-            return []
-        limit = config.memory.limit
-        if limit is None or parse_memory_size(limit, 0) == 0:  # a fraction
-            return [f"memory.limit={float(limit or SHARE) / self.sharing:.4g}"]
-        return [f"memory.limit={parse_memory_size(limit, 0) // self.sharing}"]
-
-
-def gpus_here() -> list[str]:
-    """The visible CUDA devices, as in CUDA_VISIBLE_DEVICES. If a driver is here, a process of its own asks torch."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in given.split(",") if name.strip() and name.strip() != "-1"]
-    if not (shutil.which("nvidia-smi") or Path("/dev/kfd").exists()):
-        return []
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return [str(number) for number in range(int(subprocess.run(command, capture_output=True, text=True).stdout or 0))]
-
-
-def slots(parallel: int | str, config: Config, packs: bool = False) -> list[Slot]:
-    """The machine divided for `sweep.parallel` jobs of this configuration, which says how many devices one takes.
-
-    packs: `auto` is then four per device.
-    """
-    gpus = [] if config.train.device in ("cpu", "mps") or config.mode == "plan" else gpus_here()
-    each = 1
-    if config.parallel.strategy != "single":
-        each = len(gpus) or 1 if config.parallel.devices == "auto" else int(config.parallel.devices)
-        if config.mode != "plan" and (gpus or config.parallel.devices != "auto"):
-            require_several_ranks(config, each, f"parallel.devices={config.parallel.devices}")
-    if each > len(gpus) > 0:
-        raise UserError(f"parallel.devices={each}: this machine has {len(gpus)} GPUs")
-    fitting = len(gpus) // each
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    count = int(parallel) if parallel != "auto" else (fitting or 1) * (4 if packs else 1)
-    found = []
-    for number in range(count):
-        own = tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) or tuple(cores)
-        first = number % fitting * each if fitting else 0
-        devices = tuple(gpus[first : first + each]) if gpus else None
-        found.append(Slot(devices, own if count > 1 and cores else None, -(-count // (fitting or 1))))
-    return found
-
-
-class Need(NamedTuple):
-    """What a plan says of a job: the bytes that it needs, and those that all jobs of a device may have together.
-    is_infeasible: it does not fit at micro-batch 1.
-    """
-
-    bytes: int
-    room: int
+    bytes: int  # that the job needs
+    device_bytes: int  # that all jobs of a device may use together
     micro_size: int
-    is_infeasible: bool
+    is_infeasible: bool  # it does not fit at micro-batch 1
 
 
-def need(command: Sequence[str], folder: Path, slot: Slot) -> Need | None:
-    """Plan a job in a process, which takes some seconds. command: of mode=plan, in that folder. None: no estimate."""
+def plan_memory(command: Sequence[str], folder: Path, slot: Slot) -> MemoryNeed | None:
+    """Plan a job in a process, which takes some seconds. Return None if there is no estimate.
+
+    Args:
+        command: of mode=plan, in that folder.
+        folder: of the plan.
+        slot: of the job.
+    """
     (folder / PLAN).unlink(missing_ok=True)
     subprocess.run(command, capture_output=True, env=_environment(folder, [], slot, slot.threads))
     facts = json_object(folder / PLAN)
-    if (peak := facts.get("peak_bytes")) is None:
+    peak = facts.get("peak_bytes")
+    if peak is None:
         return None
-    limit, is_infeasible = facts["limit_bytes"], not facts["largest_micro_size"] and peak > facts["limit_bytes"]
-    return Need(int(peak * (1 + facts["margin"])) + 1, int(SHARE * limit), facts["micro_size"], is_infeasible)
+    limit = facts["limit_bytes"]
+    return MemoryNeed(
+        bytes=int(peak * (1 + facts["margin"])) + 1,
+        device_bytes=int(SHARE * limit),
+        micro_size=facts["micro_size"],
+        is_infeasible=not facts["largest_micro_size"] and peak > limit,
+    )
 
 
 @dataclass
 class Orphan:
-    """A job that an earlier process of the sweep has started: its processes here, and on other machines its lock."""
+    """A job started by an earlier process of the sweep: its processes on this machine, and its lock, which also tells
+    whether it runs on another.
+    """
 
     folder: Path
     processes: list[psutil.Process] = field(default_factory=list)
     gpus: str | None = None  # as in CUDA_VISIBLE_DEVICES
 
     def poll(self) -> int | None:
-        return None if any(map(_is_alive, self.processes)) or directory.is_in_use(self.folder) else NOT_OUR_CHILD
+        """Return NOT_OUR_CHILD once it has ended, None while it runs."""
+        is_running = any(map(_is_alive, self.processes)) or directory.is_in_use(self.folder)
+        return None if is_running else NOT_OUR_CHILD
 
     def terminate(self) -> None:
+        """Send SIGTERM to its first process, if that is on this machine."""
         with contextlib.suppress(psutil.Error, IndexError):
             self.processes[0].terminate()
 
@@ -147,7 +96,8 @@ class Launched:
     """A job that a launcher of Hydra runs, in a thread that waits for it. No signal reaches it from here."""
 
     def __init__(self, launch: Callable[[], Any]):
-        self.launch, self.error = launch, ""
+        self.launch = launch
+        self.error = ""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -156,60 +106,79 @@ class Launched:
             for returned in self.launch():
                 _ = returned.return_value  # raises the job's error
         except BaseException as error:
-            self.error = f"{'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}"
+            self.error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
     def poll(self) -> int | None:
+        """Return 1 after an error, 0 after none, None while it runs."""
         return None if self._thread.is_alive() else int(bool(self.error))
 
     def terminate(self) -> None:
-        pass
+        """Do nothing: it is left to run."""
 
 
-# `poll()` is the exit status, NOT_OUR_CHILD if another process has started it, and None while it runs. `terminate()`
-# asks to save and end, by SIGTERM: before its own handler, SIGINT would look like an error.
+# `poll()` returns the exit status, NOT_OUR_CHILD if another process has started it, and None while it runs.
+# `terminate()` asks it to save and end, by SIGTERM: before its own handler, SIGINT would look like an error.
 Job = subprocess.Popen[bytes] | Orphan | Launched
 
 
-def start(command: Sequence[str], more: Sequence[str], folder: Path, slot: Slot, threads: int | None) -> Job:
-    """Start a job in its slot. more: the overrides among the command's that are the sweep's own. threads: of torch;
-    None: torch's choice.
+def start(
+    command: Sequence[str], sweep_overrides: Sequence[str], folder: Path, slot: Slot, threads: int | None
+) -> subprocess.Popen[bytes]:
+    """Start a job in its slot.
+
+    Args:
+        command: of the job.
+        sweep_overrides: the overrides among the command's that the sweep adds.
+        folder: of the job.
+        slot: whose cores and GPUs it gets.
+        threads: of torch; None: torch's choice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("ab") as log:
-        log.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        log.write(f"{_START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         log.flush()
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(folder, more, slot, threads),
+            env=_environment(folder, sweep_overrides, slot, threads),
             start_new_session=True,
-            preexec_fn=(lambda: os.sched_setaffinity(0, slot.cores or ())) if slot.cores else None,
+            preexec_fn=functools.partial(os.sched_setaffinity, 0, slot.cores) if slot.cores else None,
         )
 
 
-def _environment(folder: Path, more: Sequence[str], slot: Slot, threads: int | None) -> dict[str, str]:
-    env = dict(os.environ) | {JOB: str(folder), SWEEP_SHARE: "\n".join(more)}
-    env.pop("HYDRA_FULL_ERROR", None)  # set by `__main__`: with it, a user's mistake would come with its traceback
+def _environment(folder: Path, sweep_overrides: Sequence[str], slot: Slot, threads: int | None) -> dict[str, str]:
+    """Return the environment variables of a job's process."""
+    variables = dict(os.environ)
+    variables[JOB] = str(folder)
+    variables[SWEEP_SHARE] = "\n".join(sweep_overrides)
+    variables.pop(
+        "HYDRA_FULL_ERROR", None
+    )  # set by `__main__`: with it, a user's mistake would come with its traceback
     if threads is not None:
-        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return env if slot.gpus is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)}
+        variables["OMP_NUM_THREADS"] = str(threads)
+        variables["MKL_NUM_THREADS"] = str(threads)
+    if slot.gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+    return variables
 
 
-def orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
-    """The jobs in these directories, with their processes that still run."""
-    by_folder = {folder: Orphan(folder) for folder in folders}
-    for process in psutil.process_iter() if by_folder else ():
+def find_orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
+    """Return the jobs in these directories, with their processes that still run, the first one first."""
+    orphans = {folder: Orphan(folder) for folder in folders}
+    if not orphans:
+        return orphans
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            env = process.environ()
-            own = by_folder.get(Path(env.get(JOB, "")))
-            if own is not None and process.pid != os.getpid():
-                own.processes.append(process)
-                own.gpus = env.get("CUDA_VISIBLE_DEVICES")
-    for own in by_folder.values():
-        own.processes.sort(key=lambda process: process.create_time())
-    return by_folder
+            variables = process.environ()
+            orphan = orphans.get(Path(variables.get(JOB, "")))
+            if orphan is not None and process.pid != os.getpid():
+                orphan.processes.append(process)
+                orphan.gpus = variables.get("CUDA_VISIBLE_DEVICES")
+    for orphan in orphans.values():
+        orphan.processes.sort(key=lambda process: process.create_time())
+    return orphans
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -226,31 +195,68 @@ class Outcome(NamedTuple):
     facts: dict[str, Any]
 
 
-def outcome(trial: Trial, mode: str, status: int, error: str = "") -> Outcome:
-    """Judge by the exit status and by what is in the job's directory. error: the launcher's."""
+def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> Outcome:
+    """Return how a job's process ended, judged by its exit status and by the files in its directory.
+
+    Args:
+        trial: of the job.
+        mode: of the job, such as train.
+        status: its exit status.
+        launcher_error: the error that a launcher has reported, if any.
+    """
     folder = Path(trial.folder)
     result = json_object(folder / (PLAN if mode == "plan" else RESULT))
-    is_complete = state_of(result) == "finished" if mode == "train" else bool(result)
-    number, facts = -status if status < 0 else status - 128, facts_of(result)
-    if (status == NOT_OUR_CHILD and is_complete) or (status == 0 and not result.get("stopped")):
+    facts = facts_of(result)
+    if status == NOT_OUR_CHILD:
+        has_finished = state_of(result) == "finished" if mode == "train" else bool(result)
+    else:
+        has_finished = status == 0 and not result.get("stopped")
+    if has_finished:
         return Outcome("finished", "", facts)
-    error = error or (_error_in(folder / LOG) if status > 0 else "")
-    if number in _ENDS or status < 0:
-        error = "" if status == NOT_OUR_CHILD else f"ended by {signal.Signals(number).name}"
-    if (
-        status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED)
-        or number in _ENDS
-        or "another run is using this directory" in error
-    ):
-        kept = "" if status in (0, TO_BE_CONTINUED) else error
-        return Outcome("paused", "", facts) if trial.is_held else Outcome("stopped", kept, facts)
+
+    error = _error_of(folder / LOG, status, launcher_error)
+    if _may_continue(status, error):
+        if trial.is_held:
+            return Outcome("paused", "", facts)
+        is_orderly = status in (0, TO_BE_CONTINUED)
+        return Outcome("stopped", "" if is_orderly else error, facts)
     return Outcome("infeasible" if error.startswith("out of memory") else "failed", error, facts)
 
 
-def _error_in(log: Path) -> str:
-    """The last message in a job's output: for the user, or of a traceback."""
+def _error_of(log: Path, status: int, launcher_error: str) -> str:
+    """Return why a process has not finished; empty if it is not known."""
+    if status == NOT_OUR_CHILD:
+        return ""
+    if status < 0 or _signal_number(status) in _ENDING_SIGNALS:
+        return f"ended by {signal.Signals(_signal_number(status)).name}"
+    if launcher_error or status == 0:
+        return launcher_error
+    return _last_message(log)
+
+
+def _may_continue(status: int, error: str) -> bool:
+    """Return whether a job that has not finished was interrupted, not ended by an error of its own."""
+    if status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED) or _signal_number(status) in _ENDING_SIGNALS:
+        return True
+    return "another run is using this directory" in error
+
+
+def _signal_number(status: int) -> int:
+    """Return the signal of an exit status, where one has ended the process. A shell, and a handler, add 128."""
+    return -status if status < 0 else status - 128
+
+
+def _last_message(log: Path) -> str:
+    """Return the last message in the output of a job's last process: the one for the user, or that of a traceback."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    lines = text.rpartition(_MARK)[2].splitlines()[1:]
+    lines = text.rpartition(_START_MARK)[2].splitlines()[1:]  # the first one has the time
+    message = "; ".join(message_in(lines)[:2])
+    if message:
+        return message
     # Of a traceback, the line after the indented ones; notes may follow it.
-    ends = [own for before, own in itertools.pairwise(lines) if before.startswith(" ") and not own.startswith(" ")]
-    return "; ".join(message_in(lines)[:2]) or (ends or lines or ["no message"])[-1].strip()
+    error_lines = []
+    for previous, line in itertools.pairwise(lines):
+        if previous.startswith(" ") and not line.startswith(" "):
+            error_lines.append(line)
+    candidates = error_lines or lines or ["no message"]
+    return candidates[-1].strip()

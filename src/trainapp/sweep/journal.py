@@ -25,89 +25,106 @@ from trainapp.files import json_lines, strict_json
 from trainapp.report.page import Goal
 from trainapp.sweep.space import Space, Values
 
-NAME = "sweep.jsonl"
-# What is kept of a result.json, and the columns of leaderboard.csv.
+JOURNAL = "sweep.jsonl"
+# What is recorded of a result.json, and the columns of leaderboard.csv.
 FACTS = (
-    *("metric", "direction", "objective", "objective_note", "best_objective", "best_step", "steps", "seconds"),
-    *("micro_size", "accumulation", "oom_restarts", "peak_memory_bytes", "ended", "checkpoint"),
+    "metric",
+    "direction",
+    "objective",
+    "objective_note",
+    "best_objective",
+    "best_step",
+    "steps",
+    "seconds",
+    "micro_size",
+    "accumulation",
+    "oom_restarts",
+    "peak_memory_bytes",
+    "ended",
+    "checkpoint",
 )
 
 
 def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the journal keeps of a result.json."""
+    """Return what the journal records of a result.json."""
     return {name: result[name] for name in FACTS if name in result}
 
 
-def common_goal(runs: Iterable[Mapping[str, Any]]) -> Goal:
-    """The metric of the objective and its direction, max or min; None if these facts do not tell, or differ, or if no
-    value is better than another (`Config.has_best`).
+def common_objective(runs: Iterable[Mapping[str, Any]]) -> Goal:
+    """Return the objective that the runs share, by their facts: its metric and its direction, max or min.
+
+    None if no facts say it, if they differ, or if no value is better than another (`Config.has_best`).
     """
-    goals = goals_of(runs)
-    return goals.pop() if len(goals) == 1 else None
+    objectives = objectives_of(runs)
+    return objectives.pop() if len(objectives) == 1 else None
 
 
-def goals_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    """All of them."""
+def objectives_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Return the metric and the direction of each objective among the runs, by their facts."""
     return {(facts["metric"], facts["direction"]) for facts in runs if facts.get("direction")}
 
 
 @dataclass
 class Trial:
-    """One configuration. state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished,
-    failed, or infeasible (it does not fit in memory). threads: None for torch's choice. facts: see `facts_of`. reached:
-    values at rungs, None for nan. passed: rungs that it has left. attributes: what the sampler notes of it. error: why
-    it failed.
+    """A configuration, and what has become of it.
+
+    state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished, failed, or infeasible (it
+    does not fit in memory).
     """
 
     number: int
     values: Values
     state: str = "new"
-    threads: int | None = None
+    threads: int | None = None  # None: torch's choice
     folder: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    reached: dict[int, float | None] = field(default_factory=dict)
-    passed: set[int] = field(default_factory=set)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)  # see `facts_of`
+    rung_values: dict[int, float | None] = field(default_factory=dict)  # at the rungs reached; None for nan
+    passed_rungs: set[int] = field(default_factory=set)
+    attributes: dict[str, Any] = field(default_factory=dict)  # what the sampler notes of it
+    error: str = ""  # why it failed
 
     @property
     def is_held(self) -> bool:
         """Whether it has not passed the last rung that it has reached."""
-        return bool(self.reached) and max(self.reached) not in self.passed
+        return bool(self.rung_values) and max(self.rung_values) not in self.passed_rungs
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss or gradient that was not finite has ended it."""
+        """Whether it was ended by a loss or gradient that was not finite."""
         return self.state == "failed" and "not finite" in self.error
 
 
 class Journal:
-    """Reads a sweep's journal and adds to it. first: what its first line holds; empty for a new sweep."""
+    """A sweep's journal: what its lines say, and adding lines to it.
+
+    Attributes: `first_request`, the first line, and `last_request`, the last one of the events `sweep` and `asked`;
+    both are empty for a new sweep.
+    """
 
     def __init__(self, folder: Path, writes: bool = True):
-        self.path = folder / NAME
+        self.path = folder / JOURNAL
         if writes:
             _cut_torn_line(self.path)
         self.trials: list[Trial] = []
-        self.first: dict[str, Any] = {}
-        self.asked: dict[str, Any] = {}
+        self.first_request: dict[str, Any] = {}
+        self.last_request: dict[str, Any] = {}
         self.digests: dict[str, str] = {}  # of the configurations of a grid's jobs when they were checked, by overrides
         for line in json_lines(self.path):
             self._apply(line)
 
     @property
     def space(self) -> Space:
-        """As asked for last."""
-        return Space.from_dict(self.asked["asked"])
+        """The search space that was asked for last."""
+        return Space.from_dict(self.last_request["asked"])
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """The trials' facts."""
-        return [own.facts for own in self.trials]
+        """The facts of all trials."""
+        return [trial.facts for trial in self.trials]
 
     def add(self, event: str, **facts: Any) -> None:
-        """Write a line, and apply it."""
-        line = json.loads(text := strict_json({"event": event, **facts}))
+        """Write a line, and apply it. Raises UserError if it cannot be written."""
+        text = strict_json({"event": event, **facts})
         try:
             with self.path.open("a") as file:
                 file.write(text + "\n")
@@ -115,32 +132,43 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:  # what was written is cut off when the sweep is continued
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
-        self._apply(line)
+        self._apply(json.loads(text))
 
     def _apply(self, line: dict[str, Any]) -> None:
+        """Apply a line to the trials, or to what was asked for."""
         event = line["event"]
         if event in ("sweep", "asked"):
-            self.first, self.asked = self.first or line, line
+            self.first_request = self.first_request or line
+            self.last_request = line
             self.digests |= line["digests"]
-            return
-        if event == "trial":
+        elif event == "trial":
             self.trials.append(Trial(line["number"], tuple(line["values"]), attributes=line["attributes"]))
-            return
-        trial = self.trials[line["number"]]
+        else:
+            self._apply_to_trial(self.trials[line["number"]], event, line)
+
+    def _apply_to_trial(self, trial: Trial, event: str, line: dict[str, Any]) -> None:
         if event == "start":
-            trial.state, trial.threads, trial.error = "running", line["threads"], ""
+            trial.state = "running"
+            trial.threads = line["threads"]
+            trial.error = ""
             trial.folder = str(self.path.parent.resolve() / line["folder"])  # the sweep may have been moved
         elif event == "rung":
-            trial.reached[line["rung"]] = line["value"]
+            trial.rung_values[line["rung"]] = line["value"]
             trial.facts |= {"metric": line["metric"], "direction": line["direction"]}
         elif event == "end":
-            trial.state, trial.error = line["state"], line["error"]
+            trial.state = line["state"]
+            trial.error = line["error"]
             trial.facts |= line["facts"]
         elif event == "promote":
-            trial.passed.add(line["rung"])
+            trial.passed_rungs.add(line["rung"])
 
 
 def _cut_torn_line(path: Path) -> None:
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    """Cut off an incomplete last line."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content.endswith(b"\n"):
+        return
+    with path.open("r+b") as file:
+        file.truncate(content.rfind(b"\n") + 1)

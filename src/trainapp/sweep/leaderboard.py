@@ -1,36 +1,39 @@
-"""The table of a sweep, or of a folder of runs: at its end, and at any time before (`trainapp leaderboard DIR`).
+"""The table of a sweep, or of a folder of runs, as printed: at its end, and at any time before (`trainapp leaderboard
+DIR`).
 
 Ranked by the best value of the objective, whose checkpoint each run keeps. Where `train.seed` was swept, runs that
 differ in nothing else are one row, with mean and standard deviation.
 """
 
+import atexit
 import contextlib
-import csv
-import os
 import shlex
 import shutil
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
-from trainapp.files import atomic_write, json_object, shown
+from trainapp.errors import UserError
+from trainapp.files import json_object, shown
 from trainapp.launch.launch import COMMAND
 from trainapp.report import page
-from trainapp.report.page import BLANK, memory_text, number_text, seconds_text
-from trainapp.sweep import samplers
+from trainapp.sweep import samplers, tables
 from trainapp.sweep.jobs import PLAN
-from trainapp.sweep.journal import FACTS, NAME, Journal, common_goal
-from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, found_in, goal_of, over_seeds, ranked
+from trainapp.sweep.journal import JOURNAL, Journal, common_objective
+from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, merge_seeds, objective_of, rank, read_rows
 from trainapp.units import listed
 
-TABLE, MARKDOWN = "leaderboard.csv", "leaderboard.md"
-_LEAST = 20  # columns for the settings; with fewer they are a line of their own
-Cells = list[list[Any]]
+TABLE = "leaderboard.csv"
+MARKDOWN = "leaderboard.md"
+_FEWEST_CHARACTERS = 20  # for the settings beside the other columns; with fewer they are lines of their own
+_INDENT_BELOW = 4  # of those lines
+_OWN_SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
 
 
 def show(folder: Path) -> None:
@@ -38,170 +41,148 @@ def show(folder: Path) -> None:
 
     Raises UserError for a folder without runs.
     """
-    found = found_in(folder)
-    if plans := [row for row in found if (row.folder / PLAN).exists()]:
-        _print(["job", "peak", "method", "largest micro-batch", "settings", "best plan, or reason"], _plans(plans))
-    runs = [row for row in found if row not in plans]
-    rows = ranked([row for row in runs if row.state != NOT_BEGUN])
-    if not rows:
+    rows = read_rows(folder)
+    plans = [row for row in rows if (row.folder / PLAN).exists()]
+    if plans:
+        _print_table(*tables.table_of_plans(plans))
+    runs = [row for row in rows if row not in plans]
+    ranked = rank([row for row in runs if row.state != NOT_BEGUN])
+    if not ranked:
         return
-    header, cells = _with_settings(rows)
-    _print(header, cells)
-    if merged := ranked(over_seeds(runs)):
+    header, cells = tables.table_with_settings(ranked)
+    _print_table(header, cells)
+    merged = rank(merge_seeds(runs))
+    if merged:
         print()
-        _print(*_with_settings(merged))
-    if (folder / NAME).exists():
+        _print_table(*tables.table_with_settings(merged))
+    if (folder / JOURNAL).exists():
         _print_importance(Journal(folder, writes=False))
-    if left := [row.swept for row in runs if not row.name]:
-        print(f"{len(left)} jobs have not begun: {listed(left)}")
-    for text in dict.fromkeys(row.error for row in rows if row.error):
-        print(f"{listed([row.name for row in rows if row.error == text], 9)}: {text}")
-    if goal_of(rows) is None and any(row.best is not None for row in rows):
-        print("not ranked: their objectives differ")
-    if without := [row.name for row in rows if row.has_no_best]:
-        print(f"not ranked: {listed(without)}: {NO_BEST}; {SET_OBJECTIVE}")
+    _print_notes(runs, ranked)
     with contextlib.suppress(OSError):  # another user's folder
-        _write_csv(rows, folder / TABLE)
-        with atomic_write(folder / MARKDOWN) as file:
-            for line in (header, ["---"] * len(header), *cells):
-                file.write(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n")
+        tables.write_csv(ranked, folder / TABLE)
+        tables.write_markdown(header, cells, folder / MARKDOWN)
         if not (folder / ".hydra").exists():  # that of a single run has more
-            write_page(folder, found)
-    _print_commands(rows)
+            tables.write_page(folder, rows)
+    _print_commands(ranked)
 
 
-def write_page(folder: Path, found: Sequence[Row]) -> None:
-    """Write the page of what `found_in` has found in a folder. Raises OSError if it cannot be written."""
-    runs = [row for row in found if not (row.folder / PLAN).exists()]
-    rows = [row for row in runs if row.state != NOT_BEGUN]
-    jobs, names = ranked(rows), _settings(rows)
-    header, cells = _columns(jobs, names)
-    for row, line in zip(jobs, cells, strict=True):
-        if (own := row.folder / page.NAME).exists():
-            line[1] = {"text": row.name, "page": os.path.relpath(own, folder)}
-    tables: list[page.Table] = [("Leaderboard", header, cells)]
-    if merged := ranked(over_seeds(runs)):
-        tables.insert(0, ("Over seeds: mean and standard deviation", *_columns(merged, _settings(merged))))
-    if failed := [[row.name, row.error] for row in jobs if row.error]:
-        tables.append(("Failed jobs", ["job", "error"], failed))
-    charted = [
-        {"name": row.name, "number": rows.index(row), "value": row.best}
-        | {"settings": [row.settings.get(name, "") for name in names]}
-        for row in jobs
-        if row.best is not None
-    ]
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in runs).items())
-    lines = [f"{len(runs)} jobs: {counts}", str(folder)]
-    page.write_sweep(folder / page.NAME, lines, tables, charted, names, goal_of(rows))
+def best_text(rows: Sequence[Row]) -> str:
+    """Return the best value so far, for a line of progress; empty if there is none."""
+    ranked = rank(rows)
+    if not ranked or ranked[0].best is None:
+        return ""
+    best = ranked[0]
+    return f"{best.facts['metric']} {best.best:.4g} (job {best.name})"
 
 
-def best_of(rows: Sequence[Row]) -> str:
-    """The best value so far, for a line of progress."""
-    first = next(iter(ranked(rows)), None)
-    return f"{first.facts['metric']} {first.best:.4g} (job {first.name})" if first and first.best is not None else ""
-
-
-def _settings(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.settings))
-
-
-def _columns(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[str], Cells]:
-    """Header and cells, as text, with a column for each of these settings."""
-    goal, cells = goal_of(rows), Cells()
-    for place, row in enumerate(rows, start=1):
-        spread = f" ± {row.spread:.2g}" if row.spread is not None else ""
-        has_place = row.best is not None and goal is not None and row.is_whole
-        facts = row.facts
-        last = number_text(facts.get("objective"))
-        steps, micro, ooms = (number_text(facts.get(name)) for name in ("steps", "micro_size", "oom_restarts"))
-        numbers = [steps, seconds_text(facts.get("seconds")), micro, ooms, memory_text(facts.get("peak_memory_bytes"))]
-        best = BLANK if row.best is None else f"{row.best:.4g}{spread}"
-        own = [row.settings.get(name, "") for name in names]
-        cells.append([str(place) if has_place else BLANK, row.name, best, last, *own, *numbers, row.state])
-    first = ["#", "job", f"{goal[0]} ({goal[1]})" if goal else "best", "last"]
-    return [*first, *names, "steps", "time", "micro", "OOMs", "memory", "state"], cells
-
-
-def _with_settings(rows: Sequence[Row]) -> tuple[list[str], Cells]:
-    """The same, with one column for all settings: their names' last parts, where those are unique."""
-    header, cells = _columns(rows, ())
-    last = Counter(name.rpartition(".")[2] for name in _settings(rows))
-    short = {name: own if last[own := name.rpartition(".")[2]] == 1 else name for name in _settings(rows)}
-    for row, line in zip(rows, cells, strict=True):
-        line.append(" ".join(f"{short[name]}={value}" for name, value in row.settings.items()))
-    return [*header, "settings"], cells
-
-
-def _print(header: Sequence[str], cells: Cells) -> None:
-    """Columns of equal width, within the terminal's: what is the same in all rows is one line above, and the last
-    column is wrapped, or below.
+def _print_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print columns of equal width, within the terminal's: what is the same in all rows is one line above, and the last
+    column is wrapped, beside the others or below.
     """
-    width, last = shutil.get_terminal_size((80, 24)).columns, [row[-1] for row in cells]
-    note, kept, rows = page.without_constant(header[:-1], [row[:-1] for row in cells], first=3)
+    terminal_width = shutil.get_terminal_size((80, 24)).columns
+    note, names, rows = page.without_constant(header[:-1], [line[:-1] for line in cells], first=3)
     if note:
         print(f"all: {note}")
-    widths = [max(map(len, column)) for column in zip(kept, *rows, strict=True)]
+    lines = [names, *rows]
+    last_column = [line[-1] for line in cells]
+    last_column.insert(0, header[-1] if any(last_column) else "")
+
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     indent = sum(widths) + 2 * len(widths)
-    is_beside = width - indent >= _LEAST
-    for row, text in zip((kept, *rows), (header[-1] if any(last) else "", *last), strict=True):
-        start = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True))
-        lines = textwrap.wrap(text, width - (indent if is_beside else 4), break_on_hyphens=False)
-        rest = [f"{' ' * (indent if is_beside else 4)}{line}" for line in lines[is_beside:]]
-        print("\n".join([f"{start}  {lines[0] if is_beside and lines else ''}".rstrip(), *rest]), flush=True)
+    is_beside = terminal_width - indent >= _FEWEST_CHARACTERS
+    if not is_beside:
+        indent = _INDENT_BELOW
+    for line, last_cell in zip(lines, last_column, strict=True):
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        wrapped = textwrap.wrap(last_cell, terminal_width - indent, break_on_hyphens=False)
+        if is_beside and wrapped:
+            padded.append(wrapped.pop(0))
+        print("  ".join(padded).rstrip(), flush=True)
+        for text in wrapped:
+            print(" " * indent + text, flush=True)
 
 
 def _print_importance(journal: Journal) -> None:
-    """Which settings matter, if Optuna is installed."""
-    _, direction = common_goal(journal.facts) or ("", "")
-    found = samplers.importances(journal.space, journal.trials, direction)
-    found.pop(SEED, None)
-    if len(found) > 1:
-        print("importance:", ", ".join(f"{key.lstrip('+~')} {share:.2f}" for key, share in found.items()))
+    """Print which settings matter, if Optuna is installed."""
+    _, direction = common_objective(journal.facts) or ("", "")
+    shares = samplers.importances(journal.space, journal.trials, direction)
+    shares.pop(SEED, None)
+    if len(shares) > 1:
+        texts = [f"{key.lstrip('+~')} {share:.2f}" for key, share in shares.items()]
+        print("importance:", ", ".join(texts))
 
 
-def _write_csv(rows: Sequence[Row], path: Path) -> None:
-    """A line per run, with a column per setting, and the names and units of result.json."""
-    own_names = ["rank", "job", *FACTS, "state", "error", "directory"]
-    settings = {name: f"setting {name}" if name in own_names else name for name in _settings(rows)}
-    with atomic_write(path) as file:
-        names = [*own_names[:2], *settings.values(), *own_names[2:]]
-        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for place, row in enumerate(rows, start=1):
-            rank = place if row.best is not None and goal_of(rows) else ""
-            own = {"rank": rank, "job": row.name, "state": row.state, "error": row.error, "directory": row.folder}
-            writer.writerow(row.facts | {settings[name]: value for name, value in row.settings.items()} | own)
+def _print_notes(runs: Sequence[Row], ranked: Sequence[Row]) -> None:
+    """Print what has not begun, what has failed, and why jobs are not ranked.
+
+    Args:
+        runs: all.
+        ranked: those that have begun, ranked.
+    """
+    not_begun = [row.settings_text for row in runs if not row.name]
+    if not_begun:
+        print(f"{len(not_begun)} jobs have not begun: {listed(not_begun)}")
+    errors = dict.fromkeys(row.error for row in ranked if row.error)
+    for error in errors:
+        names = [row.name for row in ranked if row.error == error]
+        print(f"{listed(names, 9)}: {error}")
+    if objective_of(ranked) is None and any(row.best is not None for row in ranked):
+        print("not ranked: their objectives differ")
+    without_best = [row.name for row in ranked if row.has_no_best]
+    if without_best:
+        print(f"not ranked: {listed(without_best)}: {NO_BEST}; {SET_OBJECTIVE}")
 
 
-def _print_commands(rows: Sequence[Row]) -> None:
-    """What to do with the best run."""
-    first = rows[0]
-    if goal_of(rows) is None or not (first.folder / COMMAND).exists():
+def _print_commands(ranked: Sequence[Row]) -> None:
+    """Print the commands that train the best run longer, evaluate and export it."""
+    best = ranked[0]
+    if objective_of(ranked) is None or not (best.folder / COMMAND).exists():
         return
-    best = first.folder / "checkpoints" / f"step_{first.facts.get('best_step') or 0:08d}"
-    print(f"best: job {first.name}, {first.facts['metric']} {first.best:.6g}; {first.swept}".rstrip("; "))
-    config = yaml.safe_load((first.folder / ".hydra/config.yaml").read_text())
-    length = (first.facts.get("ended") or "").partition("=")[0].removeprefix("train.")
-    if length in ("max_steps", "max_epochs"):
-        other = "max_epochs" if length == "max_steps" else "max_steps"
-        without = f" train.{other}=null" if config.get("train", {}).get(other) is not None else ""
-        print(f"  train it longer   python -m trainapp continue {shown(first.folder)} train.{length}=N{without}")
-    packages, given = config.get("user_packages"), json_object(first.folder / COMMAND)["arguments"]
-    flags = [shlex.quote(text) for text in given if text.startswith("--")]
-    more = [f"'user_packages=[{','.join(packages)}]'"] if packages else []
-    for does, mode in (("evaluate it", "eval"), ("export it", "export")) if best.exists() else ():
-        own = [*flags, f"mode={mode}", f"checkpointing.resume={shown(best)}", *more]
-        print(f"  {does:<16}  python -m trainapp {' '.join(own)}")
+    text = f"best: job {best.name}, {best.facts['metric']} {best.best:.6g}"
+    print(f"{text}; {best.settings_text}" if best.settings else text)
+    config = yaml.safe_load((best.folder / ".hydra/config.yaml").read_text())
+    _print_longer_command(best, config)
+    checkpoint = best.folder / "checkpoints" / f"step_{best.facts.get('best_step') or 0:08d}"
+    if not checkpoint.exists():
+        return
+    arguments_of_run = json_object(best.folder / COMMAND)["arguments"]
+    flags = [shlex.quote(argument) for argument in arguments_of_run if argument.startswith("--")]
+    packages = config.get("user_packages")
+    for title, mode in (("evaluate it", "eval"), ("export it", "export")):
+        arguments = [*flags, f"mode={mode}", f"checkpointing.resume={shown(checkpoint)}"]
+        if packages:
+            arguments.append(f"'user_packages=[{','.join(packages)}]'")
+        print(f"  {title:<16}  python -m trainapp {' '.join(arguments)}")
 
 
-def _plans(rows: Sequence[Row]) -> Cells:
-    cells = []
-    for row in rows:
-        facts = json_object(row.folder / PLAN)
-        peak, best = facts.get("peak_bytes"), facts.get("best") or {}
-        outcome = "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
-        if peak is None:
-            outcome = "; ".join(facts.get("notes", []))
-        numbers = [memory_text(peak), facts.get("method") or BLANK]
-        cells.append([row.name, *numbers, str(facts.get("largest_micro_size") or BLANK), row.swept, outcome])
-    return cells
+def _print_longer_command(best: Row, config: dict[str, Any]) -> None:
+    """Print the command that trains the best run longer, if it has ended by its number of steps or epochs."""
+    setting = (best.facts.get("ended") or "").partition("=")[0].removeprefix("train.")
+    if setting not in ("max_steps", "max_epochs"):
+        return
+    other_setting = "max_epochs" if setting == "max_steps" else "max_steps"
+    command = f"python -m trainapp continue {shown(best.folder)} train.{setting}=N"
+    if config.get("train", {}).get(other_setting) is not None:  # else it would end the run as before
+        command += f" train.{other_setting}=null"
+    print(f"  train it longer   {command}")
+
+
+class TableAtEnd(Callback):
+    """Prints the table of a sweep by another of Hydra's sweepers; the program's own prints it itself.
+
+    It does so through `atexit`, since Hydra skips `on_multirun_end` after a failed job or a signal.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Print the table of this sweep when the process ends. Called by Hydra."""
+        if config.hydra.sweeper._target_ == _OWN_SWEEPER:
+            return
+        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
+        if folder is not None:
+            atexit.register(_show_table, Path(str(folder)).resolve())
+
+
+def _show_table(folder: Path) -> None:
+    """Print the table, if any job has begun."""
+    with contextlib.suppress(UserError):
+        show(folder)

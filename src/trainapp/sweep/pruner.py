@@ -5,73 +5,106 @@ A trial that does not pass is paused, not ended: it continues from its checkpoin
 after all. Rung r of R is at eta**(r - R) of a whole run.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from trainapp.config.schema import Sweep
 from trainapp.sweep.journal import Trial
 
-_FEWEST = 4  # values of others before the median rule acts
+_FEWEST_FOR_MEDIAN = 4  # values of other trials before the median rule acts
 
 
 class Pruner:
-    """Decides by the trials' values at rungs. direction (in methods): max or min."""
+    """Decides by the trials' values at rungs which trials continue.
+
+    direction (in methods): of the objective, max or min.
+    """
 
     def __init__(self, settings: Sweep):
-        self.kind, self.eta, self.count = settings.pruner, settings.eta, settings.rungs
-        self._brackets = _brackets(self.eta, self.count) if self.kind == "hyperband" else [0]
+        self.kind = settings.pruner
+        self.eta = settings.eta
+        self.rung_count = settings.rungs
+        # The brackets that trials take in turn.
+        self._brackets = _mixed_brackets(self.eta, self.rung_count) if self.kind == "hyperband" else [0]
 
     def bracket(self, trial: Trial) -> int:
-        """The number of the trial's first rung: in Hyperband some trials skip the lower ones."""
+        """Return the trial's bracket, named by its first rung: in Hyperband some trials skip the lower ones."""
         return self._brackets[trial.number % len(self._brackets)]
 
     def rungs(self, trial: Trial) -> list[tuple[int, float]]:
-        """The rungs that lie before the trial, with the fraction of a run at which they are."""
-        first = max([self.bracket(trial) - 1, *trial.reached]) + 1
-        return [(rung, self.eta ** (rung - self.count)) for rung in range(first, self.count)]
+        """Return the rungs ahead of the trial, each with the fraction of a run at which it is."""
+        last_reached = max(trial.rung_values, default=-1)
+        first = max(self.bracket(trial), last_reached + 1)
+        return [(rung, self.eta ** (rung - self.rung_count)) for rung in range(first, self.rung_count)]
 
     def passes(self, trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:
-        """Whether a trial that has just reached a rung continues at once."""
+        """Return whether a trial that has just reached a rung continues at once."""
         if self.kind == "median":
-            others = [_rank(one, rung, direction)[0] for one in trials if rung in one.reached and one is not trial]
-            return len(others) < _FEWEST or _rank(trial, rung, direction)[0] <= statistics.median(others)
+            return _passes_median(trial, rung, trials, direction)
         return trial in self._best(rung, trials, self.bracket(trial), direction)
 
     def promotable(self, trials: Sequence[Trial], direction: str, is_last: bool = False) -> tuple[Trial, int] | None:
-        """A paused trial that may continue, and the rung that it leaves: from the highest rung with one. is_last: no
-        more trials begin, so that the best of each rung continues, however few they are.
+        """Return a paused trial that may continue, and the rung that it leaves: the highest rung that has one.
+
+        Args:
+            trials: all trials so far.
+            direction: of the objective.
+            is_last: whether no more trials begin, so that the best of each rung continues, however few they are.
         """
-        for rung in reversed(range(self.count)) if self.kind != "median" else ():
-            for first in sorted(set(self._brackets)):
-                for one in self._best(rung, trials, first, direction, is_last):
-                    if one.state == "paused" and one.is_held and rung == max(one.reached):
-                        return one, rung
+        if self.kind == "median":
+            return None
+        for rung in reversed(range(self.rung_count)):
+            for bracket in sorted(set(self._brackets)):
+                for trial in self._best(rung, trials, bracket, direction, is_last):
+                    if trial.state == "paused" and trial.is_held and rung == max(trial.rung_values):
+                        return trial, rung
         return None
 
     def _best(
         self, rung: int, trials: Sequence[Trial], bracket: int, direction: str, is_last: bool = False
     ) -> list[Trial]:
-        """Of those in the bracket that have reached the rung. is_last: at least one, which can reach the end."""
-        rivals = [one for one in trials if rung in one.reached and self.bracket(one) == bracket]
+        """Return the best of the trials in a bracket that have reached the rung, the best first: one in `eta`.
+
+        If `is_last`, it is at least one, which can reach the end.
+        """
+        rivals = [trial for trial in trials if rung in trial.rung_values and self.bracket(trial) == bracket]
         if is_last:
-            rivals = [one for one in rivals if one.state not in ("failed", "infeasible")]
+            rivals = [trial for trial in rivals if trial.state not in ("failed", "infeasible")]
         count = max(len(rivals) // self.eta, int(is_last))
-        return sorted(rivals, key=lambda one: _rank(one, rung, direction))[:count]
+        ranked = sorted(rivals, key=lambda trial: _rank_key(trial, rung, direction))
+        return ranked[:count]
 
 
-def _rank(trial: Trial, rung: int, direction: str) -> tuple[float, int]:
-    """Smaller is better; nan is the worst, and of equal ones the later."""
-    value = trial.reached[rung]
-    return (float("inf") if value is None else -value if direction == "max" else value), trial.number
+def _passes_median(trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:
+    """Return whether a trial is at least as good at a rung as the median of the other trials."""
+    losses = [_loss(rival, rung, direction) for rival in trials if rung in rival.rung_values and rival is not trial]
+    if len(losses) < _FEWEST_FOR_MEDIAN:
+        return True
+    return _loss(trial, rung, direction) <= statistics.median(losses)
 
 
-def _brackets(eta: int, rungs: int) -> list[int]:
-    """The first rung of each trial, in turn: as many trials per bracket as give each about the same number of steps,
-    evenly mixed.
+def _rank_key(trial: Trial, rung: int, direction: str) -> tuple[float, int]:
+    """Return a trial's sort key at a rung: the better one is smaller and, of equal ones, the earlier."""
+    return _loss(trial, rung, direction), trial.number
+
+
+def _loss(trial: Trial, rung: int, direction: str) -> float:
+    """Return a trial's value at a rung as one of which less is better; nan is the worst."""
+    value = trial.rung_values[rung]
+    if value is None:
+        return math.inf
+    return -value if direction == "max" else value
+
+
+def _mixed_brackets(eta: int, rungs: int) -> list[int]:
+    """Return the bracket of each trial, in turn: as many trials per bracket as give each about the same number of
+    steps, evenly mixed.
     """
-    places = []
-    for first in range(rungs + 1):
-        left = rungs - first
-        count = -(-(rungs + 1) * eta**left // (left + 1))
-        places += [((number + 0.5) / count, first) for number in range(count)]
-    return [first for _, first in sorted(places)]
+    positions = []  # of the trials in the mix, from 0 to 1, with their brackets
+    for bracket in range(rungs + 1):
+        rungs_ahead = rungs - bracket
+        count = -(-(rungs + 1) * eta**rungs_ahead // (rungs_ahead + 1))  # rounded up
+        for number in range(count):
+            positions.append(((number + 0.5) / count, bracket))
+    return [bracket for _, bracket in sorted(positions)]

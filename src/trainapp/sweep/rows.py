@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,28 @@ from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
 from trainapp.sweep.jobs import RESULT
-from trainapp.sweep.journal import NAME, Journal, common_goal, facts_of
+from trainapp.sweep.journal import JOURNAL, Journal, common_objective, facts_of
 from trainapp.units import flat
 
-SEED, NOT_BEGUN = "train.seed", "not begun"
+SEED = "train.seed"
+NOT_BEGUN = "not begun"
+_MERGED_BY_MEAN = ("objective", "best_objective", "seconds", "steps")
+_MERGED_BY_MAXIMUM = ("oom_restarts", "peak_memory_bytes")
 
 
 @dataclass
 class Row:
-    """A run. settings: those in which runs differ. facts: see `facts_of`; of one that runs, of what it has logged.
-
-    identity: of a run in a folder, the settings that its overrides do not tell, but for its seed.
-    spread, is_whole: of a row for several seeds, the standard deviation of their best values, and whether all have
-    finished.
-    """
+    """A run, or several that differ only in their seed."""
 
     name: str
     folder: Path
-    settings: dict[str, str]
+    settings: dict[str, str]  # those in which runs differ
     state: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # see `facts_of`; of a running one, from what it has logged
     error: str = ""
-    identity: str = ""
-    spread: float | None = None
-    is_whole: bool = True
+    identity: str = ""  # of a run in a folder: the settings that its overrides do not name, without the seed
+    spread: float | None = None  # of several seeds: the standard deviation of their best values
+    is_whole: bool = True  # of several seeds: whether all have finished
 
     @property
     def best(self) -> float | None:
@@ -53,7 +51,7 @@ class Row:
         return _has_no_best(self.facts)
 
     @property
-    def swept(self) -> str:
+    def settings_text(self) -> str:
         """The settings, as overrides."""
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
 
@@ -62,125 +60,195 @@ def _has_no_best(facts: dict[str, Any]) -> bool:
     return "direction" in facts and facts["direction"] is None
 
 
-def of_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
-    """The trials of a sweep, and what a grid has left to begin. Finished ones keep their result when they are trained
-    longer. is_live: read what the others have logged.
-    """
-    keys = [of.key.lstrip("+~") for of in journal.space.dimensions] if journal.asked else []
-    goal, rows = common_goal(journal.facts), []  # most likely also of those that have not said
-    for trial in journal.trials:
-        folder, facts, state = Path(trial.folder or journal.path.parent / str(trial.number)), trial.facts, trial.state
-        if is_live and trial.folder and state not in ("finished", "failed", "infeasible"):
-            result = json_object(folder / RESULT)
-            facts = facts | facts_of(result)
-            if state_of(result) == "finished":
-                state = "finished"  # by hand
-            else:
-                facts = _so_far(folder, facts, goal)
-            if state == "running" and not (directory.is_in_use(folder) or directory.is_in_use(journal.path.parent)):
-                state = "interrupted"
-        settings = dict(zip(keys, trial.values, strict=True))
-        rows.append(Row(str(trial.number), folder, settings, state, facts, trial.error))
-    if is_live and journal.asked and journal.asked["asked"]["sampler"] == "grid":
-        known = {trial.values for trial in journal.trials}
-        left = (dict(zip(keys, values, strict=True)) for values in journal.space.grid() if values not in known)
-        rows += [Row("", journal.path.parent, settings, NOT_BEGUN) for settings in left]
-    return rows
-
-
-def of_folder(folder: Path) -> list[Row]:
-    """The runs in a folder, at any depth, with the overrides in which they differ."""
-    found = {}
-    for path in sorted(folder.rglob(COMMAND)):
-        given = yaml.safe_load((path.parent / "overrides.yaml").read_text()) or []
-        found[path.parents[1]] = dict(text.lstrip("+").partition("=")[::2] for text in given)
-    common = set.intersection(*(set(own.items()) for own in found.values())) if len(found) > 1 else set()
-    results = {own: json_object(own / RESULT) for own in found}
-    goal, rows = common_goal(results.values()), []
-    for own, given in found.items():
-        facts, state = results[own], state_of(results[own])
-        if state != "finished":
-            facts, state = _so_far(own, facts, goal), "running" if directory.is_in_use(own) else state or "unfinished"
-        settings = {name: value for name, value in given.items() if (name, value) not in common}
-        rows.append(Row(str(own.relative_to(folder)), own, settings, state, facts, identity=_identity(own)))
-    return rows
-
-
-def _identity(folder: Path) -> str:
-    """What a configuration file may have changed: the settings of the experiment and its length."""
-    config = flat(yaml.safe_load((folder / ".hydra/config.yaml").read_text()))
-    kept = {name: value for name, value in config if is_of_experiment(name) or name.startswith("train.max_")}
-    return strict_json(kept | {SEED: None})
-
-
-def _so_far(folder: Path, facts: dict[str, Any], goal: Goal) -> dict[str, Any]:
-    """The facts of a run that has not finished, with what it has logged since. goal: if the facts do not tell."""
-    found: dict[str, Any] = {}
-    if lines := json_lines(folder / "metrics.jsonl"):
-        found["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
-    if _has_no_best(facts):
-        goal = None  # that of the other runs is not its own
-    metric, direction = common_goal([facts]) or goal or ("", "")
-    evaluations = json_lines(folder / "evaluations.jsonl")
-    if logged := [(own[metric], own["step"]) for own in evaluations if own.get(metric) is not None]:
-        best, step = (max if direction == "max" else min)(logged, key=lambda own: own[0])
-        found |= {"metric": metric, "direction": direction, "objective": logged[-1][0]}
-        found |= {"best_objective": best, "best_step": step}
-    return facts | found
-
-
-def found_in(folder: Path) -> list[Row]:
-    """The jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
-    rows = of_sweep(Journal(folder, writes=False)) if (folder / NAME).exists() else of_folder(folder)
+def read_rows(folder: Path) -> list[Row]:
+    """Return the jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
+    is_sweep = (folder / JOURNAL).exists()
+    rows = read_sweep(Journal(folder, writes=False)) if is_sweep else read_folder(folder)
     if not rows:
         raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
     return rows
 
 
-def goal_of(rows: Sequence[Row]) -> Goal:
-    """By which all rows with a value are compared; None if they differ, or none has one."""
-    return common_goal(row.facts for row in rows if row.best is not None)
+def read_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
+    """Return the trials of a sweep, and the configurations of a grid that have not begun.
 
+    Finished trials keep their result when they are trained longer.
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
-    """The best first; those without a value, or of which not all seeds have finished, last. Rows with different
-    objectives keep their order.
+    Args:
+        journal: of the sweep.
+        is_live: whether to read what the other trials have logged, and to add what has not begun.
     """
-    if (goal := goal_of(rows)) is None:
+    request = journal.last_request
+    keys = [dimension.key.lstrip("+~") for dimension in journal.space.dimensions] if request else []
+    objective = common_objective(journal.facts)  # most likely also that of trials without a value so far
+    sweep_folder = journal.path.parent
+    rows = []
+    for trial in journal.trials:
+        folder = Path(trial.folder or sweep_folder / str(trial.number))
+        settings = dict(zip(keys, trial.values, strict=True))
+        row = Row(str(trial.number), folder, settings, trial.state, trial.facts, trial.error)
+        may_have_news = trial.folder and trial.state not in ("finished", "failed", "infeasible")
+        if is_live and may_have_news:
+            _read_news(row, sweep_folder, objective)
+        rows.append(row)
+    if is_live and request and request["asked"]["sampler"] == "grid":
+        rows += _rows_not_begun(journal, keys)
+    return rows
+
+
+def _read_news(row: Row, sweep_folder: Path, objective: Goal) -> None:
+    """Update the row of a trial by the files in its directory."""
+    result = json_object(row.folder / RESULT)
+    row.facts = row.facts | facts_of(result)
+    if state_of(result) == "finished":  # by hand
+        row.state = "finished"
+        return
+    row.facts = _with_logged_values(row.folder, row.facts, objective)
+    is_in_use = directory.is_in_use(row.folder) or directory.is_in_use(sweep_folder)
+    if row.state == "running" and not is_in_use:
+        row.state = "interrupted"
+
+
+def _rows_not_begun(journal: Journal, keys: Sequence[str]) -> list[Row]:
+    """Return the configurations of a grid that have no trial yet."""
+    begun = {trial.values for trial in journal.trials}
+    rows = []
+    for values in journal.space.grid():
+        if values not in begun:
+            rows.append(Row("", journal.path.parent, dict(zip(keys, values, strict=True)), NOT_BEGUN))
+    return rows
+
+
+def read_folder(folder: Path) -> list[Row]:
+    """Return the runs in a folder, at any depth, with the overrides in which they differ."""
+    runs = [path.parents[1] for path in sorted(folder.rglob(COMMAND))]
+    overrides_by_run = {run: _read_overrides(run) for run in runs}
+    shared = _overrides_of_all(overrides_by_run.values())
+    results = {run: json_object(run / RESULT) for run in runs}
+    objective = common_objective(results.values())
+
+    rows = []
+    for run, overrides in overrides_by_run.items():
+        facts = results[run]
+        state = state_of(facts)
+        if state != "finished":
+            facts = _with_logged_values(run, facts, objective)
+            state = "running" if directory.is_in_use(run) else state or "unfinished"
+        settings = {name: value for name, value in overrides.items() if (name, value) not in shared}
+        rows.append(Row(str(run.relative_to(folder)), run, settings, state, facts, identity=_identity(run)))
+    return rows
+
+
+def _read_overrides(run: Path) -> dict[str, str]:
+    """Return the overrides of a run, by setting."""
+    overrides = {}
+    for text in yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) or []:
+        name, _, value = text.lstrip("+").partition("=")
+        overrides[name] = value
+    return overrides
+
+
+def _overrides_of_all(overrides_of_runs: Collection[dict[str, str]]) -> set[tuple[str, str]]:
+    """Return the overrides that all runs have; none for a single run, whose row shows all of its own."""
+    if len(overrides_of_runs) < 2:
+        return set()
+    return set.intersection(*(set(overrides.items()) for overrides in overrides_of_runs))
+
+
+def _identity(run: Path) -> str:
+    """Return what a configuration file may have changed: the settings of the experiment and its length, as JSON."""
+    settings: dict[str, Any] = {}
+    for name, value in flat(yaml.safe_load((run / ".hydra/config.yaml").read_text())):
+        if is_of_experiment(name) or name.startswith("train.max_"):
+            settings[name] = value
+    settings[SEED] = None
+    return strict_json(settings)
+
+
+def _with_logged_values(folder: Path, facts: dict[str, Any], objective: Goal) -> dict[str, Any]:
+    """Return the facts of a run that has not finished, with what it has logged since.
+
+    Args:
+        folder: of the run.
+        facts: so far.
+        objective: the run's, if the facts do not tell.
+    """
+    logged: dict[str, Any] = {}
+    lines = json_lines(folder / "metrics.jsonl")
+    if lines:
+        logged["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
+    if _has_no_best(facts):
+        objective = None  # that of the other runs is not this run's
+    metric, direction = common_objective([facts]) or objective or ("", "")
+    evaluations = [line for line in json_lines(folder / "evaluations.jsonl") if line.get(metric) is not None]
+    if evaluations:
+        choose_best = max if direction == "max" else min
+        best = choose_best(evaluations, key=lambda evaluation: evaluation[metric])
+        logged["metric"] = metric
+        logged["direction"] = direction
+        logged["objective"] = evaluations[-1][metric]
+        logged["best_objective"] = best[metric]
+        logged["best_step"] = best["step"]
+    return facts | logged
+
+
+def objective_of(rows: Sequence[Row]) -> Goal:
+    """Return the objective shared by all rows that have a value; None if they differ, or none has a value."""
+    return common_objective(row.facts for row in rows if row.best is not None)
+
+
+def rank(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows, the best first; those without a value, or of which not all seeds have finished, last.
+
+    Rows with different objectives keep their order.
+    """
+    objective = objective_of(rows)
+    if objective is None:
         return list(rows)
-    sign = -1 if goal[1] == "max" else 1
-    return sorted(rows, key=lambda row: (not row.is_whole, math.inf if row.best is None else sign * row.best))
+    _, direction = objective
+    sign = -1 if direction == "max" else 1
+
+    def loss(row: Row) -> float:
+        return math.inf if row.best is None else sign * row.best
+
+    return sorted(rows, key=lambda row: (not row.is_whole, loss(row)))
 
 
-def over_seeds(rows: Sequence[Row]) -> list[Row]:
-    """One row for runs that differ only in `train.seed`; none if no two do."""
+def merge_seeds(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for runs that differ only in `train.seed`; no rows if no two do."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        others = {name: value for name, value in row.settings.items() if name != SEED}
-        groups.setdefault((row.identity, *others.items()), []).append(row)
-    merged = list[Row]()
-    for (_, *key), own in groups.items():
-        differ = len({row.settings.get(SEED) for row in own}) == len(own)  # not repetitions in a folder of runs
-        merged += [_merged(dict(key), own)] if differ else own
+        settings = [(name, value) for name, value in row.settings.items() if name != SEED]
+        groups.setdefault((row.identity, *settings), []).append(row)
+    merged: list[Row] = []
+    for (_, *settings), group in groups.items():
+        seeds = {row.settings.get(SEED) for row in group}
+        has_repetitions = len(seeds) < len(group)  # in a folder of runs
+        if has_repetitions:
+            merged += group
+        else:
+            merged.append(_merge(dict(settings), group))
     merged = [row for row in merged if row.state != NOT_BEGUN]
-    return merged if len(merged) < sum(row.state != NOT_BEGUN for row in rows) else []
+    begun_count = sum(row.state != NOT_BEGUN for row in rows)
+    return merged if len(merged) < begun_count else []
 
 
-def _merged(settings: dict[str, str], rows: list[Row]) -> Row:
-    done = [row for row in rows if row.state == "finished" and (row.best is not None or row.has_no_best)]
-    facts = dict(done[0].facts) if done else {}
-    for name in ("objective", "best_objective", "seconds", "steps", "oom_restarts", "peak_memory_bytes"):
-        if values := [value for row in done if (value := row.facts.get(name)) is not None]:
-            is_most = name in ("oom_restarts", "peak_memory_bytes")
-            facts[name] = max(values) if is_most else statistics.fmean(values)
-    best = [row.best for row in done if row.best is not None]
-    states = {row.state for row in rows}
+def _merge(settings: dict[str, str], rows: list[Row]) -> Row:
+    """Return the row of runs that differ only in their seed, with means over those that have finished."""
+    finished = [row for row in rows if row.state == "finished" and (row.best is not None or row.has_no_best)]
+    facts = dict(finished[0].facts) if finished else {}
+    for name in (*_MERGED_BY_MEAN, *_MERGED_BY_MAXIMUM):
+        values = [row.facts[name] for row in finished if row.facts.get(name) is not None]
+        if values:
+            facts[name] = max(values) if name in _MERGED_BY_MAXIMUM else statistics.fmean(values)
+    best_values = [row.best for row in finished if row.best is not None]
+    names = sorted((row.name for row in rows if row.name), key=lambda name: (len(name), name))
     return Row(
-        name=",".join(sorted((row.name for row in rows if row.name), key=lambda name: (len(name), name))),
+        name=",".join(names),
         folder=rows[0].folder.parent,
         settings=settings,
-        state=states.pop() if len(states) == 1 else ", ".join(sorted(states)),
+        state=", ".join(sorted({row.state for row in rows})),
         facts=facts,
-        spread=statistics.stdev(best) if len(best) > 1 else None,
-        is_whole=len(done) == len(rows),
+        spread=statistics.stdev(best_values) if len(best_values) > 1 else None,
+        is_whole=len(finished) == len(rows),
     )

@@ -18,21 +18,50 @@ from trainapp.sweep.journal import Trial
 from trainapp.sweep.space import Dimension, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
-_FEWEST = 10  # finished trials that say anything about the importance of a setting
-_TRIES = 100  # to draw a configuration that has not run yet
-
+_FEWEST_FOR_IMPORTANCE = 10  # finished trials that say anything about the importance of a setting
+_MOST_DRAWS = 100  # to draw a configuration that has not run yet
+_AFTER_ALL_RUNGS = 10**6  # stands for the rung of a value that a stopped trial has
 
 Proposal = tuple[Values, dict[str, Any]]  # with what a sampler of Optuna notes of it, such as its generation
-# From the number of the coming trial, those so far, and max or min (empty while nothing has finished); None if no
-# configuration is left.
+# Arguments: the number of the coming trial, those so far, and max or min (empty while nothing has finished). Returns
+# None if no configuration is left.
 Propose = Callable[[int, Sequence[Trial], str], Proposal | None]
-Draw = Callable[[list[int], Sequence[Trial], str], Proposal]  # of what to seed from in place of the number
+# The same, from a list of numbers to seed from in place of the trial's number; may repeat a configuration.
+Draw = Callable[[list[int], Sequence[Trial], str], Proposal]
 
 
 def build(settings: Sweep, space: Space) -> Propose:
-    """The sampler of `sweep.sampler`. Raises UserError for one that does not suit the space."""
-    own, intervals = settings.sampler, ", ".join(space.intervals)
-    if own == "grid" and intervals:
+    """Return the sampler of `sweep.sampler`. Raises UserError for one that does not suit the space."""
+    _require_suitable(settings, space)
+    draw: Draw | None = None  # a grid is not drawn
+    if settings.sampler == "random":
+        draw = _random(space)
+    elif settings.sampler != "grid":
+        draw = _of_optuna(settings.sampler, space)
+
+    def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
+        configurations = {trial.values for trial in trials}
+        if draw is not None:
+            for draw_number in range(_MOST_DRAWS):
+                proposal = draw([settings.seed, number, draw_number], trials, direction)
+                values, _ = proposal
+                if values not in configurations:
+                    return proposal
+        if space.intervals:
+            return None
+        # What draws have missed of a finite space, or a grid, in order.
+        for values in space.grid():
+            if values not in configurations:
+                return values, {}
+        return None
+
+    return propose
+
+
+def _require_suitable(settings: Sweep, space: Space) -> None:
+    """Raise UserError if the sampler does not suit the space."""
+    intervals = ", ".join(space.intervals)
+    if settings.sampler == "grid" and intervals:
         raise UserError(
             f"sweep.sampler=grid: {intervals} is an interval, of which there is no grid; list values, or use "
             "sweep.sampler=random or tpe with sweep.trials=N"
@@ -42,77 +71,80 @@ def build(settings: Sweep, space: Space) -> Propose:
             f"sweep.trials=null: {intervals} is an interval, and the sweep would never end; set the number of "
             "configurations, such as sweep.trials=20"
         )
-    if own not in ("grid", "random") and any(of.key == "train.seed" for of in space.dimensions):
+    learns = settings.sampler not in ("grid", "random")
+    if learns and any(dimension.key == "train.seed" for dimension in space.dimensions):
         raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
-    draws = None if own == "grid" else _random(space) if own == "random" else _of_optuna(own, space)
-
-    def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
-        known = {trial.values for trial in trials}
-        drawn = (draws([settings.seed, number, attempt], trials, direction) for attempt in range(_TRIES) if draws)
-        found = next((own for own in drawn if own[0] not in known), None)
-        if found is not None or intervals:
-            return found
-        return next(((values, {}) for values in space.grid() if values not in known), None)
-
-    return propose
 
 
 def _random(space: Space) -> Draw:
-    def text(of: Dimension, rng: np.random.Generator) -> str:
-        if of.values:
-            return of.values[rng.integers(len(of.values))]
-        if of.is_log:
-            return of.text(math.exp(rng.uniform(math.log(of.low), math.log(of.high))))
-        return of.text(rng.integers(int(of.low), int(of.high) + 1) if of.is_whole else rng.uniform(of.low, of.high))
+    """Return a sampler of random configurations."""
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         rng = np.random.default_rng(seed)
-        return tuple(text(of, rng) for of in space.dimensions), {}
+        return tuple(_random_text(dimension, rng) for dimension in space.dimensions), {}
 
     return draw
 
 
-def _of_optuna(own: str | Target, space: Space) -> Draw:
-    """A sampler of Optuna. Its study is rebuilt from the trials for each proposal."""
-    targets.require_package("optuna", f"sweep.sampler={own if isinstance(own, str) else own.target}")
-    if isinstance(own, str):
+def _random_text(dimension: Dimension, rng: np.random.Generator) -> str:
+    """Return a random value, as in an override."""
+    if dimension.values:
+        return dimension.values[rng.integers(len(dimension.values))]
+    if dimension.is_log:
+        logarithm = rng.uniform(math.log(dimension.low), math.log(dimension.high))
+        return dimension.text(math.exp(logarithm))
+    if dimension.is_whole:
+        return dimension.text(rng.integers(int(dimension.low), int(dimension.high) + 1))
+    return dimension.text(rng.uniform(dimension.low, dimension.high))
+
+
+def _of_optuna(sampler: str | Target, space: Space) -> Draw:
+    """Return a sampler of Optuna. Its study is rebuilt from the trials for each proposal."""
+    name = sampler if isinstance(sampler, str) else sampler.target
+    targets.require_package("optuna", f"sweep.sampler={name}")
+    if isinstance(sampler, str):
         # Values of running trials count as bad, so that jobs at the same time differ.
-        own = Target("optuna.samplers.TPESampler", {"multivariate": True, "constant_liar": True})
-    kind: Any = targets.locate(own.target, "sweep.sampler._target_", ["optuna"])
-    arguments, takes_seed = own.arguments, "seed" in targets.parameters_of(kind)
+        sampler = Target("optuna.samplers.TPESampler", {"multivariate": True, "constant_liar": True})
+    sampler_class: Any = targets.locate(sampler.target, "sweep.sampler._target_", ["optuna"])
+    arguments = sampler.arguments
+    takes_seed = "seed" in targets.parameters_of(sampler_class)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
-        seeded = {"seed": int(np.random.default_rng(seed).integers(2**32))} if takes_seed else {}
+        seed_argument = {}
+        if takes_seed:
+            seed_argument["seed"] = int(np.random.default_rng(seed).integers(2**32))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
-            study = study_of(space, trials, direction, kind(**seeded | arguments))
-        found = study.ask(distributions_of(space)).params
-        texts = tuple(of.text(found[of.key]) for of in space.dimensions)
+            study = study_of(space, trials, direction, sampler_class(**seed_argument | arguments))
+        values = study.ask(distributions_of(space)).params
+        texts = tuple(dimension.text(values[dimension.key]) for dimension in space.dimensions)
         return texts, study.get_trials(deepcopy=False)[-1].system_attrs
 
     try:
         draw([0], [], "")
     except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"sweep.sampler: {kind.__name__}: {error}") from None
+        raise UserError(f"sweep.sampler: {sampler_class.__name__}: {error}") from None
     return draw
 
 
 def distributions_of(space: Space) -> dict[str, Any]:
-    """The space in Optuna's terms."""
+    """Return the space in Optuna's terms."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    return {
-        of.key: CategoricalDistribution(of.values)
-        if of.values
-        else IntDistribution(int(of.low), int(of.high), log=of.is_log)
-        if of.is_whole
-        else FloatDistribution(of.low, of.high, log=of.is_log)
-        for of in space.dimensions
-    }
+    distributions: dict[str, Any] = {}
+    for dimension in space.dimensions:
+        if dimension.values:
+            distribution = CategoricalDistribution(dimension.values)
+        elif dimension.is_whole:
+            distribution = IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+        else:
+            distribution = FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
+        distributions[dimension.key] = distribution
+    return distributions
 
 
 def study_of(space: Space, trials: Sequence[Trial], direction: str, sampler: Any = None) -> Any:
-    """The trials as a study of Optuna, in memory."""
+    """Return the trials as a study of Optuna, in memory."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -123,31 +155,45 @@ def study_of(space: Space, trials: Sequence[Trial], direction: str, sampler: Any
 
 
 def _as_optuna(space: Space, trial: Trial) -> Any:
-    """What does not fit, diverges or pauses at a rung is told as pruned, which samplers learn from: they ignore failed
-    trials, and what failed for another reason says nothing of its configuration.
-    """
-    from optuna.trial import TrialState, create_trial
+    """Return a trial in Optuna's terms."""
+    from optuna.trial import create_trial
 
     best = trial.facts.get("best_objective")
-    reached = {rung: own for rung, own in trial.reached.items() if own is not None}
-    state, value = TrialState.RUNNING, None
-    if trial.state == "finished":
-        state, value = TrialState.PRUNED if best is None else TrialState.COMPLETE, best
-    elif trial.state in ("paused", "infeasible") or trial.diverged:
-        state = TrialState.PRUNED
-    elif trial.state == "stopped" and best is not None:  # as by train.max_time
-        state, reached = TrialState.PRUNED, reached | {10**6: best}
-    elif trial.state == "failed":
-        state = TrialState.FAIL
+    rung_values = {rung: value for rung, value in trial.rung_values.items() if value is not None}
+    if trial.state == "stopped" and best is not None:
+        rung_values[_AFTER_ALL_RUNGS] = best
+    parameters = {}
+    for dimension, text in zip(space.dimensions, trial.values, strict=True):
+        parameters[dimension.key] = dimension.value(text)
     return create_trial(
-        state=state,
-        value=value,
-        params={of.key: of.value(own) for of, own in zip(space.dimensions, trial.values, strict=True)},
+        state=_optuna_state(trial),
+        value=best if trial.state == "finished" else None,
+        params=parameters,
         distributions=distributions_of(space),
         system_attrs=dict(trial.attributes),
         user_attrs={"job": trial.number, "directory": trial.folder},
-        intermediate_values=reached,
+        intermediate_values=rung_values,
     )
+
+
+def _optuna_state(trial: Trial) -> Any:
+    """Return Optuna's state of a trial.
+
+    What does not fit, diverges or pauses at a rung is reported as pruned, which samplers learn from: they ignore failed
+    trials, and what failed for another reason says nothing about its configuration.
+    """
+    from optuna.trial import TrialState
+
+    has_best = trial.facts.get("best_objective") is not None
+    if trial.state == "finished":
+        return TrialState.COMPLETE if has_best else TrialState.PRUNED
+    if trial.state in ("paused", "infeasible") or trial.diverged:
+        return TrialState.PRUNED
+    if trial.state == "stopped" and has_best:  # as by train.max_time
+        return TrialState.PRUNED
+    if trial.state == "failed":
+        return TrialState.FAIL
+    return TrialState.RUNNING
 
 
 def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], direction: str) -> None:
@@ -161,19 +207,19 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
         study = optuna.create_study(
             storage=url, study_name=name, direction=_DIRECTIONS.get(direction), load_if_exists=True
         )
-        known = {own.user_attrs.get("job") for own in study.get_trials(deepcopy=False)}
+        stored_jobs = {stored.user_attrs.get("job") for stored in study.get_trials(deepcopy=False)}
         for trial in trials:
-            if trial.state in ("finished", "failed", "infeasible") and trial.number not in known:
+            if trial.state in ("finished", "failed", "infeasible") and trial.number not in stored_jobs:
                 study.add_trial(_as_optuna(space, trial))
     except Exception as error:  # of SQLAlchemy, of its drivers, of the network
         raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
 
 
 def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[str, float]:
-    """The share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
-    arXiv:2304.10255); empty without Optuna, or with fewer than _FEWEST finished trials.
+    """Return the share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
+    arXiv:2304.10255); empty without Optuna, or with fewer than `_FEWEST_FOR_IMPORTANCE` finished trials.
     """
-    if sum(trial.state == "finished" for trial in trials) < _FEWEST:
+    if sum(trial.state == "finished" for trial in trials) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -33,14 +33,19 @@ class Dimension:
     is_whole: bool = False
 
     def text(self, value: Any) -> str:
-        """The value as in an override: a number has six digits, which a person can read."""
+        """Return a value as in an override: a number has six digits, which a person can read."""
         if self.values:
             return str(value)
-        return str(round(value)) if self.is_whole else repr(min(max(float(f"{value:.6g}"), self.low), self.high))
+        if self.is_whole:
+            return str(round(value))
+        rounded = float(f"{value:.6g}")
+        return repr(min(max(rounded, self.low), self.high))  # rounding must not leave the interval
 
     def value(self, text: str) -> Any:
-        """The inverse of `text`."""
-        return text if self.values else int(text) if self.is_whole else float(text)
+        """Return the value that is written as `text`: the inverse of `text()`."""
+        if self.values:
+            return text
+        return int(text) if self.is_whole else float(text)
 
     @property
     def ends(self) -> Values:
@@ -48,90 +53,115 @@ class Dimension:
         return self.values or (self.text(self.low), self.text(self.high))
 
     def __str__(self) -> str:
-        return ", ".join(self.values) or f"[{self.low:g}, {self.high:g}]{' by logarithm' * self.is_log}"
+        if self.values:
+            return ", ".join(self.values)
+        interval = f"[{self.low:g}, {self.high:g}]"
+        return f"{interval} by logarithm" if self.is_log else interval
 
 
 @dataclass(frozen=True)
 class Space:
-    """fixed: the overrides that all jobs have."""
+    """The swept settings, and the overrides that all jobs have."""
 
     fixed: Values
     dimensions: tuple[Dimension, ...]
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Space":
-        """The inverse of `to_dict`."""
-        found = (Dimension(**own | {"values": tuple(own["values"])}) for own in facts["dimensions"])
-        return cls(tuple(facts["fixed"]), tuple(found))
+        """Return the space that `to_dict` has written."""
+        dimensions = []
+        for arguments in facts["dimensions"]:
+            dimensions.append(Dimension(**arguments | {"values": tuple(arguments["values"])}))
+        return cls(tuple(facts["fixed"]), tuple(dimensions))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as in JSON."""
-        return {"fixed": [*self.fixed], "dimensions": [asdict(of) | {"values": [*of.values]} for of in self.dimensions]}
+        """Return plain values, as in JSON."""
+        dimensions = [asdict(dimension) | {"values": list(dimension.values)} for dimension in self.dimensions]
+        return {"fixed": list(self.fixed), "dimensions": dimensions}
 
-    def swept(self, values: Values) -> list[str]:
-        """The overrides in which jobs differ."""
-        return [f"{of.key}={value}" for of, value in zip(self.dimensions, values, strict=True)]
+    def swept_overrides(self, values: Values) -> list[str]:
+        """Return a job's overrides of the swept settings, in which jobs differ."""
+        pairs = zip(self.dimensions, values, strict=True)
+        return [f"{dimension.key}={value}" for dimension, value in pairs]
 
     @property
     def intervals(self) -> list[str]:
         """The settings that have no list of values."""
-        return [of.key for of in self.dimensions if not of.values]
+        return [dimension.key for dimension in self.dimensions if not dimension.values]
 
     @property
     def size(self) -> float:
         """The number of configurations; infinite with intervals."""
-        return math.inf if self.intervals else math.prod(len(of.values) for of in self.dimensions)
+        if self.intervals:
+            return math.inf
+        return math.prod(len(dimension.values) for dimension in self.dimensions)
 
     def grid(self) -> Iterator[Values]:
-        """All configurations, the last setting varying fastest. Without intervals."""
-        return itertools.product(*(of.values for of in self.dimensions))
+        """Iterate over all configurations, the last setting varying fastest. For a space without intervals."""
+        return itertools.product(*(dimension.values for dimension in self.dimensions))
 
     def covering(self) -> Iterator[Values]:
-        """Configurations that together have each choice and both ends of each interval; elsewhere the first value."""
-        first = tuple(of.ends[0] for of in self.dimensions)
+        """Yield configurations that together have each choice and both ends of each interval; the settings not being
+        varied have their first value.
+        """
+        first = tuple(dimension.ends[0] for dimension in self.dimensions)
         yield first
-        for place, of in enumerate(self.dimensions):
-            yield from ((*first[:place], value, *first[place + 1 :]) for value in of.ends[1:])
+        for position, dimension in enumerate(self.dimensions):
+            for value in dimension.ends[1:]:
+                yield (*first[:position], value, *first[position + 1 :])
 
 
 def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
-    """The space of these overrides; the later one of a setting counts, and `sweep.*` is left out. Raises UserError with
-    all mistakes.
+    """Return the space of these overrides. Of a setting given twice the later override counts; `sweep.*` is left out.
+
+    Raises UserError with all mistakes.
     """
-    found: dict[str, str | Dimension] = {}
+    by_key: dict[str, str | Dimension] = {}
     errors = []
-    for own in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
-        key, text = as_entered(own.get_key_element()), as_entered(str(own.input_line))
-        is_of_sweep = own.key_or_group.partition(".")[0] == "sweep"
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
+        key = as_entered(override.get_key_element())
+        text = as_entered(str(override.input_line))
+        is_of_sweep = override.key_or_group.partition(".")[0] == "sweep"
         try:
-            if own.is_sweep_override():
+            if override.is_sweep_override():
                 if is_of_sweep:
                     raise ValueError("a setting of the sweep itself has one value")
-                found[key] = _dimension(key, own)
+                by_key[key] = _dimension(key, override)
             elif not is_of_sweep:
-                found[key] = text
+                by_key[key] = text
         except ValueError as error:
             errors.append(f"{text}: {error}")
     if errors:
         raise UserError("\n".join(errors))
-    fixed = tuple(own for own in found.values() if isinstance(own, str))
-    return Space(fixed, tuple(own for own in found.values() if isinstance(own, Dimension)))
+    fixed = tuple(text for text in by_key.values() if isinstance(text, str))
+    dimensions = tuple(dimension for dimension in by_key.values() if isinstance(dimension, Dimension))
+    return Space(fixed, dimensions)
 
 
-def _dimension(key: str, own: Override) -> Dimension:
-    if not own.is_interval_sweep():
-        values = tuple(own.sweep_string_iterator())
-        if not values:
-            raise ValueError("no value at all; a range leaves its end out, and a glob matches names of options")
-        if twice := sorted({value for value in values if values.count(value) > 1}):
-            raise ValueError(f"{', '.join(twice)} is given twice")
-        return Dimension(key, values)
-    sweep: Any = own.value()
-    if others := sweep.tags - {"log"}:
-        raise ValueError(f"the tag {', '.join(sorted(others))} has no meaning here; `log` is the only one")
-    low, high, is_log = sweep.start, sweep.end, "log" in sweep.tags
+def _dimension(key: str, override: Override) -> Dimension:
+    """Return the dimension of an override that sweeps a setting. Raises ValueError for a mistake in it."""
+    return _interval(key, override) if override.is_interval_sweep() else _choice(key, override)
+
+
+def _interval(key: str, override: Override) -> Dimension:
+    interval: Any = override.value()
+    unknown_tags = interval.tags - {"log"}
+    if unknown_tags:
+        raise ValueError(f"the tag {', '.join(sorted(unknown_tags))} has no meaning here; `log` is the only one")
+    low, high = interval.start, interval.end
+    is_log = "log" in interval.tags
     if low >= high:
         raise ValueError(f"its start must be less than its end: interval({high:g},{low:g})")
     if is_log and low <= 0:
         raise ValueError("an interval of logarithms must start above 0")
-    return Dimension(key, (), low, high, is_log, isinstance(low, int))
+    return Dimension(key, (), low, high, is_log, is_whole=isinstance(low, int))
+
+
+def _choice(key: str, override: Override) -> Dimension:
+    values = tuple(override.sweep_string_iterator())
+    if not values:
+        raise ValueError("no value at all; a range leaves its end out, and a glob matches names of options")
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    if repeated:
+        raise ValueError(f"{', '.join(repeated)} is given twice")
+    return Dimension(key, values)

@@ -3,7 +3,7 @@
 import pytest
 from helpers import files, run_cli
 
-from trainapp.sweep.commands import COMMANDS
+from trainapp.commands import COMMANDS
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

@@ -4,7 +4,7 @@ import pytest
 
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.sweep import jobs
+from trainapp.sweep.slots import divide_machine
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def slots(monkeypatch, tmp_path):
 
     def divided(parallel, *overrides, packs=False):
         config = compose.from_command_line(["model=mlp", *overrides], str(tmp_path))
-        return config, jobs.slots(parallel, config, packs)
+        return config, divide_machine(parallel, config, packs)
 
     return divided
 
@@ -25,7 +25,7 @@ def test_one_job_per_gpu_with_its_share_of_the_cores(slots):
     config, found = slots("auto")
     assert [slot.gpus for slot in found] == [("4",), ("5",), ("6",), ("GPU-7",)]
     assert [(slot.cores, slot.threads) for slot in found[:2]] == [((0, 1), 2), ((2, 3), 2)]
-    assert all(slot.memory(config) == [] for slot in found)
+    assert all(slot.memory_overrides(config) == [] for slot in found)
 
 
 def test_a_job_takes_as_many_gpus_as_it_has_ranks(slots):
@@ -51,12 +51,12 @@ def test_a_sweep_of_fsdp_on_one_device_is_refused(slots, monkeypatch):
 def test_jobs_on_one_gpu_share_its_memory(slots, limit, share):
     config, found = slots(8, f"memory.limit={limit}")
     assert [slot.gpus for slot in found[3:6]] == [("GPU-7",), ("4",), ("5",)]
-    assert {text for slot in found for text in slot.memory(config)} == {f"memory.limit={share}"}
+    assert {text for slot in found for text in slot.memory_overrides(config)} == {f"memory.limit={share}"}
 
 
 def test_without_gpus_and_packed(slots):
     assert [(slot.gpus, slot.cores) for slot in slots("auto", "train.device=cpu")[1]] == [(None, None)]
     config, found = slots(2, "train.device=cpu", "memory.limit=1GiB")
     assert [slot.cores for slot in found] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert found[0].memory(config) == [f"memory.limit={2**29}"]
+    assert found[0].memory_overrides(config) == [f"memory.limit={2**29}"]
     assert len(slots("auto", packs=True)[1]) == 16

@@ -1,0 +1,177 @@
+"""The table of a sweep, or of a folder of runs: its header and cells, and the files that it is written to."""
+
+import csv
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainapp.files import atomic_write, json_object
+from trainapp.report import page
+from trainapp.report.page import BLANK, memory_text, number_text, seconds_text
+from trainapp.sweep.jobs import PLAN
+from trainapp.sweep.journal import FACTS
+from trainapp.sweep.rows import NOT_BEGUN, Row, merge_seeds, objective_of, rank
+
+Header = list[str]
+Cells = list[list[Any]]
+
+
+def setting_names(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the settings in which the rows differ."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row.settings)
+    return list(names)
+
+
+def table_of(rows: Sequence[Row], names: Sequence[str]) -> tuple[Header, Cells]:
+    """Return header and cells of ranked rows, as text, with a column for each of these settings."""
+    objective = objective_of(rows)
+    best_header = f"{objective[0]} ({objective[1]})" if objective else "best"
+    header = ["#", "job", best_header, "last", *names, "steps", "time", "micro", "OOMs", "memory", "state"]
+    cells: Cells = []
+    for rank_number, row in enumerate(rows, start=1):
+        has_rank = row.best is not None and objective is not None and row.is_whole
+        facts = row.facts
+        line = [
+            str(rank_number) if has_rank else BLANK,
+            row.name,
+            _best_text(row),
+            number_text(facts.get("objective")),
+            *(row.settings.get(name, "") for name in names),
+            number_text(facts.get("steps")),
+            seconds_text(facts.get("seconds")),
+            number_text(facts.get("micro_size")),
+            number_text(facts.get("oom_restarts")),
+            memory_text(facts.get("peak_memory_bytes")),
+            row.state,
+        ]
+        cells.append(line)
+    return header, cells
+
+
+def _best_text(row: Row) -> str:
+    """Return the best value, with its standard deviation over seeds."""
+    if row.best is None:
+        return BLANK
+    text = f"{row.best:.4g}"
+    return text if row.spread is None else f"{text} ± {row.spread:.2g}"
+
+
+def table_with_settings(rows: Sequence[Row]) -> tuple[Header, Cells]:
+    """Return header and cells of ranked rows, with one last column for all settings."""
+    header, cells = table_of(rows, ())
+    short_names = _short_names(setting_names(rows))
+    for row, line in zip(rows, cells, strict=True):
+        settings = [f"{short_names[name]}={value}" for name, value in row.settings.items()]
+        line.append(" ".join(settings))
+    return [*header, "settings"], cells
+
+
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each name, or the whole name where several end alike."""
+    last_parts = {name: name.rpartition(".")[2] for name in names}
+    counts = Counter(last_parts.values())
+    return {name: part if counts[part] == 1 else name for name, part in last_parts.items()}
+
+
+def table_of_plans(rows: Sequence[Row]) -> tuple[Header, Cells]:
+    """Return header and cells of jobs that were planned."""
+    cells: Cells = []
+    for row in rows:
+        facts = json_object(row.folder / PLAN)
+        line = [
+            row.name,
+            memory_text(facts.get("peak_bytes")),
+            facts.get("method") or BLANK,
+            str(facts.get("largest_micro_size") or BLANK),
+            row.settings_text,
+            _plan_result(facts),
+        ]
+        cells.append(line)
+    return ["job", "peak", "method", "largest micro-batch", "settings", "best plan, or reason"], cells
+
+
+def _plan_result(facts: dict[str, Any]) -> str:
+    """Return the overrides of the best plan, or why there is none."""
+    if facts.get("peak_bytes") is None:
+        return "; ".join(facts.get("notes", []))
+    best = facts.get("best") or {}
+    return "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write a line per run, with a column per setting, and the names and units of result.json."""
+    fixed_names = ["rank", "job", *FACTS, "state", "error", "directory"]
+    setting_columns = {}
+    for name in setting_names(rows):
+        setting_columns[name] = f"setting {name}" if name in fixed_names else name
+    columns = [*fixed_names[:2], *setting_columns.values(), *fixed_names[2:]]
+    objective = objective_of(rows)
+    with atomic_write(path) as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for rank_number, row in enumerate(rows, start=1):
+            values = dict(row.facts)
+            for name, value in row.settings.items():
+                values[setting_columns[name]] = value
+            values["rank"] = rank_number if row.best is not None and objective else ""
+            values["job"] = row.name
+            values["state"] = row.state
+            values["error"] = row.error
+            values["directory"] = row.folder
+            writer.writerow(values)
+
+
+def write_markdown(header: Header, cells: Cells, path: Path) -> None:
+    """Write a table in Markdown."""
+    with atomic_write(path) as file:
+        for line in (header, ["---"] * len(header), *cells):
+            escaped = [cell.replace("|", "\\|") for cell in line]
+            file.write(f"| {' | '.join(escaped)} |\n")
+
+
+def write_page(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the page of a folder into it. Raises OSError if it cannot be written.
+
+    Args:
+        folder: of a sweep or of runs.
+        rows: of the folder, from `read_rows`.
+    """
+    runs = [row for row in rows if not (row.folder / PLAN).exists()]
+    begun = [row for row in runs if row.state != NOT_BEGUN]  # in the order of time
+    ranked = rank(begun)
+    names = setting_names(begun)
+
+    tables: list[page.Table] = []
+    merged = rank(merge_seeds(runs))
+    if merged:
+        title = "Over seeds: mean and standard deviation"
+        tables.append((title, *table_of(merged, setting_names(merged))))
+    header, cells = table_of(ranked, names)
+    _link_pages(ranked, cells, folder)
+    tables.append(("Leaderboard", header, cells))
+    failed = [[row.name, row.error] for row in ranked if row.error]
+    if failed:
+        tables.append(("Failed jobs", ["job", "error"], failed))
+
+    # Points of the charts: `number` is the job's place in time.
+    charted = []
+    for row in ranked:
+        if row.best is not None:
+            settings = [row.settings.get(name, "") for name in names]
+            charted.append({"name": row.name, "number": begun.index(row), "value": row.best, "settings": settings})
+    counts = Counter(row.state for row in runs)
+    counts_text = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines = [f"{len(runs)} jobs: {counts_text}", str(folder)]
+    page.write_sweep(folder / page.NAME, lines, tables, charted, names, objective_of(begun))
+
+
+def _link_pages(rows: Sequence[Row], cells: Cells, folder: Path) -> None:
+    """Replace the names in the cells of those rows that have a page by links to it, relative to the folder."""
+    for row, line in zip(rows, cells, strict=True):
+        page_of_row = row.folder / page.NAME
+        if page_of_row.exists():
+            line[1] = {"text": row.name, "page": os.path.relpath(page_of_row, folder)}
