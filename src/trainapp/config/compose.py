@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, excludes, replaced_options
+from trainapp.config import command_line, excludes, mistakes, replaced_options
 from trainapp.config.schema import Config, Update
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
@@ -43,7 +43,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         with _without_callers_hydra(), initialize_config_dir(str(CONF), **VERSION_BASE):
             composed = compose("train", [*given, *search_path])
     except Exception as error:
-        message = command_line.explain(error, given)
+        message = mistakes.explain(error, given)
         if message is None:
             raise
         raise UserError(message) from None
@@ -150,7 +150,7 @@ def _with_optimizer(update: Any, common: Any) -> Any:
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them, and a note on settings of earlier versions."""
     setting, value = re.split(r"[=:]", line.partition(": ")[0] + "=", maxsplit=2)[:2]
-    return command_line.renamed(setting, value) or re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
+    return mistakes.renamed(setting, value) or re.sub(r"^([\w.]+)\.target\b", r"\1._target_", line)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

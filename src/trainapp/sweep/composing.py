@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, compose, resume_rules
+from trainapp.config import command_line, compose, mistakes, resume_rules
 from trainapp.config.schema import Config, Sweep
 from trainapp.config.targets import messages
 from trainapp.errors import UserError
@@ -78,7 +78,7 @@ class Composer:
         try:
             config = self._loader.load_sweep_config(self._sweep, [*map(command_line.for_composition, overrides)])
         except Exception as error:
-            message = command_line.explain(error, overrides)
+            message = mistakes.explain(error, overrides)
             if message is None:
                 raise
             raise UserError(message) from None
