@@ -63,7 +63,7 @@ def assemble(config: Config, parts: Parts, ranks: Ranks, callbacks: Mapping[str,
     if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
-    if config.mode == "train":
+    if config.activity.trains:
         ledger = learned_draws.learnt(config, parts, model, ranks)
         checks.require_sum(config, parts, model, ranks, ledger)
         if config.memory.loss_chunk is not None and components.knows_loss:

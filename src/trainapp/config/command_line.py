@@ -10,7 +10,8 @@ from typing import cast
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.config.modes import ACTIVITIES
+from trainapp.config.schema import Config
 from trainapp.files import CONF
 
 _TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
@@ -51,8 +52,10 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
     """Return whether these overrides are of a command about a trained run, and choose no other data than the run's."""
     values = dict(text.partition("=")[::2] for text in overrides)
-    is_about_a_run = values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values
-    return is_about_a_run and values.keys().isdisjoint({"data", "data._target_", "experiment"})
+    activity = ACTIVITIES.get(values.get("mode", ""))
+    if activity is None or not activity.needs_checkpoint or "checkpointing.resume" not in values:
+        return False
+    return values.keys().isdisjoint({"data", "data._target_", "experiment"})
 
 
 def for_composition(text: str) -> str:

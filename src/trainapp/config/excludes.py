@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.config.modes import ACTIVITIES
+from trainapp.config.schema import Config
 from trainapp.config.targets import as_yaml
 from trainapp.errors import UserError
 
@@ -127,6 +128,14 @@ def _set_a_rate(groups: list[dict[str, Any]]) -> bool:
     return any("lr" in group for group in groups)
 
 
+def _needs_checkpoint(mode: str) -> bool:
+    return ACTIVITIES[mode].needs_checkpoint
+
+
+def _is_one_process(mode: str) -> bool:
+    return ACTIVITIES[mode].is_one_process
+
+
 def _lack_a_token(prompts: list[Any]) -> bool:
     return not prompts or not all(prompts)
 
@@ -146,7 +155,7 @@ def _schedules_name_no_updates(config: Config) -> bool:
 
 
 def _lacks_best(config: Config) -> bool:
-    return config.mode == "train" and not config.has_best
+    return config.activity.trains and not config.has_best
 
 
 def _task_chooses_an_output(config: Config) -> bool:
@@ -288,12 +297,12 @@ EXCLUSIONS = (
     ),
     # Checkpoints and the modes that are about one
     Exclusion(
-        {"mode": one_of(*ABOUT_A_RUN), "checkpointing.resume": one_of("auto", "none")},
+        {"mode": _needs_checkpoint, "checkpointing.resume": one_of("auto", "none")},
         "it needs a trained model",
         "name the checkpoint or the run directory, as checkpointing.resume=RUN",
     ),
     Exclusion(
-        {"mode": one_of("export", "generate", "lr_find"), "parallel": other_than("single")},
+        {"mode": _is_one_process, "parallel": other_than("single")},
         "this mode is one process, which loads checkpoints of any number of ranks",
         "use parallel=single",
     ),

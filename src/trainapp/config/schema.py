@@ -16,13 +16,11 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
+from trainapp.config.modes import ACTIVITIES, Activity, Mode
 from trainapp.units import parse_duration, parse_memory_size, parse_time
 from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 STRICT = ConfigDict(extra="forbid")
-INFERENCE = ("predict", "generate")  # modes
-WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that write files but no metrics
-ABOUT_A_RUN = ("eval", *WITHOUT_NUMBERS)  # modes that need a checkpoint
 OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other metrics and files
 
 
@@ -400,7 +398,7 @@ class Config:
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
+    mode: Mode = "train"
     task: Str = "auto"
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
     objective: Goal = "auto"
@@ -434,6 +432,11 @@ class Config:
     sweeper_direction: str = ""
 
     @property
+    def activity(self) -> Activity:
+        """What `mode` does."""
+        return ACTIVITIES[self.mode]
+
+    @property
     def optimizers(self) -> dict[str, Optimizer]:
         """The optimizers, by the setting that they come from: each update's, or the only one."""
         if not self.updates:
@@ -458,7 +461,7 @@ class Config:
     @property
     def continues(self) -> bool:
         """Whether the same command continues a run that was stopped: from its checkpoint, or after its rows."""
-        return self.mode in INFERENCE or (self.mode == "train" and self.checkpointing.save)
+        return self.activity.writes_rows or (self.activity.trains and self.checkpointing.save)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""
@@ -466,7 +469,7 @@ class Config:
 
     def with_own_batches(self) -> "Config":
         """The configuration with prediction's or generation's batch size as the evaluation micro-batch size."""
-        if self.mode not in INFERENCE:
+        if not self.activity.writes_rows:
             return self
         size = self.predict.batch_size if self.mode == "predict" else self.generate.batch_size
         return dataclasses.replace(self, batch=dataclasses.replace(self.batch, eval_micro_size=size))

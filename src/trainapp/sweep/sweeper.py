@@ -136,7 +136,7 @@ def _require_none(differences: list[str], folder: Path) -> None:
 
 
 def _require_pausable(settings: Sweep, config: Config) -> None:
-    if config.mode != "train" or not config.checkpointing.save or config.every.eval is None:
+    if not config.activity.trains or not config.checkpointing.save or config.every.eval is None:
         raise UserError(
             f"sweep.pruner={settings.pruner}: pauses runs at an evaluation and continues them from a checkpoint; it "
             "needs mode=train, every.eval and checkpointing.save=true"
@@ -179,7 +179,7 @@ class _Sweeper:
         self.settings, self.composer, self.propose, self.journal = settings, composer, propose, journal
         self.config, self.launcher, self.folder = config, launcher, composer.folder
         self.pruner = Pruner(settings) if settings.pruner != "none" else None
-        self.packs = settings.pack and launcher is None and config.mode == "train"
+        self.packs = settings.pack and launcher is None and config.activity.trains
         self.running: dict[int, _Running] = {}
         count = 1 if settings.parallel == "auto" else int(settings.parallel)
         self.slots = [Slot()] * count if launcher else jobs.slots(settings.parallel, config, self.packs)

@@ -239,9 +239,9 @@ class Session:
     def at_work(self) -> AtWork:
         """What a signal would interrupt now; called from its handler and from the thread that hears it."""
         config, saver, step = self.config, self.checkpointer, self.state.progress.step
-        batch = f"micro-batch of {'evaluation' if config.mode == 'train' else config.mode}"
+        batch = f"micro-batch of {'evaluation' if config.activity.trains else config.mode}"
         name = {Phase.EVALUATE: batch, Phase.SAVE: "checkpoint"}.get(self.engine.phase, "step")
-        if config.mode != "train":
+        if not config.activity.trains:
             lost = "nothing" if config.continues else "the results so far"
             return AtWork(name, lost, config.continues, config.mode == "lr_find")
         saved_at = saver.committed_at or 0
