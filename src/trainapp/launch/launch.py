@@ -106,7 +106,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
         with StopRequest():
             return screen.run(config)
-    if config.mode in ("lr_find", "export"):
+    if config.activity.is_one_process:
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":
         environment.require_one_process("parallel=single", "choose parallel=ddp or parallel=fsdp")
