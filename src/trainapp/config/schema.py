@@ -467,7 +467,7 @@ class Config:
         """Plain containers, as written to checkpoints and TensorBoard."""
         return dataclasses.asdict(self)
 
-    def with_own_batches(self) -> "Config":
+    def with_inference_batch_size(self) -> "Config":
         """The configuration with prediction's or generation's batch size as the evaluation micro-batch size."""
         if not self.activity.writes_rows:
             return self

@@ -130,7 +130,7 @@ def prepare(
     if path is not None:
         config = resume.as_saved(config, path)
     stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
-    config = config.with_own_batches()
+    config = config.with_inference_batch_size()
     if config.activity.trains:
         config = with_modes(config, ranks)
     session = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
