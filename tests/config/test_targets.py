@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from trainapp.config import targets
+from trainapp.config import arguments, targets
 from trainapp.errors import UserError
 from trainapp.models.mlp import MLP
 
@@ -154,8 +154,8 @@ def test_null_fits_where_it_is_the_default():
     def resized(size: int = None):  # noqa: RUF013
         return size
 
-    assert targets.check_arguments(resized, {"size": None}, "data") == []
-    assert targets.check_arguments(resized, {"size": "x"}, "data") != []
+    assert arguments.check_arguments(resized, {"size": None}, "data") == []
+    assert arguments.check_arguments(resized, {"size": "x"}, "data") != []
 
 
 def test_every_wrong_argument_is_named():

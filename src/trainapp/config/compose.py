@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from trainapp.config import command_line, excludes, mistakes, replaced_options
+from trainapp.config.arguments import messages
 from trainapp.config.schema import Config, Update
-from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import CONF
 

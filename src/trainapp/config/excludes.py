@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainapp.config.arguments import as_yaml
 from trainapp.config.modes import ACTIVITIES
 from trainapp.config.schema import Config
-from trainapp.config.targets import as_yaml
 from trainapp.errors import UserError
 
 # Settings that users set by choosing a group's option.

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import TypeAdapter
 
 from trainapp.config import command_line, compose, mistakes, resume_rules
+from trainapp.config.arguments import messages
 from trainapp.config.schema import Config, Sweep
-from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.sweep.space import Space, Values

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainapp.config import targets
+from trainapp.config.arguments import parameters_of
 from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep.journal import Trial
@@ -79,7 +80,7 @@ def _of_optuna(own: str | Target, space: Space) -> Draw:
         # Values of running trials count as bad, so that jobs at the same time differ.
         own = Target("optuna.samplers.TPESampler", {"multivariate": True, "constant_liar": True})
     kind: Any = targets.locate(own.target, "sweep.sampler._target_", ["optuna"])
-    arguments, takes_seed = own.arguments, "seed" in targets.parameters_of(kind)
+    arguments, takes_seed = own.arguments, "seed" in parameters_of(kind)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         seeded = {"seed": int(np.random.default_rng(seed).integers(2**32))} if takes_seed else {}
