@@ -40,6 +40,12 @@ def test_outside_the_allow_list(name):
         targets.locate(name, "model._target_", [])
 
 
+def test_a_name_without_a_module():
+    """Also of an allowed package, which is no class itself."""
+    with pytest.raises(UserError, match=r"model\._target_=mine: must be the dotted name of a class or function"):
+        targets.locate("mine", "model._target_", ["mine"])
+
+
 @pytest.mark.parametrize("name", ["trainapp.run.runner.run", "trainapp.data.sets.text.UserError", "trainapp.model.MLP"])
 def test_what_is_trainapps_is_nobodys_to_allow(name):
     with pytest.raises(UserError, match=r"\(trainapp\.models, trainapp\.data, .*\); its other modules") as refused:

@@ -54,7 +54,8 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
         setting: the setting with the name, for messages.
         user_packages: packages allowed in addition to trainapp's own.
     """
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+    is_dotted = isinstance(target, str) and "." in target
+    if not is_dotted or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
     _require_allowed(target, target, setting, user_packages)
     module_name, _, name = target.rpartition(".")
