@@ -36,7 +36,7 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
             raise UserError(f"{folder}: no run is here; name the directory of one, or of a sweep alone")
     runs = [run_files.read(folder) for folder in folders]
     groups = [group for run in runs for group in run["curves"].values()]
-    points = iter(run_files.shared_out([curve for group in groups for curve in group.values()]))
+    points = iter(run_files.points_of_all([curve for group in groups for curve in group.values()]))
     for group in groups:
         group.update({name: next(points) for name in group})
     for run, name in zip(runs, _names(folders), strict=True):
