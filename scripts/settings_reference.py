@@ -10,8 +10,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from trainapp.config.arguments import as_yaml
 from trainapp.config.schema import Config
-from trainapp.config.targets import as_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE, CONF = ROOT / "docs/configuration.md", ROOT / "conf"

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import trainapp
 from trainapp import commands
-from trainapp.config import command_line, compose
+from trainapp.config import command_line, compose, mistakes
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
@@ -92,7 +92,7 @@ def main() -> None:
         sys.exit(130)
     except (Exception, Reported) as caught:
         error = caught.error if isinstance(caught, Reported) else caught
-        message = str(error) if isinstance(error, UserError) else command_line.explain(error, sys.argv[1:])
+        message = str(error) if isinstance(error, UserError) else mistakes.explain(error, sys.argv[1:])
         if wants_traceback or message is None:
             if error is caught:
                 raise

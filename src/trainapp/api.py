@@ -50,7 +50,7 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     """
     with _one_run("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _absolute(run_dir), config_dir)
-        if config.mode != "train":
+        if not config.activity.trains:
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
         _run(config)

@@ -1,17 +1,13 @@
-"""Overrides that the program writes are read back by Hydra as they were meant; a `_target_` begins an empty group; what
-a user reads about a name that does not exist. tests/test_cli.py tests the messages of whole commands.
-"""
+"""Overrides that the program writes are read back by Hydra as they were meant; a `_target_` begins an empty group."""
 
 import pytest
 import runs
 from helpers import run_cli
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from trainapp.config import command_line, compose
-from trainapp.errors import UserError
 
 NAMES = ["/runs/a", "runs", "1", "null", "1e3", "/größe/日本", "/a b,c", "/a=[{(:", "/it's", "/a\\\\'", "/a\\", '/"']
 NAMES += ["/${oc.env:HOME}", "/\\${x}", "/a\\\\${x}\\\\"]
@@ -96,73 +92,6 @@ def test_in_a_sweep(tmp_path):
         text = (tmp_path / f"sweep/{number}/.hydra/config.yaml").read_text()
         assert "betas" not in text
         assert "momentum: 0.5" in text
-
-
-# Names that do not exist
-
-
-def refusal(*overrides):
-    with pytest.raises(UserError) as refused:
-        compose.from_command_line(overrides)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("batch.micro_sze=3", "batch.micro_sze: no such setting; did you mean 'micro_size'?"),
-        ("+batch.foo=1", "batch.foo: no such setting; known here: eval_micro_size, global_size"),
-        ("experment=x", "experment: no such setting; did you mean 'experiment'?"),
-        ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
-        ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
-        ("model=null", "model=null: an option is chosen by its name; choose one, or a class with model._target_=CLASS"),
-        ("debug=null", "debug=null: an option is chosen by its name; for none, leave it out"),
-        ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
-        ("predict", "Error parsing override 'predict'"),
-        ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
-    ],
-)
-def test_a_name_that_does_not_exist(override, message):
-    assert refusal(override).startswith(message)
-
-
-def test_where_a_plus_is_named_it_works():
-    assert "use +optimizer.amsgrad=VALUE" in refusal("optimizer.amsgrad=true")
-    assert compose.from_command_line(["+optimizer.amsgrad=true"]).optimizer.arguments["amsgrad"] is True
-
-
-@pytest.mark.parametrize("override", ["old.name=1", "+old.name=1", "precision=old", "precision.mode=old"])
-def test_an_old_name_is_an_error_that_names_the_new_one(monkeypatch, override):
-    own = {"old.name": "is now train.seed", "precision=old": "is now precision=bf16", "old": "is now train"}
-    monkeypatch.setattr(command_line, "RENAMED", own)
-    new = "precision=bf16" if "precision" in override else "train"
-    assert f"is now {new}" in refusal(override)
-
-
-def test_an_error_that_is_not_about_a_name_keeps_its_words():
-    assert command_line.explain(HydraException("something else"), []) == "something else"
-    assert command_line.explain(ValueError("something else"), []) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "model: {width: ???}\n",
-            "line 2, column 16: not valid YAML: expected the node content, but found '?'; inside",
-        ),
-        ("train: {seed: 1\n", "line 3, column 1: not valid YAML: expected ',' or '}'"),
-        ("train: {seed: 1, seed: 2}\n", "not valid YAML: found duplicate key seed"),
-    ],
-)
-def test_a_file_that_is_not_yaml(tmp_path, text, message):
-    (tmp_path / "experiment").mkdir()
-    file = tmp_path / "experiment/mine.yaml"
-    file.write_text(f"# @package _global_\n{text}")
-    with pytest.raises(UserError) as raised:
-        compose.from_command_line(["experiment=mine"], config_dir=tmp_path)
-    assert str(raised.value).startswith(str(file))
-    assert message in str(raised.value)
 
 
 def test_changes_take_the_place_and_the_mark_of_what_they_change():

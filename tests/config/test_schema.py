@@ -1,6 +1,7 @@
 """The typed configuration: rules, messages, sizes."""
 
 from dataclasses import fields, is_dataclass
+from typing import get_args
 
 import helpers
 import pytest
@@ -8,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from trainapp.config.compose import VERSION_BASE, from_dict
+from trainapp.config.modes import ACTIVITIES, Mode
 from trainapp.config.schema import Batch, Config
 from trainapp.errors import UserError
 from trainapp.files import CONF
@@ -202,3 +204,7 @@ def _paths(node, path=""):
     if not isinstance(node, dict) or not node:
         return {path}
     return set().union(*(_paths(value, f"{path}.{key}" if path else key) for key, value in node.items()))
+
+
+def test_the_table_of_modes_has_each_of_them():
+    assert set(ACTIVITIES) == set(get_args(Mode))

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from trainapp.config import targets
+from trainapp.config import arguments, targets
 from trainapp.errors import UserError
 from trainapp.models.mlp import MLP
 
@@ -38,6 +38,12 @@ def test_locate_finds_classes_and_functions():
 def test_outside_the_allow_list(name):
     with pytest.raises(UserError, match=r"model\._target_=.*not among the packages that may be named here"):
         targets.locate(name, "model._target_", [])
+
+
+def test_a_name_without_a_module():
+    """Also of an allowed package, which is no class itself."""
+    with pytest.raises(UserError, match=r"model\._target_=mine: must be the dotted name of a class or function"):
+        targets.locate("mine", "model._target_", ["mine"])
 
 
 @pytest.mark.parametrize("name", ["trainapp.run.runner.run", "trainapp.data.sets.text.UserError", "trainapp.model.MLP"])
@@ -154,8 +160,8 @@ def test_null_fits_where_it_is_the_default():
     def resized(size: int = None):  # noqa: RUF013
         return size
 
-    assert targets.check_arguments(resized, {"size": None}, "data") == []
-    assert targets.check_arguments(resized, {"size": "x"}, "data") != []
+    assert arguments.check_arguments(resized, {"size": None}, "data") == []
+    assert arguments.check_arguments(resized, {"size": "x"}, "data") != []
 
 
 def test_every_wrong_argument_is_named():

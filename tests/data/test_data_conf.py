@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
-from trainapp.config.targets import check_arguments
+from trainapp.config.arguments import check_arguments
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

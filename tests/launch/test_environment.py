@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.launch import elastic, environment
+from trainapp.launch import elastic, environment, launch
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -51,6 +51,15 @@ def test_a_batch_script_without_srun_is_one_process(started_by):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", environment.default_run_name())
     environment.export_torch_variables()
     assert not any(name in os.environ for name in TORCH)
+
+
+@pytest.mark.parametrize("mode", ["export", "generate", "lr_find"])
+def test_a_mode_of_one_process_does_not_advise_ddp(started_by, mode):
+    started_by(STEP)
+    resume = [] if mode == "lr_find" else ["checkpointing.resume=run"]
+    config = compose.from_command_line([f"mode={mode}", *resume, "generate.prompts=[a]"])
+    with pytest.raises(UserError, match=f"^mode={mode}: .* started several processes; start it once$"):
+        launch.launch(config)
 
 
 def test_a_step_of_srun(started_by):

@@ -10,7 +10,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
 from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.schema import WITHOUT_NUMBERS, Config
+from trainapp.config.schema import Config
 from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory
@@ -113,8 +113,8 @@ def start_tracking(session: Session) -> None:
     """Open the run's files, at the step where it starts or resumes. Training time counts from here."""
     if session.ranks.is_rank_zero:
         config, step = session.config, session.state.progress.step
-        start = Start(Path(config.run_dir), step, config.to_dict(), continues=config.mode == "train")
-        loggers = {} if config.mode in WITHOUT_NUMBERS else session.tracker.loggers
+        start = Start(Path(config.run_dir), step, config.to_dict(), continues=config.activity.trains)
+        loggers = session.tracker.loggers if config.activity.computes_loss else {}
         session.tracker = Tracker(start, session.limits.length.total_steps, loggers)
     session.meter.start()
 
@@ -123,7 +123,7 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     settings = config.checkpointing
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks) if settings.save else None
     if settings.save:
-        for optimizer in state.optimizers if config.mode == "train" else ():
+        for optimizer in state.optimizers if config.activity.trains else ():
             require_loadable(optimizer)
         stateful_values(state.stateful)  # raises UserError now rather than at the first save
     return Checkpointer(state, directory, ranks, settings.asynchronous)

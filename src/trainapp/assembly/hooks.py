@@ -70,11 +70,11 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
             f"hydra.sweeper.direction={config.sweeper_direction}imize: the objective of these runs is "
             f"{goal.direction} {goal.metric}; set hydra.sweeper.direction={goal.direction}imize"
         )
-    if config.mode == "train" and stopping.patience is not None:
+    if config.activity.trains and stopping.patience is not None:
         watched = goal if stopping.metric == "auto" else Objective.parsed(stopping.metric)
         assert watched.direction is not None, "refused by config.excludes"
         found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, watched.direction, watched.metric)
-    if config.mode == "train" and asks_sweep(Path(config.run_dir)):
+    if config.activity.trains and asks_sweep(Path(config.run_dir)):
         excludes.require_best(config, "sweep.pruner")
         assert goal.direction is not None
         found[RUNGS] = AskSweep(Path(config.run_dir), goal.direction, goal.metric)
@@ -112,7 +112,7 @@ def try_metrics(session: Session) -> None:
     reports it if it is missing. Collective.
     """
     config = session.config
-    if config.mode != "train":
+    if not config.activity.trains:
         return
     if not (session.eval_sets and any(session.limits.evaluate)):
         _do_without_evaluations(session)

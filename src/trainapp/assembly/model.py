@@ -63,7 +63,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     if by_sample:
         for kind in {"cpu", device.type}:
             install(kind)
-    if config.mode == "train":
+    if config.activity.trains:
         draw_record = learned_draws.learnt(config, resources, model, ranks)
         checks.require_sum(config, resources, model, ranks, draw_record)
         if config.memory.loss_chunk is not None and targets.knows_loss:

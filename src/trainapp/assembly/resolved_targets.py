@@ -10,6 +10,7 @@ from trainapp.assembly.hooks import Hooks, load_hooks
 from trainapp.checkpoint.directory import names_checkpoint, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import targets
+from trainapp.config.arguments import check_arguments, parameters_of
 from trainapp.config.schema import Config, Target
 from trainapp.data.stream_reader import is_empty
 from trainapp.errors import UserError
@@ -91,8 +92,8 @@ def located(config: Config) -> dict[str, Any]:
             own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
             found[name] = own_task or targets.locate(target, setting, config.user_packages)
             if name in objects:
-                provided = {"split", "seed"} if name in data else set(targets.parameters_of(found[name]))
-                errors += targets.check_arguments(found[name], objects[name].arguments, name, provided)
+                provided = {"split", "seed"} if name in data else set(parameters_of(found[name]))
+                errors += check_arguments(found[name], objects[name].arguments, name, provided)
         except UserError as error:
             errors.append(str(error))
     if errors:
@@ -148,7 +149,7 @@ def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[s
     `output` is an argument of every task. One that does not take it leaves it to prediction and generation.
     """
     output = arguments.get("output")
-    parameters = targets.parameters_of(found)
+    parameters = parameters_of(found)
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not is_open and "output" not in parameters:
         arguments = {argument: value for argument, value in arguments.items() if argument != "output"}
@@ -165,7 +166,7 @@ def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any
         provided = {"split": split, "seed": config.train.seed}
         return targets.construct(found[setting], node.arguments, setting, config.user_packages, provided)
 
-    if "split" not in targets.parameters_of(found["data"]):
+    if "split" not in parameters_of(found["data"]):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
             'split="train" and split="val"'

@@ -161,7 +161,7 @@ def _train_batches(config: Config, targets: ResolvedTargets, common: dict[str, A
 def _require_streamable(config: Config) -> None:
     """Raises UserError for settings that need the number of samples."""
     name = config.data.target
-    if config.mode == "train" and config.train.max_steps is None:
+    if config.activity.trains and config.train.max_steps is None:
         raise UserError(
             f"train.max_steps=null: data={name} is a stream, whose epochs have no known length, so that the run's end "
             f"is not known (train.max_epochs={config.train.max_epochs} alone does not say); set train.max_steps"

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from trainapp.assembly.resolved_targets import ResolvedTargets
-from trainapp.config.schema import WITHOUT_NUMBERS, Config
+from trainapp.config.schema import Config
 from trainapp.config.targets import Spec, Written
 from trainapp.errors import UserError
 from trainapp.losses.losses import classification, next_token, unchecked
@@ -18,7 +18,7 @@ def compare_sizes(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
     for which the model has no output.
     """
     different = [written for written in spec.written if _differs(written, spec)]
-    if config.mode not in WITHOUT_NUMBERS:
+    if config.activity.computes_loss:
         if config.model.target.startswith("trainapp.models."):
             _require_context(spec)
         for task in (targets.task, *targets.training_tasks):

@@ -1,6 +1,4 @@
-"""The command line: its additions to Hydra's overrides, writing overrides and commands, and messages for unknown names.
-Imports no torch.
-"""
+"""The command line: additions to Hydra's overrides, and commands and overrides as text. Imports no torch."""
 
 import os
 import re
@@ -9,15 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-import yaml
 from hydra.conf import HydraConf
-from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from trainapp.config.schema import ABOUT_A_RUN, Config
+from trainapp.config.modes import ACTIVITIES
+from trainapp.config.schema import Config
 from trainapp.files import CONF
-from trainapp.units import suggest
 
 _TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
 _HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
@@ -41,28 +36,37 @@ def add_import_paths(arguments: Sequence[str]) -> None:
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Hydra's overrides, with the `+` marks that trainapp lets users omit. Other arguments are kept.
+    """Return Hydra's overrides, with the `+` marks that trainapp lets users omit. Other arguments stay as they are.
 
     `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default option
     may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a mere
     name, which cannot hold an argument: see `compose.from_hydra`. (For settings of a class that is named, see
     `replaced_options`.)
     """
-    texts = [for_composition(text) for text in arguments]
-    values = dict(text.partition("=")[::2] for text in texts)
-    keeps_data = not values.keys() & {"data", "data._target_", "experiment"}
-    if values.get("mode") in ABOUT_A_RUN and "checkpointing.resume" in values and keeps_data:
+    texts = [for_composition(argument) for argument in arguments]
+    if _use_the_data_of_a_run(texts):
         return [f"++{text}" if text.startswith("data.") else text for text in texts]
     return texts
 
 
+def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
+    """Return whether these overrides are of a command about a trained run, and choose no other data than the run's."""
+    values = dict(text.partition("=")[::2] for text in overrides)
+    activity = ACTIVITIES.get(values.get("mode", ""))
+    if activity is None or not activity.needs_checkpoint or "checkpointing.resume" not in values:
+        return False
+    return values.keys().isdisjoint({"data", "data._target_", "experiment"})
+
+
 def for_composition(text: str) -> str:
     """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
-    setting = _TASK_ARGUMENT.match(text)
-    if setting is None:
+    prefix = _TASK_ARGUMENT.match(text)
+    if prefix is None:
         return text
-    rest = text[setting.end() :]
-    return f"task={rest.partition('=')[2]}" if rest.startswith("_target_=") else f"{_HYDRAS_TASK_ARGUMENT}{rest}"
+    argument = text[prefix.end() :]
+    if argument.startswith("_target_="):
+        return f"task={argument.removeprefix('_target_=')}"
+    return f"{_HYDRAS_TASK_ARGUMENT}{argument}"
 
 
 def as_entered(text: str) -> str:
@@ -75,149 +79,110 @@ def as_entered(text: str) -> str:
 # Commands and overrides shown to users
 
 
-def command(given: Iterable[str], run_dir: str = "") -> str:
-    """The shell command with these flags and overrides, for this directory."""
-    own = [override("hydra.run.dir", run_dir)] if run_dir else []
-    return " ".join(["python -m trainapp", *map(shlex.quote, [*given, *own])])
+def command(flags_and_overrides: Iterable[str], run_dir: str = "") -> str:
+    """Return the shell command with these flags and overrides, for this directory."""
+    arguments = list(flags_and_overrides)
+    if run_dir:
+        arguments.append(override("hydra.run.dir", run_dir))
+    return " ".join(["python -m trainapp", *map(shlex.quote, arguments)])
 
 
 def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
-    """Hydra's flags on the command line that decide what is composed."""
-    sources, name = hydra_config.runtime.config_sources, hydra_config.job.config_name
-    found = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
-    found += [f"--config-path={own.path}" for own in sources if own.provider == "main" and own.path != str(CONF)]
-    return found if name == "train" else [*found, f"--config-name={name}"]
+    """Return Hydra's flags on the command line that decide what is composed."""
+    sources = hydra_config.runtime.config_sources
+    on_command_line = [source.path for source in sources if source.provider == "command-line"]
+    of_main = [source.path for source in sources if source.provider == "main" and source.path != str(CONF)]
+    texts = [f"--config-dir={path}" for path in on_command_line]
+    texts.extend(f"--config-path={path}" for path in of_main)
+    name = hydra_config.job.config_name
+    if name != "train":
+        texts.append(f"--config-name={name}")
+    return texts
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
-    """The command line's overrides, without the checkpoint that training resumed: the run soon has its own."""
+    """Return the command line's overrides, without the checkpoint that training resumed: the run soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
-    given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
-    trains = all(text == "mode=train" for text in given if text.startswith("mode="))
-    return [as_entered(text) for text in given if not (trains and text.startswith("checkpointing.resume="))]
+    texts = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
+    trains = all(text == "mode=train" for text in texts if text.startswith("mode="))
+    if trains:
+        texts = [text for text in texts if not text.startswith("checkpointing.resume=")]
+    return [as_entered(text) for text in texts]
 
 
 def override(name: str, value: str) -> str:
-    """`NAME=VALUE`, as Hydra reads it back: quoted unless it is a plain path. (A word may be a number, or null.)"""
-    is_plain = "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII)
-    return f"{name}={value if is_plain else quoted(value)}"
-
-
-def with_changes(given: Iterable[str], changes: Iterable[str]) -> list[str]:
-    """Overrides in which the later one of a setting, or of a group's option, takes the earlier one's place and mark;
-    flags come first. A class that was named for a group goes, with its settings, where an option is chosen instead.
-    """
-    texts = {_setting_of(text): text for text in given}
-    changes = list(changes)
-    for group in (_setting_of(change) for change in changes if "=" in change and not change.startswith("~")):
-        if any(_names_class(text, group) for text in texts.values()):
-            texts = {name: text for name, text in texts.items() if not f"{name}.".startswith(f"{group}.")}
-    for change in changes:
-        name = _setting_of(change)
-        before = texts.get(name, "")
-        mark = before[: len(before) - len(before.lstrip("+"))]
-        texts[name] = change if change.startswith(("+", "~")) else mark + change
-    return sorted(texts.values(), key=lambda text: not text.startswith("-"))
-
-
-def _names_class(text: str, group: str) -> bool:
-    """Whether an override names a class in place of a group's option."""
-    return re.match(rf"\+*{re.escape(group)}(\._target_=|=\{{.*_target_)", text, re.DOTALL) is not None
-
-
-def _setting_of(text: str) -> str:
-    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
+    """Return `NAME=VALUE`, as Hydra reads it back: quoted unless it is a path, since a word may be null or a number."""
+    is_plain_path = "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII)
+    return f"{name}={value}" if is_plain_path else f"{name}={quoted(value)}"
 
 
 def quoted(value: str) -> str:
-    """`value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes are
-    literal except before a quote and before `${`.
+    """Return `value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes
+    are literal except before a quote and before `${`.
     """
-    literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), literal) + "'"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)\Z", r"\1\1", text)  # before the closing quote
+    return f"'{text}'"
+
+
+def with_changes(texts: Iterable[str], changes: Iterable[str]) -> list[str]:
+    """Return flags and overrides with changes: the later one of a setting, or of a group's option, takes the earlier
+    one's place and mark; flags come first. A class that was named for a group goes, with its settings, where an option
+    is chosen instead.
+    """
+    by_setting = {_setting_of(text): text for text in texts}
+    changes = list(changes)
+    for change in changes:
+        if "=" in change and not change.startswith("~"):
+            _drop_class(by_setting, _setting_of(change))
+    for change in changes:
+        setting = _setting_of(change)
+        mark = "" if change.startswith(("+", "~")) else _mark_of(by_setting.get(setting, ""))
+        by_setting[setting] = mark + change
+    return sorted(by_setting.values(), key=lambda text: not text.startswith("-"))
+
+
+def _setting_of(text: str) -> str:
+    """Return the setting or group of an override; a flag is returned as it is."""
+    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
+
+
+def _mark_of(override: str) -> str:
+    """Return the `+` or `++` before an override."""
+    return override.removesuffix(override.lstrip("+"))
+
+
+def _drop_class(by_setting: dict[str, str], group: str) -> None:
+    """Remove the overrides of a group in which one names a class."""
+    if any(_names_class(text, group) for text in by_setting.values()):
+        in_group = [setting for setting in by_setting if f"{setting}.".startswith(f"{group}.")]
+        for setting in in_group:
+            del by_setting[setting]
+
+
+def _names_class(text: str, group: str) -> bool:
+    """Return whether an override names a class in place of a group's option."""
+    return re.match(rf"\+*{re.escape(group)}(\._target_=|=\{{.*_target_)", text, re.DOTALL) is not None
 
 
 def size_overrides(config: Config, size: int) -> list[str]:
-    """The overrides that set the micro-batch size, overriding all other settings that determine it."""
-    others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
-    others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
-    return [*others, f"batch.micro_size={size}"]
+    """Return the overrides that set the micro-batch size, overriding all other settings that determine it."""
+    texts = []
+    if config.batch.micro_schedule is not None:
+        texts.append("batch.micro_schedule=null")
+    if config.accumulation.steps != "auto":
+        texts.append("accumulation.steps=auto")
+    texts.append(f"batch.micro_size={size}")
+    return texts
 
 
 def message_in(lines: Iterable[str]) -> list[str]:
-    """The last message for the user in a process's output, as `__main__` prints it: its lines."""
+    """Return the lines of the last message for the user in a process's output, as `__main__` prints it."""
     message: list[str] = []
     for line in lines:
         if line.startswith("trainapp: "):
             message = [line.removeprefix("trainapp: ").strip()]
-        elif message and line.startswith(" " * 10):
+        elif message and line.startswith(" " * 10):  # as wide as "trainapp: "
             message.append(line.strip())
     return message
-
-
-# Names that do not exist
-
-# Settings and options (`group=option`) of earlier versions, and their replacements.
-RENAMED = {
-    "activation_checkpointing=budget": "is now activation_checkpointing=auto",
-    "activation_checkpointing.bytes": "was removed; activation_checkpointing=auto keeps what fits memory.limit",
-    "batch.micro_size=plan": "was removed; mode=plan prints the size to set",
-    "checkpointing.load": "was removed; start from another run's weights with model.init_from=RUN",
-    "export.file_size": "was removed; safetensors has no size limit",
-    "oom.keep_global_batch": "was removed; the global batch never changes, only its split into micro-batches",
-    "oom.plan": "was removed; recovery uses what the failed step measured",
-    "oom.remember": "was removed; a run depends only on its configuration and checkpoint",
-    "optimizer=adamw_fp8": "was removed; use optimizer=adamw_8bit",
-    "parallel.endpoint": "was removed; start a run on several machines with torchrun or srun",
-    "parallel.nodes": "was removed; start a run on several machines with torchrun or srun",
-    "parallel.run_id": "was removed; set the run's directory: hydra.run.dir=outputs/NAME",
-    "plan.levers": "is now plan.techniques",
-}
-
-
-def renamed(setting: str, value: object = None) -> str | None:
-    """A note on a setting, or a value of it, from an earlier version; None for all others."""
-    for name in (setting, f"{setting}={value}", f"{setting.removesuffix('.mode')}={value}"):
-        if name in RENAMED:
-            return f"{name}: {RENAMED[name]}"
-    return None
-
-
-def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The message for a command-line mistake found by Hydra; None for an error that needs its traceback. Hydra's
-    message, plus a suggestion if one is close.
-    """
-    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # names no group
-        override = next((text for text in arguments if re.fullmatch(r"\+?\w+=(-?[\d.]+|true|false|null)", text)), "")
-        group, _, value = override.lstrip("+").partition("=")
-        if value == "null":
-            needed = group in ("data", "model", "optimizer", "schedule")
-            instead = f"choose one, or a class with {group}._target_=CLASS" if needed else "for none, leave it out"
-            return f"{override}: an option is chosen by its name; {instead}"
-        return f"{override or error}: an option is chosen by its name; `trainapp --help` lists them"
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
-        quoted = "; inside braces, ??? needs quotes" if error.problem and "'?'" in error.problem else ""
-        return f"{place}: not valid YAML: {error.problem}{quoted}"
-    if not isinstance(error, HydraException | OmegaConfBaseException):
-        return None
-    text = str(error).strip().partition("\nConfig search path:")[0].strip()
-    text = re.sub(r"^Error when parsing index: .*\n", "", text)  # Hydra 1.4 repeats all overrides there
-    if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
-        group, name = option.groups()
-        choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
-        available = f"no such option{suggest(name.lower(), choices)}; available: {', '.join(choices) or 'none'}"
-        return renamed(group, name) or f"{group}={name}: {available}"
-    if setting := re.search(r"Could not override '([^']+)'", text):
-        return renamed(setting[1]) or f"{setting[1]}: no such setting{_meant(setting[1], error)}"
-    cause = str(error.__cause__ or "").strip()
-    return text if cause in text else f"{text}\n{cause}"
-
-
-def _meant(path: str, error: BaseException) -> str:
-    """A suggestion; otherwise how to add an argument that the YAML files do not list."""
-    parent, _, key = path.rpartition(".")
-    node = getattr(error.__cause__ or error, "parent_node", None)
-    listed = [str(name) for name in node] if node is not None and OmegaConf.is_dict(node) else []
-    known = f"; `trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{path}=VALUE"
-    return suggest(key, [*listed, *(() if parent else (folder.name for folder in CONF.iterdir()))]) or known

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainapp.config.schema import ABOUT_A_RUN, Config
-from trainapp.config.targets import as_yaml
+from trainapp.config.arguments import as_yaml
+from trainapp.config.modes import ACTIVITIES
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 
 # Settings that users set by choosing a group's option.
@@ -35,26 +36,36 @@ class Exclusion:
     when: Callable[[Config], bool] = lambda config: True
 
     def applies(self, config: Config) -> bool:
-        """Whether the configuration has these settings."""
-        found = ((value_of(config, name), expected) for name, expected in self.settings.items())
-        return all(expected(v) if callable(expected) else v == expected for v, expected in found) and self.when(config)
+        """Return whether the configuration has these settings."""
+        for name, expected in self.settings.items():
+            value = value_of(config, name)
+            matches = expected(value) if callable(expected) else value == expected
+            if not matches:
+                return False
+        return self.when(config)
 
     def message(self, config: Config) -> str:
-        """What the user reads."""
-        shown = " with ".join(_with_value(name, value_of(config, name)) for name in self.settings)
-        return f"{shown}: {self.reason}; {self.remedy}"
+        """Return what the user reads."""
+        settings = " with ".join(_with_value(name, value_of(config, name)) for name in self.settings)
+        return f"{settings}: {self.reason}; {self.remedy}"
 
 
 def conflicts(config: Config) -> list[str]:
-    """The message of each row that applies."""
-    views = [config, *config.by_optimizer()]
-    return list(dict.fromkeys(row.message(own) for row in EXCLUSIONS for own in views if row.applies(own)))
+    """Return the message of each exclusion that applies."""
+    configs = [config, *config.by_optimizer()]
+    messages: dict[str, None] = {}  # in order, each once
+    for exclusion in EXCLUSIONS:
+        messages |= {exclusion.message(config): None for config in configs if exclusion.applies(config)}
+    return list(messages)
 
 
 def require_several_ranks(config: Config, world_size: int, setting: str) -> None:
-    """Raises UserError for FSDP on a single rank, which would be a single device. Call where the number is known.
+    """Raise UserError for FSDP on a single rank, which would be a single device. Call where the number is known.
 
-    setting: what has determined the number, for the message.
+    Args:
+        config: the configuration.
+        world_size: the number of ranks.
+        setting: what has determined it, for the message.
     """
     if config.parallel.strategy == "fsdp" and world_size == 1:
         raise UserError(
@@ -72,26 +83,83 @@ def require_best(config: Config, setting: str) -> None:
 
 
 def _with_value(name: str, value: Any) -> str:
-    name = name.replace(".target", "._target_")
-    return name if isinstance(value, list | dict) and value else f"{name}={as_yaml(value)}"
+    """Return a setting as the user writes it, with its value unless that is long."""
+    setting = name.replace(".target", "._target_")
+    is_long = isinstance(value, list | dict) and value
+    return setting if is_long else f"{setting}={as_yaml(value)}"
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The value of a setting or of a class's argument with a dotted name; None for an argument that is not given."""
+    """Return the value of a setting or a class's argument with a dotted name; None for an argument that is not set."""
     value: Any = config
     for part in OF_GROUP.get(name, name).split("."):
         value = getattr(value, part) if hasattr(value, part) else value.arguments.get(part)
     return value
 
 
+# Tests of settings' values
+
+
 def one_of(*values: Any) -> Callable[[Any], bool]:
-    """A test of a setting's value."""
+    """Return a test whether a setting has one of these values."""
     return lambda value: value in values
 
 
 def other_than(*values: Any) -> Callable[[Any], bool]:
-    """A test of a setting's value."""
+    """Return a test whether a setting has none of these values."""
     return lambda value: value not in values
+
+
+def any_value(value: Any) -> bool:
+    """Return True: the setting is in the message, but does not decide whether the exclusion applies."""
+    return True
+
+
+def _share_a_name(updates: list[Any]) -> bool:
+    names = {update.name for update in updates}
+    return len(names) < len(updates)
+
+
+def _begin_with_a_rare_one(updates: list[Any]) -> bool:
+    return bool(updates) and updates[0].every > 1
+
+
+def _set_a_rate(groups: list[dict[str, Any]]) -> bool:
+    return any("lr" in group for group in groups)
+
+
+def _needs_checkpoint(mode: str) -> bool:
+    return ACTIVITIES[mode].needs_checkpoint
+
+
+def _is_one_process(mode: str) -> bool:
+    return ACTIVITIES[mode].is_one_process
+
+
+def _lack_a_token(prompts: list[Any]) -> bool:
+    return not prompts or not all(prompts)
+
+
+# Tests of configurations
+
+
+def _no_update_has_the_groups(config: Config) -> bool:
+    """Return whether `optimizer.groups` were set for the common optimizer, which no update uses then."""
+    return all(update.optimizer.groups != config.optimizer.groups for update in config.updates)
+
+
+def _schedules_name_no_updates(config: Config) -> bool:
+    """Return whether `batch.micro_schedule` is for updates that do not exist, or for one while there are several."""
+    names = {update.name for update in config.updates} or {""}
+    return not config.batch.schedules.keys() <= names
+
+
+def _lacks_best(config: Config) -> bool:
+    return config.activity.trains and not config.has_best
+
+
+def _task_chooses_an_output(config: Config) -> bool:
+    return "output" in config.task_arguments or any("output" in update.task_arguments for update in config.updates)
 
 
 EXCLUSIONS = (
@@ -113,7 +181,7 @@ EXCLUSIONS = (
     ),
     # Several optimizers
     Exclusion(
-        {"updates": lambda updates: len({update.name for update in updates}) < len(updates)},
+        {"updates": _share_a_name},
         "two of them have the same name",
         "give each update a name of its own",
     ),
@@ -121,18 +189,18 @@ EXCLUSIONS = (
         {"optimizer.groups": bool, "updates": bool},
         "each of them has an optimizer of its own, so that none has these groups",
         "give groups in the optimizer of their update",
-        when=lambda config: all(update.optimizer.groups != config.optimizer.groups for update in config.updates),
+        when=_no_update_has_the_groups,
     ),
     Exclusion(
-        {"updates": lambda updates: bool(updates) and updates[0].every > 1},
+        {"updates": _begin_with_a_rare_one},
         "the first update must run in every step",
         "put one with every=1 first",
     ),
     Exclusion(
-        {"batch.micro_schedule": other_than(None), "updates": lambda updates: True},
+        {"batch.micro_schedule": other_than(None), "updates": any_value},
         "with updates it needs sizes for each update's name, and without updates no names",
         "write {NAME: {1: 64, 30: 32}} with updates, otherwise {1: 64, 30: 32}",
-        when=lambda config: not config.batch.schedules.keys() <= ({own.name for own in config.updates} or {""}),
+        when=_schedules_name_no_updates,
     ),
     Exclusion(
         {"optimizer.in_backward": True, "updates": bool},
@@ -143,7 +211,7 @@ EXCLUSIONS = (
         {"stopping.patience": other_than(None), "stopping.metric": "auto", "objective": "auto"},
         NO_BEST,
         "set stopping.metric or objective, such as stopping.metric='min loss'",
-        when=lambda config: config.mode == "train" and not config.has_best,
+        when=_lacks_best,
     ),
     # Techniques that save memory
     Exclusion(
@@ -170,9 +238,7 @@ EXCLUSIONS = (
         {"memory.loss_chunk": other_than(None)},
         "the loss in chunks replaces the model's last layer, and cannot read the part that task.output chooses",
         "use memory.loss_chunk=null, or a model that returns the logits alone, without task.output",
-        when=lambda config: (
-            "output" in config.task_arguments or any("output" in update.task_arguments for update in config.updates)
-        ),
+        when=_task_chooses_an_output,
     ),
     Exclusion(
         {"precision": "bf16_pure", "train.ema": other_than(None)},
@@ -183,9 +249,9 @@ EXCLUSIONS = (
         Exclusion(
             {"optimizer.in_backward": True, name: value},
             "each parameter is updated during the backward, as soon as its own gradient is complete",
-            f"use {instead}",
+            f"use {remedy}",
         )
-        for name, value, instead in (
+        for name, value, remedy in (
             ("train.grad_clip", other_than(None), "train.grad_clip=null"),
             ("train.nonfinite", "skip", "train.nonfinite=stop"),
             ("train.compile", True, "train.compile=false"),
@@ -231,12 +297,12 @@ EXCLUSIONS = (
     ),
     # Checkpoints and the modes that are about one
     Exclusion(
-        {"mode": one_of(*ABOUT_A_RUN), "checkpointing.resume": one_of("auto", "none")},
+        {"mode": _needs_checkpoint, "checkpointing.resume": one_of("auto", "none")},
         "it needs a trained model",
         "name the checkpoint or the run directory, as checkpointing.resume=RUN",
     ),
     Exclusion(
-        {"mode": one_of("export", "generate", "lr_find"), "parallel": other_than("single")},
+        {"mode": _is_one_process, "parallel": other_than("single")},
         "this mode is one process, which loads checkpoints of any number of ranks",
         "use parallel=single",
     ),
@@ -246,7 +312,7 @@ EXCLUSIONS = (
         "use parallel=single or parallel=ddp",
     ),
     Exclusion(
-        {"mode": "generate", "generate.prompts": lambda prompts: not all([prompts, *prompts])},
+        {"mode": "generate", "generate.prompts": _lack_a_token},
         "there is nothing to continue: a prompt has at least one token",
         "give texts, as in 'generate.prompts=[\"import \"]'",
     ),
@@ -262,11 +328,7 @@ EXCLUSIONS = (
         "to start from trained ones, set model.init_from=RUN",
     ),
     Exclusion(
-        {
-            "mode": "lr_find",
-            "optimizer.groups": lambda groups: any("lr" in own for own in groups),
-            "optimizer.lr": None,
-        },
+        {"mode": "lr_find", "optimizer.groups": _set_a_rate, "optimizer.lr": None},
         "the groups' rates keep their ratio to it",
         "set optimizer.lr",
     ),

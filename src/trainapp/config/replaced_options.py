@@ -11,7 +11,6 @@ is the same in Hydra 1.3.8 and 1.4.0rc3. All compositions pass through it: runs,
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +36,11 @@ def install() -> None:
 
 
 def _create_defaults_list(
-    repo: IConfigRepository, config_name: str | None, overrides_list: list[Override], **more: bool
+    repo: IConfigRepository, config_name: str | None, overrides_list: list[Override], **flags: bool
 ) -> DefaultsList:
-    """Hydra's `create_defaults_list`, without options that a class replaces."""
+    """Return the result of Hydra's `create_defaults_list`, without options that a class replaces."""
     defaults = defaults_list.create_defaults_list(
-        repo=repo, config_name=config_name, overrides_list=overrides_list, **more
+        repo=repo, config_name=config_name, overrides_list=overrides_list, **flags
     )
     if repo.config_exists(_MARK):
         composition = _Composition(repo, defaults, overrides_list)
@@ -73,50 +72,73 @@ class _Composition:
     """A defaults list, the command line's overrides, and the contents of the files."""
 
     def __init__(self, repo: IConfigRepository, defaults: DefaultsList, overrides: list[Override]):
-        self._repo, self._defaults, self._overrides = repo, defaults, overrides
+        self._repo = repo
+        self._defaults = defaults
+        self._overrides = overrides
         self._contents: dict[str, Any] = {}  # by path; plain containers
 
     def options(self) -> list[_Option]:
-        """Return the options of the groups that name classes. One for the whole configuration (`@package _global_`) is
-        not among them: it is like an experiment.
+        """Return the chosen options of the groups that name classes. One for the whole configuration
+        (`@package _global_`) is not among them: it is like an experiment.
         """
         options = []
         for key, name in self._defaults.overrides.known_choices.items():
             group, _, package = key.partition("@")
-            if group in GROUPS and name is not None:
-                path = f"{group}/{name}"
-                entries = self._entries_of(path, package or group)
-                if entries:
-                    options.append(_Option(key, package or group, path, entries))
+            if group not in GROUPS or name is None:
+                continue
+            section = package or group
+            config_path = f"{group}/{name}"
+            entries = self._entries_of(config_path, section)
+            if entries:
+                options.append(_Option(key, section, config_path, entries))
         return options
+
+    def _entries_of(self, config_path: str, section: str) -> list[ResultDefault]:
+        """Return an option's entries in the defaults list: its own, and those that its file's defaults list adds."""
+        in_section = [entry for entry in self._defaults.defaults if _is_within(entry.package or "", section)]
+        parents = {entry.config_path: entry.parent for entry in in_section}
+        return [entry for entry in in_section if _is_added_by(config_path, entry.config_path, parents)]
 
     def is_replaced(self, option: _Option) -> bool:
         """Return whether a class is named after the option, and the option was not chosen beside it. Raises
         ConfigCompositionException for an option that is chosen over the class of a file: on the command line, or in a
         later file.
         """
-        is_on_command_line = any(_sets(override, option.class_setting) for override in self._overrides)
-        is_chosen_there = any(_chooses(override, option) for override in self._overrides)
-        if is_on_command_line:
-            return not is_chosen_there
-        naming = self._files_naming_a_class_after(option)
-        if not naming:
-            return False
-        chosen_in = self._chosen_in(option)
-        if is_chosen_there or self._is_later(chosen_in, naming[-1]):
-            raise ConfigCompositionException(_conflict(option, naming[-1], None if is_chosen_there else chosen_in))
-        return naming[-1].config_path != chosen_in
+        option_is_on_command_line = any(_override_chooses(override, option) for override in self._overrides)
+        class_is_on_command_line = any(_override_sets(override, option.class_setting) for override in self._overrides)
+        if class_is_on_command_line:
+            return not option_is_on_command_line
 
-    def _is_later(self, config_path: str | None, entry: ResultDefault) -> bool:
+        class_file = self._last_file_naming_a_class(option)
+        if class_file is None:
+            return False
+        if option_is_on_command_line:
+            raise ConfigCompositionException(_conflict(option, class_file, chosen_in=None))
+        chosen_in = self._file_choosing(option)
+        if self._is_after(chosen_in, class_file):
+            raise ConfigCompositionException(_conflict(option, class_file, chosen_in))
+        return class_file.config_path != chosen_in
+
+    def _last_file_naming_a_class(self, option: _Option) -> ResultDefault | None:
+        """Return the last file behind the option in the defaults list that sets the class of its group, or None."""
+        entries = self._defaults.defaults
+        position = max(entries.index(entry) for entry in option.entries)
+        for entry in reversed(entries[position + 1 :]):
+            if self._file_sets(entry, option.class_setting):
+                return entry
+        return None
+
+    def _file_choosing(self, option: _Option) -> str | None:
+        """Return the path of the file whose defaults list chooses the option."""
+        metadata = self._defaults.overrides.override_metadata.get(option.key)
+        if metadata is not None:
+            return metadata.containing_config_path
+        return next(entry.parent for entry in option.entries if entry.config_path == option.config_path)
+
+    def _is_after(self, config_path: str | None, entry: ResultDefault) -> bool:
         """Return whether a file comes after an entry in the defaults list."""
         entries = self._defaults.defaults
         return any(later.config_path == config_path for later in entries[entries.index(entry) + 1 :])
-
-    def _files_naming_a_class_after(self, option: _Option) -> list[ResultDefault]:
-        """Return the files behind the option in the defaults list that set the class of its group."""
-        entries = self._defaults.defaults
-        position = max(entries.index(entry) for entry in option.entries)
-        return [entry for entry in entries[position + 1 :] if self._sets(entry, option.class_setting)]
 
     def leave_out(self, option: _Option) -> None:
         """Compose without the option. Overrides of its settings then add them, as if each had a `++`, and need not
@@ -125,37 +147,22 @@ class _Composition:
         defaults = self._defaults
         defaults.defaults = [entry for entry in defaults.defaults if entry not in option.entries]
         defaults.overrides.known_choices[option.key] = None
+
         overrides = []
         for override in defaults.config_overrides:
-            name = override.key_or_group
-            if not _is_within(name, option.package):
-                overrides.append(override)
-            elif override.type in (OverrideType.CHANGE, OverrideType.ADD):
-                overrides.append(dataclasses.replace(override, type=OverrideType.FORCE_ADD))
-            elif not override.is_delete() or any(self._sets(entry, name) for entry in defaults.defaults):
-                overrides.append(override)
+            if _is_within(override.key_or_group, option.package):
+                if override.type in (OverrideType.CHANGE, OverrideType.ADD):
+                    override = dataclasses.replace(override, type=OverrideType.FORCE_ADD)
+                elif override.is_delete() and not self._some_file_sets(override.key_or_group):
+                    continue  # Hydra refuses to remove a setting that does not exist
+            overrides.append(override)
         defaults.config_overrides = overrides
 
-    def _entries_of(self, config_path: str, package: str) -> list[ResultDefault]:
-        inside = [entry for entry in self._defaults.defaults if _is_within(entry.package or "", package)]
-        parents = {entry.config_path: entry.parent for entry in inside}
+    def _some_file_sets(self, setting: str) -> bool:
+        return any(self._file_sets(entry, setting) for entry in self._defaults.defaults)
 
-        def chain(path: str | None) -> Iterator[str]:
-            while path is not None:
-                yield path
-                path = parents.get(path)
-
-        return [entry for entry in inside if config_path in chain(entry.config_path)]
-
-    def _chosen_in(self, option: _Option) -> str | None:
-        """Return the path of the file whose defaults list chooses the option."""
-        metadata = self._defaults.overrides.override_metadata.get(option.key)
-        if metadata is not None:
-            return metadata.containing_config_path
-        return next(entry.parent for entry in option.entries if entry.config_path == option.config_path)
-
-    def _sets(self, entry: ResultDefault, setting: str) -> bool:
-        """Whether a file of the defaults list sets a setting."""
+    def _file_sets(self, entry: ResultDefault, setting: str) -> bool:
+        """Return whether a file of the defaults list sets a setting."""
         path = entry.config_path or ""
         if path not in self._contents:
             loaded = self._repo.load_config(path)  # which Hydra has already read
@@ -164,44 +171,72 @@ class _Composition:
         return _value_at(self._contents[path], entry.package or "", setting) is not None
 
 
-def _conflict(option: _Option, naming: ResultDefault, chosen_in: str | None) -> str:
-    """Return the message about an option over a class. chosen_in: the file that chooses it; None: the command line."""
-    chosen = f"{option.key}={option.name}" if chosen_in is None else f"{chosen_in} chooses {option.key}={option.name}"
-    return (
-        f"{chosen}: {naming.config_path} sets {option.class_setting}, whose class would get this option's settings; "
-        f"keep the class and drop the option, or use the option and remove {option.class_setting} there "
-        f"('- override /{option.key}: {option.name}' in its defaults)"
-    )
+def _is_added_by(option_path: str, config_path: str | None, parents: dict[str | None, str | None]) -> bool:
+    """Return whether a file is that of the option, or is in its defaults list, or in that of such a file.
+
+    Args:
+        option_path: the path of the option's file.
+        config_path: the path of the file.
+        parents: by the path of each file, that of the file whose defaults list contains it.
+    """
+    while config_path is not None:
+        if config_path == option_path:
+            return True
+        config_path = parents.get(config_path)
+    return False
 
 
-def _chooses(override: Override, option: _Option) -> bool:
-    """Whether an override of the command line chooses an option of the group, or in a sweep any of several."""
+def _override_chooses(override: Override, option: _Option) -> bool:
+    """Return whether an override of the command line chooses an option of the group, or in a sweep any of several."""
     is_of_group = override.get_key_element().lstrip("+") == option.key
     return is_of_group and not any(isinstance(value, dict) for value in _values(override))
 
 
-def _sets(override: Override, setting: str) -> bool:
-    """Whether an override of the command line sets a setting, or in a sweep any of its values does."""
+def _override_sets(override: Override, setting: str) -> bool:
+    """Return whether an override of the command line sets a setting, or in a sweep any of its values does."""
     if override.is_delete() or override.package is not None:
         return False
     return any(_value_at(value, override.key_or_group, setting) is not None for value in _values(override))
 
 
 def _values(override: Override) -> list[Any]:
+    """Return the override's value, or those that it tries in a sweep."""
     value = override.value()
     return list(value.list) if isinstance(value, ChoiceSweep) else [value]
 
 
-def _value_at(content: Any, package: str, setting: str) -> Any:
-    """Return the value that `content`, as the value of the section `package`, gives a setting; None if it has none."""
-    if not _is_within(setting, package):
+def _conflict(option: _Option, class_file: ResultDefault, chosen_in: str | None) -> str:
+    """Return the message about an option that is chosen over a class.
+
+    Args:
+        option: the option.
+        class_file: sets the class.
+        chosen_in: the file that chooses the option; None: the command line does.
+    """
+    choice = f"{option.key}={option.name}"
+    if chosen_in is not None:
+        choice = f"{chosen_in} chooses {choice}"
+    return (
+        f"{choice}: {class_file.config_path} sets {option.class_setting}, whose class would get this option's "
+        f"settings; keep the class and drop the option, or use the option and remove {option.class_setting} there "
+        f"('- override /{option.key}: {option.name}' in its defaults)"
+    )
+
+
+def _value_at(content: Any, section: str, setting: str) -> Any:
+    """Return the value that a setting has if the section has this content; None if the content does not set it."""
+    if not _is_within(setting, section):
         return None
-    inner = setting.removeprefix(package).lstrip(".")
-    for key in inner.split(".") if inner else ():
-        content = content.get(key) if isinstance(content, dict) else None
+    path_in_section = setting.removeprefix(section).lstrip(".")
+    if not path_in_section:
+        return content
+    for key in path_in_section.split("."):
+        if not isinstance(content, dict):
+            return None
+        content = content.get(key)
     return content
 
 
-def _is_within(setting: str, package: str) -> bool:
-    """Whether a setting is a section or within it. "" is the whole configuration."""
-    return not package or f"{setting}.".startswith(f"{package}.")
+def _is_within(setting: str, section: str) -> bool:
+    """Return whether a setting is a section or within it. "" is the whole configuration."""
+    return not section or f"{setting}.".startswith(f"{section}.")

@@ -71,40 +71,48 @@ class Change(NamedTuple):
 
 
 def is_of_experiment(name: str) -> bool:
-    """Whether a setting is one of those that a run may not change."""
+    """Return whether a setting is one of those that a run may not change."""
     return is_within(name, _MUST_MATCH) and not name.endswith(_MAY_CHANGE)  # also `updates.generator.optimizer.fused`
 
 
 def is_within(name: str, sections: Iterable[str]) -> bool:
-    """Whether a setting, named as users write it, is one of these or in one of these sections."""
+    """Return whether a setting, named as users write it, is one of these or in one of these sections."""
     return any(name == section or name.startswith(f"{section}.") for section in sections)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """The differences between two configurations, as `Config.to_dict` or its JSON."""
-    old, new = settings(before), settings(now)
-    found = ((name, old.get(name, _UNSET), new.get(name, _UNSET)) for name in sorted(old.keys() | new.keys()))
-    return [Change(name, _text(then), _text(own)) for name, then, own in found if then != own]
+    """Return the differences between two configurations, as `Config.to_dict` or its JSON."""
+    old_values = settings(before)
+    new_values = settings(now)
+    differences = []
+    for name in sorted(old_values.keys() | new_values.keys()):
+        old = old_values.get(name, _UNSET)
+        new = new_values.get(name, _UNSET)
+        if old != new:
+            differences.append(Change(name, _text(old), _text(new)))
+    return differences
 
 
 def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are compared, by name, of `Config.to_dict` or its JSON."""
-    return dict(_settings(json.loads(strict_json(config, default=str))))
+    """Return the settings that are compared, by name, of `Config.to_dict` or its JSON."""
+    plain = json.loads(strict_json(config, default=str))  # equal whether or not it has been in a file
+    return dict(_each_setting(plain))
 
 
-def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and values of all settings, as a user writes them."""
+def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of all settings, as a user writes them."""
     for key, value in values.items():
         name = prefix + _AS_WRITTEN.get(key, key)
         if name in _NOT_COMPARED:
             continue
         if key == "arguments":
-            yield from ((prefix + argument, own) for argument, own in value.items())
+            for argument, argument_value in value.items():
+                yield prefix + argument, argument_value
         elif name == "updates":
             for update in value:
-                yield from _settings(update, f"updates.{update['name']}.")
+                yield from _each_setting(update, f"updates.{update['name']}.")
         elif isinstance(value, dict):
-            yield from _settings(value, f"{name}.")
+            yield from _each_setting(value, f"{name}.")
         elif value != [] and value is not None:  # empty values equal missing ones
             yield name, value
 

@@ -16,45 +16,43 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapVal
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
+from trainapp.config.modes import ACTIVITIES, Activity, Mode
 from trainapp.units import parse_duration, parse_memory_size, parse_time
 from trainapp.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 STRICT = ConfigDict(extra="forbid")
-INFERENCE = ("predict", "generate")  # modes
-WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that write files but no metrics
-ABOUT_A_RUN = ("eval", *WITHOUT_NUMBERS)  # modes that need a checkpoint
 OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # prefixes of other metrics and files
 
 
-def _read_by(parse: Callable[[Any], Any]) -> AfterValidator:
-    """Checks that `parse` can read a value, which stays as it is."""
+def _readable_by(parse: Callable[[Any], Any]) -> AfterValidator:
+    """Return a check that `parse` can read a value, which stays as it is."""
 
-    def checked(value: Any) -> Any:
+    def check(value: Any) -> Any:
         parse(value)
         return value
 
-    return AfterValidator(checked)
+    return AfterValidator(check)
 
 
-def _time(value: Any) -> Any:
+def _check_time(value: Any) -> Any:
     if value != "auto" and parse_time(value) is None:
         raise ValueError("must be a time such as 11h50m or '90 minutes', or auto: the end of the Slurm job")
     return value
 
 
-def _objective(value: str) -> str:
+def _check_objective(value: str) -> str:
     if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
         raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
     return value
 
 
-def _eval_name(value: str) -> str:
+def _check_eval_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value) or value in ("val", "train"):
         raise ValueError("must consist of letters, digits, _ and -, as part of metric names, and not be val or train")
     return value
 
 
-def _update_name(value: str) -> str:
+def _check_update_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z]\w*", value) or value.startswith("eval") or value in OTHER_METRICS:
         raise ValueError(
             f"must be one word, the prefix of its metrics, and none of eval..., {', '.join(OTHER_METRICS)}"
@@ -62,10 +60,11 @@ def _update_name(value: str) -> str:
     return value
 
 
-def _micro_schedule(value: Any, checked: Callable[[Any], Any]) -> Any:
-    """Also accepts the text of a JSON object, such as the one in result.json."""
+def _check_micro_schedule(value: Any, checked: Callable[[Any], Any]) -> Any:
+    """Check sizes, also in the text of a JSON object, such as the one in result.json."""
     try:
-        return checked(json.loads(value) if isinstance(value, str) else value)
+        sizes = json.loads(value) if isinstance(value, str) else value
+        return checked(sizes)
     except ValueError:
         raise ValueError(
             "must give sizes by the step from which they apply, such as {1: 64, 30: 32}, or by step and elements per "
@@ -73,29 +72,51 @@ def _micro_schedule(value: Any, checked: Callable[[Any], Any]) -> Any:
         ) from None
 
 
-def _split(node: Any, own: set[str]) -> Any:
-    """Split a node `{_target_: CLASS, KEY: VALUE}` into the keys in `own` and arguments of the class."""
+def _separate_arguments(node: Any, names: set[str]) -> Any:
+    """Return a node `{_target_: CLASS, KEY: VALUE}` with the arguments of the class apart from the settings.
+
+    Args:
+        node: from the YAML files. Returned as it is if it names no class.
+        names: of the settings; all other keys are arguments of the class.
+    """
     if not isinstance(node, dict) or "_target_" not in node:
         return node
-    settings = {key: value for key, value in node.items() if key in own}
-    arguments = {key: value for key, value in node.items() if key not in own and key != "_target_"}
+    settings = {}
+    arguments = {}
+    for key, value in node.items():
+        if key in names:
+            settings[key] = value
+        elif key != "_target_":
+            arguments[key] = value
     return settings | {"target": node["_target_"], "arguments": arguments}
 
 
+def _time_or_duration(value: int | str) -> Any:
+    return parse_time(value) or parse_duration(value)
+
+
+def _memory_size(value: int | float | str) -> int:
+    return parse_memory_size(value, total=1)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 Auto = Literal["auto"]
-Duration = Annotated[int | str, _read_by(parse_duration)]
-DurationOrTime = Annotated[int | str, _read_by(lambda value: parse_time(value) or parse_duration(value))]
-Time = Annotated[str, BeforeValidator(_time)]
-MemorySize = Annotated[int | float | str, _read_by(lambda value: parse_memory_size(value, total=1))]
-UpdateName = Annotated[str, AfterValidator(_update_name)]
+Duration = Annotated[int | str, _readable_by(parse_duration)]
+DurationOrTime = Annotated[int | str, _readable_by(_time_or_duration)]
+Time = Annotated[str, BeforeValidator(_check_time)]
+MemorySize = Annotated[int | float | str, _readable_by(_memory_size)]
+UpdateName = Annotated[str, AfterValidator(_check_update_name)]
 Count = Annotated[int, Field(gt=0)]  # not strict: in JSON, keys are strings
 NotEmpty = Field(min_length=1)
 SizesByStep = Annotated[dict[Count, PositiveInt | Annotated[dict[Count, PositiveInt], NotEmpty]], NotEmpty]
 SizesByUpdate = Annotated[dict[UpdateName, SizesByStep], NotEmpty]
-MicroSchedule = Annotated[SizesByStep | SizesByUpdate, WrapValidator(_micro_schedule)]
-EvalName = Annotated[Str, AfterValidator(_eval_name)]
+MicroSchedule = Annotated[SizesByStep | SizesByUpdate, WrapValidator(_check_micro_schedule)]
+EvalName = Annotated[Str, AfterValidator(_check_eval_name)]
 HookName = Annotated[Str, Field(pattern=r"^\w[\w.-]*$")]
-Goal = Annotated[str, AfterValidator(_objective)]
+Goal = Annotated[str, AfterValidator(_check_objective)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may add to it, below 2**64
 
 
@@ -104,7 +125,7 @@ class _Group(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
-    match: Annotated[list[Str], NotEmpty, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+    match: Annotated[list[Str], NotEmpty, BeforeValidator(_as_list)]
     lr: NotRequired[PositiveFloat]
     weight_decay: NotRequired[NonNegativeFloat]
 
@@ -127,7 +148,8 @@ class Target:
     def _from_yaml(cls, node: Any) -> Any:
         if isinstance(node, dict) and not {"_target_", "target"} & node.keys():
             raise ValueError("must have a `_target_`, the class to build")
-        return _split(node, {own.name for own in dataclasses.fields(cls)} - {"target", "arguments"})
+        names = {field.name for field in dataclasses.fields(cls)}
+        return _separate_arguments(node, names - {"target", "arguments"})
 
 
 @dataclass(config=STRICT)
@@ -160,7 +182,8 @@ class Batch:
     def schedules(self) -> dict[str, dict[int, Any]]:
         """`micro_schedule` by the name of the update; "" stands for the only one."""
         schedule: Any = self.micro_schedule or {}
-        return schedule if isinstance(next(iter(schedule), None), str) else {"": schedule}
+        is_by_update = any(isinstance(key, str) for key in schedule)
+        return schedule if is_by_update else {"": schedule}
 
 
 @dataclass(config=STRICT)
@@ -206,7 +229,7 @@ class Schedule:
     @model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, node: Any) -> Any:
-        return _split(node, {"warmup"})
+        return _separate_arguments(node, {"warmup"})
 
 
 @dataclass(config=STRICT)
@@ -354,9 +377,9 @@ class Generate:
 
 @dataclass(config=STRICT)
 class Sweep:
-    """Of a multirun; its jobs do not read it. sampler: a name, or a class of Optuna with its arguments."""
+    """Settings of a multirun; its jobs do not read them."""
 
-    sampler: Literal["grid", "random", "tpe"] | Target = "grid"
+    sampler: Literal["grid", "random", "tpe"] | Target = "grid"  # a name, or a class of Optuna with its arguments
     trials: PositiveInt | None = None
     parallel: Auto | PositiveInt = "auto"
     pack: Bool = False
@@ -390,17 +413,14 @@ class Model(Target):
 
 @dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
-    the settings that the command line names; `started` is the Unix time from which `train.max_time` counts;
-    `sweeper_direction`, min or max, is that of a sweeper which is not the program's own.
-    """
+    """The configuration of one run. The last fields are not settings: the program fills them in."""
 
     data: Data
     model: Model
     optimizer: Optimizer
     updates: list[UpdateSettings] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
+    mode: Mode = "train"
     task: Str = "auto"
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
     objective: Goal = "auto"
@@ -427,11 +447,16 @@ class Config:
     generate: Generate = field(default_factory=Generate)
     sweep: Sweep = field(default_factory=Sweep)
     adapter: Adapter = field(default_factory=Adapter)
-    run_dir: str = ""
-    command: str = ""
-    given: list[str] = field(default_factory=list, compare=False)
-    started: float = field(default_factory=time.time, compare=False)
-    sweeper_direction: str = ""
+    run_dir: str = ""  # where the run writes its files
+    command: str = ""  # the shell command that resumes it
+    given: list[str] = field(default_factory=list, compare=False)  # the settings that the command line names
+    started: float = field(default_factory=time.time, compare=False)  # Unix time from which `train.max_time` counts
+    sweeper_direction: str = ""  # min or max, of a sweeper that is not the program's own
+
+    @property
+    def activity(self) -> Activity:
+        """What `mode` does."""
+        return ACTIVITIES[self.mode]
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -441,12 +466,12 @@ class Config:
         return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
 
     def by_optimizer(self) -> list["Config"]:
-        """The configuration with each of its optimizers as `optimizer`: for rules about one."""
-        return [dataclasses.replace(self, optimizer=own) for own in self.optimizers.values()]
+        """Return the configuration with each of its optimizers as `optimizer`: for rules about one."""
+        return [dataclasses.replace(self, optimizer=optimizer) for optimizer in self.optimizers.values()]
 
     def chooses(self, name: str) -> bool:
-        """Whether the command line names this section or setting, or one within it."""
-        return any(f"{given}.".startswith(f"{name}.") for given in self.given)
+        """Return whether the command line names this section or setting, or one within it."""
+        return any(f"{setting}.".startswith(f"{name}.") for setting in self.given)
 
     @property
     def has_best(self) -> bool:
@@ -458,15 +483,16 @@ class Config:
     @property
     def continues(self) -> bool:
         """Whether the same command continues a run that was stopped: from its checkpoint, or after its rows."""
-        return self.mode in INFERENCE or (self.mode == "train" and self.checkpointing.save)
+        return self.activity.writes_rows or (self.activity.trains and self.checkpointing.save)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, as written to checkpoints and TensorBoard."""
+        """Return plain containers, as written to checkpoints and TensorBoard."""
         return dataclasses.asdict(self)
 
-    def with_own_batches(self) -> "Config":
-        """The configuration with prediction's or generation's batch size as the evaluation micro-batch size."""
-        if self.mode not in INFERENCE:
+    def with_inference_batch_size(self) -> "Config":
+        """Return the configuration with prediction's or generation's batch size as the evaluation micro-batch size."""
+        if not self.activity.writes_rows:
             return self
         size = self.predict.batch_size if self.mode == "predict" else self.generate.batch_size
-        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, eval_micro_size=size))
+        batch = dataclasses.replace(self.batch, eval_micro_size=size)
+        return dataclasses.replace(self, batch=batch)

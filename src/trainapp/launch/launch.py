@@ -73,7 +73,7 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
 
     Raises UserError if the directory belongs to another experiment.
     """
-    if config.mode in ("plan", "lr_find") or not environment.is_rank_zero():
+    if not config.activity.writes_settings or not environment.is_rank_zero():
         return
     if not environment.is_one_of_many_ranks():  # those ask rank 0, in `elastic.run_worker`
         directory.require_same_experiment(config)
@@ -83,7 +83,7 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
     given = [command_line.as_entered(text) for text in overrides if text not in of_sweep]
     OmegaConf.save(given, folder / "overrides.yaml")
-    if config.mode == "train":
+    if config.activity.trains:
         command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}
         Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
@@ -106,7 +106,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
         with StopRequest():
             return printed.print_plan(config)
-    if config.mode in ("lr_find", "export"):
+    if config.activity.is_one_process:
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":
         environment.require_one_process("parallel=single", "choose parallel=ddp or parallel=fsdp")

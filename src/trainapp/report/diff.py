@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from trainapp.config.resume_rules import Change
 from trainapp.errors import UserError
-from trainapp.files import json_object, shown
+from trainapp.files import shown
 from trainapp.report import differences, run_files
-from trainapp.report.differences import LogDifference, Pair, kind_of
+from trainapp.report.differences import LogDifference, Pair, RunRecord, ScalarDifference, kind_of
 from trainapp.units import listed, plural
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 IDENTICAL, DIFFERENT, NOTHING_COMPARED = 0, 1, 2  # exit codes, as those of diff
 # The largest relative difference that other roundings alone explain; its growth over many steps exceeds it.
-_ROUNDING_FP32, _ROUNDING = 1e-4, 1e-2
+_ROUNDING_FP32 = 1e-4
+_ROUNDING = 1e-2
 _ROUNDED_AS_FP32 = frozenset({"fp32", "tf32"})
 _JUDGED = ("loss", "lr", "grad_norm")  # continuous: a metric such as accuracy jumps where a rounding decides
 _MOST_ROWS = 10  # per table
@@ -30,34 +31,34 @@ _FINER_LOG = "rerun with every.log=1 to see the exact step"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs and how they differ. a, b: their directories.
-
-    steps: how many steps A and B have trained, up to the compared one. settings, recipe, micro_batches: None where the
-    files of one of the runs do not tell. dependence: why other micro-batch sizes give another result, where the runs
-    know it and their sizes differ. weights: None if they were not compared, for the reason `no_weights`.
-    rounding: the largest relative difference that counts as rounding.
+    """Two runs and how they differ. Settings, recipe and micro-batches are None where the files of one of the runs do
+    not tell.
     """
 
-    a: Path
-    b: Path
-    steps: tuple[int, int]
+    a: RunRecord
+    b: RunRecord
+    steps: tuple[int, int]  # that A and B have trained, up to the compared one
     settings: list[Change] | None
     environment: list[Pair]
     recipe: list[Pair] | None
     train: LogDifference
     evaluations: LogDifference
     micro_batches: list[Pair] | None
-    dependence: list[str]
-    weights: "CheckpointDifference | None"
-    no_weights: str
-    rounding: float
+    dependence: list[str]  # why other micro-batch sizes give another result, where the runs know it and sizes differ
+    weights: "CheckpointDifference | None"  # None if they were not compared
+    no_weights: str  # why they were not compared
+    rounding: float  # the largest relative difference that counts as rounding
 
 
 def show(a: Path, b: Path, which: int | str | None) -> int:
     """Print how two runs differ. Returns the exit code: IDENTICAL, DIFFERENT or NOTHING_COMPARED.
 
-    which: see `checkpoint.comparison.choose`; with a step, nothing after it is compared. Raises UserError for a
-    directory without a run, and for a checkpoint that is missing or damaged.
+    Raises UserError for a directory without a run, and for a checkpoint that is missing or damaged.
+
+    Args:
+        a: the directory of a run.
+        b: that of the other.
+        which: see `checkpoint.comparison.choose`; with a step, nothing after it is compared.
     """
     for run in (a, b):
         if not run_files.is_run(run):
@@ -72,35 +73,40 @@ def show(a: Path, b: Path, which: int | str | None) -> int:
 
 def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
     """Compare two runs. Arguments and errors: see `show`."""
-    last = which if isinstance(which, int) else None
-    train_of_a, train_of_b = (differences.read_log(run, run_files.CURVES["train"], last) for run in (a, b))
-    evaluations_of_a, evaluations_of_b = (differences.read_log(run, run_files.CURVES["eval"], last) for run in (a, b))
-    steps_of_a, steps_of_b = differences.steps_of(a, train_of_a), differences.steps_of(b, train_of_b)
-    if last is not None:
-        steps_of_a, steps_of_b = min(steps_of_a, last), min(steps_of_b, last)
-    weights, no_weights = _weights(a, b, which)
+    last_step = which if isinstance(which, int) else None
+    record_of_a = differences.read_record(a, last_step)
+    record_of_b = differences.read_record(b, last_step)
+    records = (record_of_a, record_of_b)
+    steps_of_a = record_of_a.steps
+    steps_of_b = record_of_b.steps
+    if last_step is not None:
+        steps_of_a = min(steps_of_a, last_step)
+        steps_of_b = min(steps_of_b, last_step)
+    weights, no_weights = _compare_weights(a, b, which)
+    is_fp32 = differences.precisions(*records) <= _ROUNDED_AS_FP32
     return Comparison(
-        a=a,
-        b=b,
+        a=record_of_a,
+        b=record_of_b,
         steps=(steps_of_a, steps_of_b),
-        settings=differences.settings(a, b),
-        environment=differences.environment(a, b),
-        recipe=differences.recipe(a, b),
-        train=differences.logs(train_of_a, train_of_b),
-        evaluations=differences.logs(evaluations_of_a, evaluations_of_b),
-        micro_batches=differences.micro_batches(a, b),
-        dependence=differences.dependence_on_micro_batch(a, b),
+        settings=differences.settings(*records),
+        environment=differences.environment(*records),
+        recipe=differences.recipe(*records),
+        train=differences.logs(record_of_a.train, record_of_b.train),
+        evaluations=differences.logs(record_of_a.evaluations, record_of_b.evaluations),
+        micro_batches=differences.micro_batches(*records),
+        dependence=differences.dependence_on_micro_batch(*records),
         weights=weights,
         no_weights=no_weights,
-        rounding=_ROUNDING_FP32 if differences.precisions(a, b) <= _ROUNDED_AS_FP32 else _ROUNDING,
+        rounding=_ROUNDING_FP32 if is_fp32 else _ROUNDING,
     )
 
 
-def _weights(a: Path, b: Path, which: int | str | None) -> "tuple[CheckpointDifference | None, str]":
+def _compare_weights(a: Path, b: Path, which: int | str | None) -> "tuple[CheckpointDifference | None, str]":
     """Return how the weights differ, or None and why they were not compared."""
-    without = [name for name, run in (("A", a), ("B", b)) if not any(run.glob("checkpoints/step_*"))]
-    if without and which is None:
-        return None, f"{' and '.join(without)} {'have' if len(without) > 1 else 'has'} no checkpoint"
+    without_checkpoint = [name for name, run in (("A", a), ("B", b)) if not any(run.glob("checkpoints/step_*"))]
+    if without_checkpoint and which is None:
+        verb = "have" if len(without_checkpoint) > 1 else "has"
+        return None, f"{' and '.join(without_checkpoint)} {verb} no checkpoint"
     from trainapp.checkpoint import comparison  # late: it imports torch
 
     try:
@@ -129,10 +135,11 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     yield from _weights_section(comparison)
 
 
-def _run_row(name: str, run: Path) -> list[str]:
-    result = json_object(run / run_files.RESULT)
-    state = run_files.state_of(result) or "not finished"
-    return [name, shown(run), f"{state}, {plural(result['steps'], 'step')}" if "steps" in result else state]
+def _run_row(name: str, record: RunRecord) -> list[str]:
+    state = run_files.state_of(record.result) or "not finished"
+    if "steps" in record.result:
+        state += f", {plural(record.result['steps'], 'step')}"
+    return [name, shown(record.run_dir), state]
 
 
 def _pairs_section(title: str, pairs: Sequence[Pair] | None, unknown: str = "") -> Iterator[str]:
@@ -145,7 +152,7 @@ def _pairs_section(title: str, pairs: Sequence[Pair] | None, unknown: str = "") 
         yield f"\n{title} that differ"
         rows = []
         for pair in pairs:
-            text_of_a, text_of_b = _short(pair.a, pair.b)
+            text_of_a, text_of_b = _shortened(pair.a, pair.b)
             rows.append([f"  {pair.name}", f"{text_of_a} -> {text_of_b}"])
         yield from _aligned(rows)
 
@@ -155,13 +162,9 @@ def _log_section(title: str, log: LogDifference) -> Iterator[str]:
         yield f"\n{title}: not compared, no step was logged by both"
         return
     yield f"\n{title}: {plural(len(log.steps), 'step')} logged by both, the last is {log.steps[-1]}"
-    rows = [["  scalar", "first differs", "A", "B", "relative", "largest relative"]]
-    for scalar in log.scalars[:_MOST_ROWS]:
-        largest = f"{scalar.largest:.2g} at step {scalar.largest_step}"
-        values = [repr(scalar.a), repr(scalar.b), f"{scalar.relative:.2g}", largest]
-        rows.append([f"  {scalar.name}", f"step {scalar.step}", *values])
     if log.scalars:
-        yield from _aligned(rows)
+        header = ["  scalar", "first differs", "A", "B", "relative", "largest relative"]
+        yield from _aligned([header, *map(_scalar_row, log.scalars[:_MOST_ROWS])])
     if len(log.scalars) > _MOST_ROWS:
         yield f"  and {len(log.scalars) - _MOST_ROWS} more"
     for note, names in (("equal", log.equal), ("only in A", log.only_in_a), ("only in B", log.only_in_b)):
@@ -169,9 +172,21 @@ def _log_section(title: str, log: LogDifference) -> Iterator[str]:
             yield f"  {note}: {listed(names, _MOST_ROWS)}"
 
 
+def _scalar_row(scalar: ScalarDifference) -> list[str]:
+    return [
+        f"  {scalar.name}",
+        f"step {scalar.step}",
+        repr(scalar.a),
+        repr(scalar.b),
+        f"{scalar.relative:.2g}",
+        f"{scalar.largest:.2g} at step {scalar.largest_step}",
+    ]
+
+
 def _evaluations_of_one(comparison: Comparison) -> Iterator[str]:
     """Yield the steps, as far as both runs go, after which only one of them was evaluated."""
-    log, end = comparison.evaluations, min(comparison.steps)
+    log = comparison.evaluations
+    end = min(comparison.steps)
     for name, steps in (("A", log.steps_only_in_a), ("B", log.steps_only_in_b)):
         texts = [str(step) for step in steps if step <= end]
         if texts:
@@ -188,18 +203,7 @@ def _weights_section(comparison: Comparison) -> Iterator[str]:
     steps = f"of step {step_of_a}" if step_of_a == step_of_b else f"of step {step_of_a} in A and {step_of_b} in B"
     tensors = f"{plural(weights.equal, 'tensor')} equal bit for bit, {len(weights.weights)} not"
     yield f"\nweights {steps}: {tensors}"
-    rows = [["  tensor", "largest", "relative"]]
-    for tensor in weights.weights[:_MOST_ROWS]:
-        dtypes = "" if tensor.dtypes is None else "{} -> {}".format(*tensor.dtypes)
-        rows.append([f"  {tensor.name}", f"{tensor.largest:.2g}", f"{tensor.relative:.2g}", dtypes])
-    if weights.weights:
-        yield from _aligned(rows)
-    if len(weights.weights) > _MOST_ROWS:
-        yield f"  and {len(weights.weights) - _MOST_ROWS} more"
-    for name, shape_of_a, shape_of_b in weights.shapes[:_MOST_ROWS]:
-        yield f"  {name}: shape {shape_of_a} -> {shape_of_b}"
-    if len(weights.shapes) > _MOST_ROWS:
-        yield f"  and {len(weights.shapes) - _MOST_ROWS} more of other shapes"
+    yield from _tensor_rows(weights)
     for note, names in (("only in A", weights.only_in_a), ("only in B", weights.only_in_b)):
         if names:
             yield f"  {note}: {listed(names, _MOST_ROWS)}"
@@ -210,16 +214,43 @@ def _weights_section(comparison: Comparison) -> Iterator[str]:
         yield f"  further state that differs: {', '.join(weights.others)}"
 
 
-def _short(a: str, b: str) -> tuple[str, str]:
-    """Return two different texts as short ones that still differ: from a little before the place where they do."""
-    places = zip(a, b, strict=False)
-    place = next((number for number, (one, other) in enumerate(places) if one != other), min(len(a), len(b)))
-    start = max(0, place - _LONGEST // 2) if max(len(a), len(b)) > _LONGEST else 0
-    texts = []
-    for text in (a, b):
-        text = "..." + text[start:] if start else text
-        texts.append(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
-    return texts[0], texts[1]
+def _tensor_rows(weights: "CheckpointDifference") -> Iterator[str]:
+    """Yield the tensors that differ, in values or in shape."""
+    if weights.weights:
+        rows = [["  tensor", "largest", "relative"]]
+        for tensor in weights.weights[:_MOST_ROWS]:
+            dtypes = "" if tensor.dtypes is None else "{} -> {}".format(*tensor.dtypes)
+            rows.append([f"  {tensor.name}", f"{tensor.largest:.2g}", f"{tensor.relative:.2g}", dtypes])
+        yield from _aligned(rows)
+    if len(weights.weights) > _MOST_ROWS:
+        yield f"  and {len(weights.weights) - _MOST_ROWS} more"
+    for name, shape_of_a, shape_of_b in weights.shapes[:_MOST_ROWS]:
+        yield f"  {name}: shape {shape_of_a} -> {shape_of_b}"
+    if len(weights.shapes) > _MOST_ROWS:
+        yield f"  and {len(weights.shapes) - _MOST_ROWS} more of other shapes"
+
+
+def _shortened(a: str, b: str) -> tuple[str, str]:
+    """Return two different texts, both cut, if one is long, to begin a little before the first difference."""
+    if max(len(a), len(b)) <= _LONGEST:
+        return a, b
+    start = max(0, _first_difference(a, b) - _LONGEST // 2)
+    return _excerpt(a, start), _excerpt(b, start)
+
+
+def _first_difference(a: str, b: str) -> int:
+    """Return the position of the first character in which the texts differ."""
+    for position, (character_of_a, character_of_b) in enumerate(zip(a, b, strict=False)):
+        if character_of_a != character_of_b:
+            return position
+    return min(len(a), len(b))
+
+
+def _excerpt(text: str, start: int) -> str:
+    """Return at most `_LONGEST` characters of a text, from `start` on."""
+    if start > 0:
+        text = "..." + text[start:]
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -237,17 +268,19 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def verdict(comparison: Comparison) -> tuple[str, int]:
     """Return the comparison in one sentence, and the exit code."""
-    train, evaluations = comparison.train, comparison.evaluations
+    train = comparison.train
+    evaluations = comparison.evaluations
     weights = _weights_of_one_step(comparison)
     if not train.steps and not evaluations.steps and weights is None:
-        nothing = "nothing to compare: the runs logged no common step, and have no checkpoints of the same step"
-        return nothing, NOTHING_COMPARED
-    step_of_a, step_of_b = comparison.steps
-    lengths = f"A has trained {plural(step_of_a, 'step')}, B {step_of_b}" if step_of_a != step_of_b else ""
+        reason = "the runs logged no common step, and have no checkpoints of the same step"
+        return f"nothing to compare: {reason}", NOTHING_COMPARED
+    steps_of_a, steps_of_b = comparison.steps
+    has_other_length = steps_of_a != steps_of_b
+    lengths = f"A has trained {plural(steps_of_a, 'step')}, B {steps_of_b}"
     if train.scalars or evaluations.scalars or (weights is not None and not weights.is_equal):
-        sentences = [_difference(comparison), lengths]
-        return "; ".join(filter(None, sentences)), DIFFERENT
-    if lengths:
+        sentence = _describe_difference(comparison)
+        return f"{sentence}; {lengths}" if has_other_length else sentence, DIFFERENT
+    if has_other_length:
         return f"identical bit for bit as far as both go; {lengths}", DIFFERENT
     if weights is None:
         return "identical bit for bit in all logged values; the weights were not compared", IDENTICAL
@@ -265,15 +298,15 @@ def _weights_of_one_step(comparison: Comparison) -> "CheckpointDifference | None
     return weights if weights is not None and weights.steps[0] == weights.steps[1] else None
 
 
-def _difference(comparison: Comparison) -> str:
+def _describe_difference(comparison: Comparison) -> str:
     """Return one sentence: whether runs that differ do so by rounding alone, or from which step on."""
     scalars = [*comparison.train.scalars, *comparison.evaluations.scalars]
     judged = [scalar for scalar in scalars if kind_of(scalar.name) in _JUDGED]
     weights = _weights_of_one_step(comparison)
-    distances = [scalar.largest for scalar in judged]
+    relative_differences = [scalar.largest for scalar in judged]
     if weights is not None:
-        distances.append(weights.relative if weights.has_same_tensors else math.inf)
-    largest = max(distances, default=0.0)
+        relative_differences.append(weights.relative if weights.has_same_tensors else math.inf)
+    largest = max(relative_differences, default=0.0)
     is_small = 0 < largest <= comparison.rounding
     changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
     start = _start(comparison)
@@ -296,9 +329,11 @@ def _difference(comparison: Comparison) -> str:
 
 def _start(comparison: Comparison) -> str:
     """Return from where on the runs differ: `from step 3 on (loss)`."""
-    log, where = comparison.train, ""
+    log = comparison.train
+    where = ""
     if not log.scalars:
-        log, where = comparison.evaluations, ", in evaluations alone"
+        log = comparison.evaluations
+        where = ", in evaluations alone"
     if not log.scalars:
         assert comparison.weights is not None
         return f"in the checkpoints of step {comparison.weights.steps[0]} alone (all logged values are equal)"

@@ -1,10 +1,10 @@
 """What differs between two runs, from their files alone, as plain values. Imports no torch.
 
-A run that has not ended, has failed or was killed has only some of the files: what one of the two lacks is None.
+A run that has not ended, has failed or was killed has only some of the files: what cannot be compared is None.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,46 @@ class Pair(NamedTuple):
     name: str
     a: str
     b: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run say, as far as runs are compared. What a missing file would say is empty."""
+
+    run_dir: Path
+    settings: dict[str, Any]  # as composed from the command line
+    manifest: dict[str, Any]  # of the newest checkpoint
+    command: dict[str, Any]  # how and with what its last process was started
+    recipe: dict[str, Any]
+    result: dict[str, Any]
+    train: dict[str, Curve]  # by scalar
+    evaluations: dict[str, Curve]
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has trained; of one that has not ended, the last that it has logged."""
+        steps: int = self.result.get("steps", _last_step(self.train))
+        return steps
+
+
+def read_record(run_dir: Path, last_step: int | None) -> RunRecord:
+    """Read the files of a run. last_step: the last one to read of what was logged; None: all."""
+    return RunRecord(
+        run_dir=run_dir,
+        settings=run_files.composed_settings(run_dir),
+        manifest=run_files.newest_manifest(run_dir),
+        command=json_object(run_dir / run_files.COMMAND),
+        recipe=json_object(run_dir / RECIPE),
+        result=json_object(run_dir / run_files.RESULT),
+        train=_read_log(run_dir / run_files.CURVES["train"], last_step),
+        evaluations=_read_log(run_dir / run_files.CURVES["eval"], last_step),
+    )
+
+
+def _read_log(path: Path, last_step: int | None) -> dict[str, Curve]:
+    """Return the scalars that tell what a run computed, not how fast or in how much memory."""
+    curves = run_files.curves_in(path)
+    return {name: curve.until(last_step) for name, curve in curves.items() if not is_of_machine(name)}
 
 
 @dataclass(frozen=True)
@@ -69,100 +109,90 @@ class LogDifference:
 # --- settings and the environment
 
 
-def settings(a: Path, b: Path) -> list[Change] | None:
+def settings(a: RunRecord, b: RunRecord) -> list[Change] | None:
     """Return the settings that differ; None if no file has the settings of both runs in the same form."""
-    readers: tuple[Callable[[Path], Any], ...] = (run_files.composed_settings, _checkpointed_settings)
-    for read in readers:
-        before, now = read(a), read(b)
-        if before and now:
-            return changes(before, now)
+    if a.settings and b.settings:
+        return changes(a.settings, b.settings)
+    checkpointed_of_a = a.manifest.get("config")
+    checkpointed_of_b = b.manifest.get("config")
+    if checkpointed_of_a and checkpointed_of_b:
+        return changes(checkpointed_of_a, checkpointed_of_b)
     return None
 
 
-def _checkpointed_settings(run: Path) -> Any:
-    return run_files.newest_manifest(run).get("config")
-
-
-def precisions(a: Path, b: Path) -> set[str]:
+def precisions(a: RunRecord, b: RunRecord) -> set[str]:
     """Return the runs' `precision.mode`, as far as their files tell."""
     modes = set()
-    for run in (a, b):
-        configuration = run_files.composed_settings(run) or _checkpointed_settings(run) or {}
+    for record in (a, b):
+        configuration = record.settings or record.manifest.get("config") or {}
         mode = (configuration.get("precision") or {}).get("mode")
         if mode is not None:
             modes.add(mode)
     return modes
 
 
-def environment(a: Path, b: Path) -> list[Pair]:
+def environment(a: RunRecord, b: RunRecord) -> list[Pair]:
     """Return versions, hosts and numbers of ranks that differ, as far as both runs have recorded them."""
-    facts_of_a, facts_of_b = _environment(a), _environment(b)
+    facts_of_a = _environment(a)
+    facts_of_b = _environment(b)
     common = [name for name in facts_of_a if name in facts_of_b]
     return _pairs({name: facts_of_a[name] for name in common}, {name: facts_of_b[name] for name in common})
 
 
-def _environment(run: Path) -> dict[str, Any]:
-    manifest = run_files.newest_manifest(run)
-    recorded = manifest.get("versions", {}) | json_object(run / run_files.COMMAND)
+def _environment(record: RunRecord) -> dict[str, Any]:
+    recorded = record.manifest.get("versions", {}) | record.command
     facts = {name: recorded[name] for name in _ENVIRONMENT if name in recorded}
-    if "ranks" in manifest:
-        facts["ranks"] = manifest["ranks"]
+    if "ranks" in record.manifest:
+        facts["ranks"] = record.manifest["ranks"]
     return facts
 
 
-def recipe(a: Path, b: Path) -> list[Pair] | None:
-    """Return the entries of recipe.json that differ; None unless both runs have one."""
-    recipes = [json_object(run / RECIPE) for run in (a, b)]
-    if not all(recipes):
+def recipe(a: RunRecord, b: RunRecord) -> list[Pair] | None:
+    """Return the values in recipe.json that differ; None unless both runs have one."""
+    if not (a.recipe and b.recipe):
         return None
-    entries_of_a, entries_of_b = (dict(_entries(recipe)) for recipe in recipes)
-    return _pairs(entries_of_a, entries_of_b)
+    return _pairs(dict(_each_value(a.recipe)), dict(_each_value(b.recipe)))
 
 
-def _entries(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts and lists by dotted name. A list of plain values is one value."""
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            yield from _entries(value, f"{name}.{key}" if name else key)
-    elif isinstance(values, list) and any(isinstance(value, (dict, list)) for value in values):
-        for number, value in enumerate(values):
-            yield from _entries(value, f"{name}.{number}")
+def _each_value(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested dicts and lists by dotted name. A list of plain values is one value."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _each_value(value, f"{name}.{key}" if name else key)
+    elif isinstance(node, list) and any(isinstance(value, (dict, list)) for value in node):
+        for number, value in enumerate(node):
+            yield from _each_value(value, f"{name}.{number}")
     else:
-        yield name, values
+        yield name, node
 
 
-def micro_batches(a: Path, b: Path) -> list[Pair] | None:
+def micro_batches(a: RunRecord, b: RunRecord) -> list[Pair] | None:
     """Return how micro-batch sizes and retries after out-of-memory errors differ; None unless both runs have ended."""
-    results = [json_object(run / run_files.RESULT) for run in (a, b)]
-    if not all(results):
+    if not (a.result and b.result):
         return None
-    rows = []
-    for result in results:
-        rows.append({"sizes by step": result.get("micro_schedule"), "OOM retries": result.get("oom_restarts")})
-    return _pairs(*rows)
+    return _pairs(_micro_batches(a.result), _micro_batches(b.result))
 
 
-def dependence_on_micro_batch(a: Path, b: Path) -> list[str]:
+def _micro_batches(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sizes by step": result.get("micro_schedule"), "OOM retries": result.get("oom_restarts")}
+
+
+def dependence_on_micro_batch(a: RunRecord, b: RunRecord) -> list[str]:
     """Return why runs of these micro-batch sizes differ, as far as the runs know; empty for equal sizes."""
-    results = [json_object(run / run_files.RESULT) for run in (a, b)]
-    if results[0].get("micro_schedule") == results[1].get("micro_schedule"):
+    if a.result.get("micro_schedule") == b.result.get("micro_schedule"):
         return []
     reasons: dict[str, None] = {}  # in order, each once
-    for result in results:
-        reasons |= dict.fromkeys(result.get("depends_on_micro_batch", ()))
+    for record in (a, b):
+        reasons |= dict.fromkeys(record.result.get("depends_on_micro_batch", ()))
     return list(reasons)
 
 
-def steps_of(run: Path, log: Mapping[str, Curve]) -> int:
-    """Return how many steps a run has trained; of one that has not ended, the last that it has logged."""
-    steps: int = json_object(run / run_files.RESULT).get("steps", _last_step(log))
-    return steps
-
-
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:
+    """Return the values that differ."""
     pairs = []
     for name in {**a, **b}:
-        value_of_a, value_of_b = a.get(name, _NOT_RECORDED), b.get(name, _NOT_RECORDED)
+        value_of_a = a.get(name, _NOT_RECORDED)
+        value_of_b = b.get(name, _NOT_RECORDED)
         if value_of_a != value_of_b:
             pairs.append(Pair(name, run_files.typed(value_of_a), run_files.typed(value_of_b)))
     return pairs
@@ -171,54 +201,50 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:
 # --- what was logged
 
 
-def read_log(run: Path, name: str, last: int | None) -> dict[str, Curve]:
-    """Return the scalars of a file of JSON lines that tell what a run computed, not how fast or in how much memory.
-
-    last: the last step to read; None: all.
-    """
-    curves = run_files.curves_in(run / name)
-    return {name: curve.until(last) for name, curve in curves.items() if not is_of_machine(name)}
-
-
 def logs(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> LogDifference:
     """Compare what two runs have logged in the steps that both have logged."""
-    differing, equal = [], []
+    differing = []
+    equal = []
     for name in a.keys() & b.keys():
-        difference = _scalar(name, a[name], b[name])
+        difference = _compare_scalar(name, a[name], b[name])
         if difference is None:
             equal.append(name)
         else:
             differing.append(difference)
     differing.sort(key=lambda scalar: (scalar.step, _rank(scalar.name), scalar.name))
+    equal.sort(key=lambda name: (_rank(name), name))
+    steps_of_a = _steps(a)
+    steps_of_b = _steps(b)
     return LogDifference(
-        steps=[int(step) for step in np.intersect1d(_steps(a), _steps(b))],
+        steps=[int(step) for step in np.intersect1d(steps_of_a, steps_of_b)],
         last_steps=(_last_step(a), _last_step(b)),
         scalars=differing,
-        equal=sorted(equal, key=lambda name: (_rank(name), name)),
+        equal=equal,
         only_in_a=sorted(a.keys() - b.keys()),
         only_in_b=sorted(b.keys() - a.keys()),
-        steps_only_in_a=[int(step) for step in np.setdiff1d(_steps(a), _steps(b))],
-        steps_only_in_b=[int(step) for step in np.setdiff1d(_steps(b), _steps(a))],
+        steps_only_in_a=[int(step) for step in np.setdiff1d(steps_of_a, steps_of_b)],
+        steps_only_in_b=[int(step) for step in np.setdiff1d(steps_of_b, steps_of_a)],
     )
 
 
-def _scalar(name: str, a: Curve, b: Curve) -> ScalarDifference | None:
+def _compare_scalar(name: str, a: Curve, b: Curve) -> ScalarDifference | None:
     """Compare one scalar; None if it is equal in all steps that both have."""
-    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    values_of_a, values_of_b = np.array(a.values)[in_a], np.array(b.values)[in_b]
-    differs = ~((values_of_a == values_of_b) | (np.isnan(values_of_a) & np.isnan(values_of_b)))
-    if not differs.any():
+    steps, positions_in_a, positions_in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    values_of_a = np.array(a.values)[positions_in_a]
+    values_of_b = np.array(b.values)[positions_in_b]
+    is_equal = _are_equal(values_of_a, values_of_b)
+    if is_equal.all():
         return None
-    first = int(differs.argmax())
+    first = int(is_equal.argmin())
     relative = relative_differences(values_of_a, values_of_b)
-    most = int(relative.argmax())
+    largest = int(relative.argmax())
     return ScalarDifference(
         name=name,
         step=int(steps[first]),
         a=float(values_of_a[first]),
         b=float(values_of_b[first]),
-        largest=float(relative[most]),
-        largest_step=int(steps[most]),
+        largest=float(relative[largest]),
+        largest_step=int(steps[largest]),
     )
 
 
@@ -227,9 +253,14 @@ def relative_differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     scale = np.maximum(np.abs(a), np.abs(b))
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = np.abs(a - b) / scale
-    relative[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+    relative[_are_equal(a, b)] = 0.0
     relative[np.isnan(a) != np.isnan(b)] = math.inf
     return relative
+
+
+def _are_equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a mask of the values that are equal or both nan."""
+    return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def kind_of(name: str) -> str:
@@ -239,12 +270,16 @@ def kind_of(name: str) -> str:
 
 
 def _rank(name: str) -> int:
+    """Return the position of a scalar among those that begin to differ in one step."""
     kind = kind_of(name)
     return _LOG_ORDER.index(kind) if kind in _LOG_ORDER else len(_LOG_ORDER)
 
 
 def _steps(log: Mapping[str, Curve]) -> np.ndarray:
-    return np.unique(np.concatenate([np.array(curve.steps) for curve in log.values()])) if log else np.array([])
+    """Return all steps in which something was logged."""
+    if not log:
+        return np.array([])
+    return np.unique(np.concatenate([np.array(curve.steps) for curve in log.values()]))
 
 
 def _last_step(log: Mapping[str, Curve]) -> int:

@@ -1,4 +1,4 @@
-"""Writes `report.html`: one file that shows a run, several runs over each other, or a sweep. Imports no torch.
+"""`report.html`: one file that shows a run, several runs over each other, or a sweep. Imports no torch.
 
 The page is `page.html` with its content as JSON inside: sections of texts and tables, made here, and the curves from
 which its script draws the charts. It loads nothing.
@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import trainapp
 from trainapp.errors import UserError
@@ -18,9 +18,10 @@ from trainapp.units import bytes_text
 
 NAME = "report.html"
 MOST_JOBS = 1000  # of a sweep's page
-_TEMPLATE, _PLACE = PACKAGE / "report" / "page.html", "{{data}}"
+_TEMPLATE = PACKAGE / "report" / "page.html"
+_PLACEHOLDER = "{{data}}"
 BLANK = "-"
-Section = dict[str, Any]  # `title`, `note`, and `items`: tables, texts, and names of groups of charts
+Section = dict[str, Any]  # `title`, `note` and `items`: tables, texts, and names of groups of charts
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]  # title, header, rows
 Job = Mapping[str, Any]  # of a sweep: `name`, `number` (its place in time), `value`, and `settings` as texts
 Goal = tuple[str, str] | None  # metric, and max or min
@@ -35,81 +36,143 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
         if not run_files.is_run(folder):
             raise UserError(f"{folder}: no run is here; name the directory of one, or of a sweep alone")
     runs = [run_files.read(folder) for folder in folders]
-    groups = [group for run in runs for group in run["curves"].values()]
-    points = iter(run_files.shared_out([curve for group in groups for curve in group.values()]))
-    for group in groups:
-        group.update({name: next(points) for name in group})
     for run, name in zip(runs, _names(folders), strict=True):
         run["name"] = name
+    _replace_curves_by_points(runs)
     head = _head(runs[0]) if len(runs) == 1 else {"title": ", ".join(run["name"] for run in runs)}
     _write(path, {**head, "sections": list(_sections(runs)), "runs": runs})
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths, as many as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(path_parts[-count:]) for path_parts in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [path_parts[-1] for path_parts in parts]
+
+
+def _replace_curves_by_points(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the curves of all runs by the points that the page draws."""
+    groups: list[dict[str, Any]] = []
+    for run in runs:
+        groups.extend(run["curves"].values())
+    curves: list[run_files.Curve] = []
+    for group in groups:
+        curves.extend(group.values())
+    points = iter(run_files.points_of_all(curves))
+    for group in groups:
+        for name in group:
+            group[name] = next(points)
 
 
 def write_sweep(
     path: Path, lines: Sequence[str], tables: Iterable[Table], jobs: Sequence[Job], names: Sequence[str], goal: Goal
 ) -> None:
-    """Write the page of a sweep. lines: below its title. names: of the settings in which jobs differ. goal: the metric
-    and its direction; None: nothing is charted. Raises OSError if the page cannot be written.
+    """Write the page of a sweep. Raises OSError if the page cannot be written.
+
+    Args:
+        path: of the page, in the sweep's folder.
+        lines: below its title.
+        tables: its tables.
+        jobs: the jobs that are charted.
+        names: of the settings in which jobs differ.
+        goal: the metric and its direction; None: nothing is charted.
     """
+    metric, direction = goal or ("", "")
     sections = []
     for title, header, rows in tables:
         note, header, rows = without_constant(header, rows[:MOST_JOBS])
         sections.append(_section(title, _table(header, rows, note=f"All: {note}." if note else "")))
     if goal is not None:
-        sections += [_section("History", "history"), _section(f"{goal[0]} against each setting", "settings")]
+        sections.append(_section("History", "history"))
+        sections.append(_section(f"{metric} against each setting", "settings"))
         sections.append(_section("All settings together", "parallel"))
-    metric, direction = goal or ("", "")
-    charted = {"metric": metric, "direction": direction, "settings": names, "jobs": jobs[:MOST_JOBS]}
-    _write(path, {"title": f"Sweep {path.parent.resolve().name}", "lines": lines, "sections": sections, **charted})
+    content = {
+        "title": f"Sweep {path.parent.resolve().name}",
+        "lines": lines,
+        "sections": sections,
+        "metric": metric,
+        "direction": direction,
+        "settings": names,
+        "jobs": jobs[:MOST_JOBS],
+    }
+    _write(path, content)
 
 
 def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first: int = 4) -> Table:
-    """A text with what is the same in all rows, from the column `first` on, and the table without it."""
-    same = [at for at in range(first, len(header)) if len(rows) > 1 and all(row[at] == rows[0][at] for row in rows)]
-    kept = [at for at in range(len(header)) if at not in same]
-    note = ", ".join(f"{header[at]} {rows[0][at]}" for at in same if rows[0][at] not in ("", BLANK))
-    return note, [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
+    """Return a text with what is the same in all rows, from the column `first` on, and the table without it."""
+    notes = []
+    columns = list(range(min(first, len(header))))
+    for column in range(first, len(header)):
+        cells = [row[column] for row in rows]
+        if len(rows) < 2 or any(cell != cells[0] for cell in cells):
+            columns.append(column)
+        elif cells[0] not in ("", BLANK):
+            notes.append(f"{header[column]} {cells[0]}")
+    shorter_rows = []
+    for row in rows:
+        shorter_rows.append([row[column] for column in columns])
+    return ", ".join(notes), [header[column] for column in columns], shorter_rows
 
 
 def _head(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands above the charts of one run."""
+    """Return what stands above the charts of one run."""
     state = run["state"]
-    if ended := run["result"].get("ended"):
-        state += f" by {ended}"
-    elif failed := run["result"].get("failed"):
-        state += f": {failed.splitlines()[0]}"
+    ended_by = run["result"].get("ended")
+    error = run["result"].get("failed")
+    if ended_by:
+        state += f" by {ended_by}"
+    elif error:
+        state += f": {error.splitlines()[0]}"
     lines = [run["headline"], f"{state}; {run['folder']}"]
     return {"title": run["name"], "lines": lines, "tiles": _facts(run)}
 
 
-def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The numbers of a run: name, value, remark. Of one that has not ended, those that it has logged last."""
-    result, train = run["result"], run["curves"]["train"]
+class Fact(NamedTuple):
+    """A number of a run, as text."""
 
-    def logged(name: str) -> Any:
-        return train[name]["y"][-1] if name in train else None
+    name: str
+    value: str
+    remark: str = ""
 
-    steps = max((curve["x"][-1] for curve in train.values()), default=0)
-    best, metric, limit = result.get("best_step"), result.get("metric"), logged("memory/limit")
-    value = result.get("objective_note") or number_text(result["objective"] if metric else logged("loss"))
+
+def _facts(run: Mapping[str, Any]) -> list[Fact]:
+    """Return the numbers of a run; of one that has not ended, those that it has logged last."""
+    result = run["result"]
+    curves = run["curves"]["train"]
+
+    def last_logged(name: str) -> Any:
+        return curves[name]["y"][-1] if name in curves else None
+
+    metric = result.get("metric")
+    objective = result.get("objective_note")
+    if not objective:
+        objective = number_text(result["objective"] if metric else last_logged("loss"))
+    best_step = result.get("best_step")
+    best = f"best {number_text(result['best_objective'])} at step {best_step}" if best_step else ""
+    last_step = max((curve["x"][-1] for curve in curves.values()), default=0)
     samples = f"{result['samples']:,} samples" if "samples" in result else ""
-    accumulated = f"x {result['accumulation']} accumulated" if "accumulation" in result else ""
-    speed = result.get("samples_per_second") or logged("samples_per_second")
-    peak = result.get("peak_memory_bytes") or logged("memory/peak")
+    speed = result.get("samples_per_second") or last_logged("samples_per_second")
+    peak = result.get("peak_memory_bytes") or last_logged("memory/peak")
+    limit = last_logged("memory/limit")
+    micro_size = result.get("micro_size", last_logged("batch/micro_size"))
+    accumulation = f"x {result['accumulation']} accumulated" if "accumulation" in result else ""
     return [
-        (metric or "last loss", value, f"best {number_text(result['best_objective'])} at step {best}" if best else ""),
-        ("steps", number_text(result.get("steps", steps)), samples),
-        ("time", seconds_text(result.get("seconds")), ""),
-        ("throughput", BLANK if speed is None else f"{speed:,.0f}/s", "samples"),
-        ("peak memory", memory_text(peak), f"of {memory_text(limit)}" if limit else ""),
-        ("micro-batch", number_text(result.get("micro_size", logged("batch/micro_size"))), accumulated),
-        ("OOMs", number_text(result.get("oom_restarts", len(run["ooms"]))), ""),
+        Fact(metric or "last loss", objective, best),
+        Fact("steps", number_text(result.get("steps", last_step)), samples),
+        Fact("time", seconds_text(result.get("seconds"))),
+        Fact("throughput", BLANK if speed is None else f"{speed:,.0f}/s", "samples"),
+        Fact("peak memory", memory_text(peak), f"of {memory_text(limit)}" if limit else ""),
+        Fact("micro-batch", number_text(micro_size), accumulation),
+        Fact("OOMs", number_text(result.get("oom_restarts", len(run["ooms"])))),
     ]
 
 
 def _sections(runs: Sequence[Mapping[str, Any]]) -> Iterable[Section]:
-    is_one = len(runs) == 1
-    if not is_one:
+    """Yield the sections of the page of one run or of several."""
+    if len(runs) > 1:
         yield _section("Runs", _runs_table(runs))
         yield _section("Settings that differ", _differences(runs))
     yield _section("Training", "training", note="Drag in a chart to zoom into steps; a double click zooms out.")
@@ -117,104 +180,137 @@ def _sections(runs: Sequence[Mapping[str, Any]]) -> Iterable[Section]:
     yield _section("Callbacks", "callbacks")
     yield _section("Incidents", *_incidents(runs))
     yield _section("Everything else that was logged", "rest")
-    settings: list[Any] = []
-    for run in runs:
-        given = {text.partition("=")[0].lstrip("+~") for text in run["overrides"]}
-        overrides = "\n".join(map(shlex.quote, run["overrides"])) or "nothing: all settings have their defaults"
-        rows = [[name, value] for name, value in run["settings"].items()]
-        marked = [at for at, row in enumerate(rows) if row[0] in given]
-        settings += [
-            {"kind": "code", "title": "Changed on the command line" if is_one else run["name"], "text": overrides},
-            _table(["setting", "value"], rows, folded=f"All {len(rows)} settings", marked=marked),
-        ]
-    yield _section("Configuration", *settings)
-    environment: list[Any] = []
-    for run in runs:
-        facts = {"directory": run["folder"], "model and device": run["headline"], **run["environment"]}
-        rows = [[name, value] for name, value in facts.items() if value]
-        environment.append(_table(["" if is_one else run["name"], ""], rows))
-        if run["command"]:
-            environment.append({"kind": "code", "title": "", "text": shlex.join(["trainapp", *run["command"]])})
-    yield _section("Environment and command", *environment)
+    yield _section("Configuration", *_configuration(runs))
+    yield _section("Environment and command", *_environment(runs))
 
 
 def _runs_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    facts = [_facts(run) for run in runs]
-    rows = [
-        [
-            {"text": run["name"], "color": number},
-            run["state"],
-            *(f"{value} ({note})" if note.startswith("best") else value for _, value, note in own),
-        ]
-        for number, (run, own) in enumerate(zip(runs, facts, strict=True))
-    ]
-    return _table(["run", "state", *(name for name, _, _ in facts[0])], rows)
+    """Return a table with a row of numbers for each run."""
+    header = ["run", "state", *(fact.name for fact in _facts(runs[0]))]
+    rows = []
+    for number, run in enumerate(runs):
+        row = [{"text": run["name"], "color": number}, run["state"]]
+        for fact in _facts(run):
+            row.append(f"{fact.value} ({fact.remark})" if fact.remark.startswith("best") else fact.value)
+        rows.append(row)
+    return _table(header, rows)
 
 
-def _differences(runs: Sequence[Mapping[str, Any]]) -> Any:
-    names = dict.fromkeys(name for run in runs for name in run["settings"])
-    rows = [[name, *(run["settings"].get(name, BLANK) for run in runs)] for name in names]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    return _table(["setting", *(run["name"] for run in runs)], rows) if rows else {"kind": "text", "text": "None."}
+def _differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a table of the settings in which the runs differ."""
+    names: dict[str, None] = {}  # in order, each once
+    for run in runs:
+        names |= dict.fromkeys(run["settings"])
+    rows = []
+    for name in names:
+        values = [run["settings"].get(name, BLANK) for run in runs]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    if not rows:
+        return _text("None.")
+    return _table(["setting", *(run["name"] for run in runs)], rows)
 
 
 def _incidents(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Out-of-memory errors, and what the log has of notes and warnings."""
-    first = ["run"] if len(runs) > 1 else []
-    ooms, notes = [], []
+    """Return tables of out-of-memory errors, and of the notes and warnings in the log."""
+    ooms: list[list[str]] = []
+    notes: list[list[str]] = []
     for run in runs:
-        name = [run["name"]] if first else []
-        for own in run["ooms"]:
-            place = f"{own['phase']} ({own['module']})" if own["module"] else own["phase"]
-            sizes = (memory_text(own[name]) for name in ("requested", "used", "limit"))
-            ooms.append([*name, str(own["step"]), place, *sizes, own["action"], seconds_text(own["seconds_lost"])])
-        notes += [[*name, own["time"], own["level"].lower(), own["text"]] for own in run["notes"]]
-    header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
-    tables = [_table([*first, *header], ooms)] if ooms else [{"kind": "text", "text": "No out-of-memory errors."}]
-    return [*tables, _table([*first, "time", "level", "notes and warnings"], notes)] if notes else tables
+        name = [run["name"]] if len(runs) > 1 else []
+        ooms.extend([*name, *_oom_cells(oom)] for oom in run["ooms"])
+        notes.extend([*name, note["time"], note["level"].lower(), note["text"]] for note in run["notes"])
+    first_column = ["run"] if len(runs) > 1 else []
+    if ooms:
+        header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
+        tables = [_table([*first_column, *header], ooms)]
+    else:
+        tables = [_text("No out-of-memory errors.")]
+    if notes:
+        tables.append(_table([*first_column, "time", "level", "notes and warnings"], notes))
+    return tables
+
+
+def _oom_cells(oom: Mapping[str, Any]) -> list[str]:
+    """Return a row about an out-of-memory error."""
+    location = f"{oom['phase']} ({oom['module']})" if oom["module"] else oom["phase"]
+    sizes = [memory_text(oom[name]) for name in ("requested", "used", "limit")]
+    return [str(oom["step"]), location, *sizes, oom["action"], seconds_text(oom["seconds_lost"])]
+
+
+def _configuration(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each run's overrides, and a table of its settings in which those that they set are marked."""
+    parts = []
+    for run in runs:
+        title = "Changed on the command line" if len(runs) == 1 else run["name"]
+        overrides = "\n".join(map(shlex.quote, run["overrides"])) or "nothing: all settings have their defaults"
+        parts.append(_code(title, overrides))
+        overridden = {text.partition("=")[0].lstrip("+~") for text in run["overrides"]}
+        rows = [[name, value] for name, value in run["settings"].items()]
+        marked = [number for number, (name, _) in enumerate(rows) if name in overridden]
+        parts.append(_table(["setting", "value"], rows, folded=f"All {len(rows)} settings", marked=marked))
+    return parts
+
+
+def _environment(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each run a table of where and with what it was started, and its command."""
+    parts = []
+    for run in runs:
+        title = "" if len(runs) == 1 else run["name"]
+        facts = {"directory": run["folder"], "model and device": run["headline"], **run["environment"]}
+        parts.append(_table([title, ""], [[name, value] for name, value in facts.items() if value]))
+        if run["command"]:
+            parts.append(_code("", shlex.join(["trainapp", *run["command"]])))
+    return parts
 
 
 def _section(title: str, *items: Any, note: str = "") -> Section:
     return {"title": title, "note": note, "items": items}
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
-    """note: a line above. folded: the title of a table that is opened by a click. marked: rows, by number."""
-    return {"kind": "table", "header": header, "rows": rows, **more}
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], **options: Any) -> dict[str, Any]:
+    """Return a table. options: `note`, a line above; `folded`, the title of a table that a click opens; `marked`, rows
+    by number.
+    """
+    return {"kind": "table", "header": header, "rows": rows, **options}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"kind": "text", "text": text}
+
+
+def _code(title: str, text: str) -> dict[str, Any]:
+    return {"kind": "code", "title": title, "text": text}
 
 
 def number_text(value: float | None) -> str:
-    """`1,234` or `0.1234`; BLANK for None, as below."""
+    """Return `1,234` or `0.1234`; BLANK for None, as below."""
     if value is None:
         return BLANK
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
+    needs_no_fraction = float(value).is_integer() or abs(value) >= 1e4
+    return f"{value:,.0f}" if needs_no_fraction else f"{value:.4g}"
 
 
 def memory_text(value: float | None) -> str:
-    """`47.9 MiB`."""
+    """Return `47.9 MiB`."""
     return BLANK if value is None else bytes_text(value)
 
 
 def seconds_text(value: float | None) -> str:
-    """`14.8 s`, `2.5 min` or `3.1 h`."""
+    """Return `14.8 s`, `2.5 min` or `3.1 h`."""
     if value is None:
         return BLANK
-    unit, size = next((own for own in (("h", 3600), ("min", 60)) if value >= 2 * own[1]), ("s", 1))
-    return f"{value / size:.1f} {unit}"
+    if value >= 2 * 3600:
+        return f"{value / 3600:.1f} h"
+    if value >= 2 * 60:
+        return f"{value / 60:.1f} min"
+    return f"{value:.1f} s"
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    counts = range(1, max(map(len, parts)))
-    count = next((count for count in counts if len({own[-count:] for own in parts}) == len(parts)), 1)
-    return ["/".join(own[-count:]) for own in parts]
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the page. Raises OSError if it cannot be written."""
     written = f"Written by trainapp {trainapp.__version__}, {time.strftime('%Y-%m-%d %H:%M')}."
-    before, _, after = _TEMPLATE.read_text(encoding="utf-8").partition(_PLACE)
-    text = strict_json({**data, "written": written}, separators=(",", ":"))
+    data = strict_json({**content, "written": written}, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # otherwise a text of a user could end the script element that holds the data
+    before, _, after = _TEMPLATE.read_text(encoding="utf-8").partition(_PLACEHOLDER)
     with atomic_write(path) as file:
-        # Escaped, no text of a user can end the script element that holds the data.
-        file.write(before + text.replace("<", "\\u003c") + after)
+        file.write(before + data + after)

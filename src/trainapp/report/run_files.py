@@ -23,77 +23,111 @@ from trainapp.units import flat
 
 CONFIG, COMMAND, RESULT = ".hydra/config.yaml", ".hydra/command.json", "result.json"
 CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "callbacks.jsonl"}
-MOST, POINTS = 2000, 24_000  # points per curve, and of all curves of a page, which take about 20 bytes each
-ROWS, CHARACTERS = 200, 500  # incidents per run, and the longest text of one and of a setting
+POINTS_PER_CURVE = 2000
+POINTS = 24_000  # of all curves of a page; each takes about 20 bytes
+FEWEST_POINTS = 6  # per curve, however many there are
+INCIDENTS = 200  # per run
+LONGEST_TEXT = 500  # characters of an incident or a setting
 _LINE = re.compile(r"\[(?P<time>[\d-]+ [\d:]+)[^]]*\] (?P<level>[A-Z]+) (?P<text>.+)")
 # The page's head shows the recipe's first line, which `run.recipe` writes with " parameters on "; see `_log`. The other
 # lines of the recipe are notes.
 _SHOWN_ELSEWHERE = re.compile(r"step \d+(/\d+)? (\||evaluated )|out of memory at step|.* parameters on ")
-_OF_OOM = (
-    *("step", "phase", "module", "requested", "used", "limit", "by_category", "rank", "old_size", "new_size"),
-    *("action", "seconds_lost"),
+# Of an OOM report, what the page shows.
+_OOM_FACTS = (
+    "step",
+    "phase",
+    "module",
+    "requested",
+    "used",
+    "limit",
+    "by_category",
+    "rank",
+    "old_size",
+    "new_size",
+    "action",
+    "seconds_lost",
 )
 
 
 @dataclass
 class Curve:
-    """A scalar by step. values: nan for each that was not finite."""
+    """A scalar by step."""
 
     steps: array = field(default_factory=lambda: array("d"))
-    values: array = field(default_factory=lambda: array("d"))
+    values: array = field(default_factory=lambda: array("d"))  # nan for each that was not finite
 
-    def until(self, last: int | None) -> "Curve":
-        """Return the curve without what follows the step `last`; None: as it is."""
-        if last is None:
+    def append(self, step: float, value: float | None) -> None:
+        """Add a point. None: a value that was not finite."""
+        self.steps.append(step)
+        self.values.append(math.nan if value is None else value)
+
+    def until(self, last_step: int | None) -> "Curve":
+        """Return the curve up to and including a step; None: as it is."""
+        if last_step is None:
             return self
-        count = sum(step <= last for step in self.steps)
+        count = sum(step <= last_step for step in self.steps)
         return Curve(self.steps[:count], self.values[:count])
 
     def points(self, most: int) -> dict[str, list[Any]]:
-        """At most about `most` points with the same minima, maxima and gaps, as `{"x": steps, "y": values}`."""
-        steps, values = np.array(self.steps), np.array(self.values)
-        steps, values = _without_flat(steps, values)
+        """Return at most about `most` points with the same minima, maxima and gaps, as `{"x": steps, "y": values}`."""
+        steps = np.array(self.steps)
+        values = np.array(self.values)
+        is_corner = _corners(values)
+        steps = steps[is_corner]
+        values = values[is_corner]
         if len(steps) > most:
-            kept = _extremes(values, max(1, most // 3))
-            steps, values = steps[kept], values[kept]
-        return {
-            "x": [int(step) for step in steps],
-            "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in values],
-        }
+            positions = _extremes(values, max(1, most // 3))  # up to three of each part
+            steps = steps[positions]
+            values = values[positions]
+        return {"x": [int(step) for step in steps], "y": [_rounded(value) for value in values]}
 
 
-def _without_flat(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without the points between two of the same value: the line through the others is the same."""
-    known = np.nan_to_num(values, nan=math.inf)
-    kept = np.ones(len(values), bool)
-    kept[1:-1] = (known[1:-1] != known[:-2]) | (known[1:-1] != known[2:])
-    return steps[kept], values[kept]
+def _corners(values: np.ndarray) -> np.ndarray:
+    """Return a mask of the values that are not between two equal ones: the line through them is the same."""
+    comparable = np.nan_to_num(values, nan=math.inf)  # nan is not equal to itself
+    mask = np.ones(len(values), bool)
+    mask[1:-1] = (comparable[1:-1] != comparable[:-2]) | (comparable[1:-1] != comparable[2:])
+    return mask
 
 
 def _extremes(values: np.ndarray, parts: int) -> np.ndarray:
-    """The places of the first and the last value and, in each of about `parts` equal parts, of the smallest, the
-    largest and the first nan.
+    """Return the positions of the first and the last value and, in each of about `parts` equal parts, of the smallest,
+    the largest and the first nan.
     """
-    width = -(-len(values) // parts)
-    padded = np.full(-(-len(values) // width) * width, math.nan)
+    # As a table with a row for each part, the last of which is filled up with nan.
+    width = math.ceil(len(values) / parts)
+    count = math.ceil(len(values) / width)
+    padded = np.full(count * width, math.nan)
     padded[: len(values)] = values
-    rows = padded.reshape(-1, width)
-    gaps = np.isnan(rows)
-    inside = [np.where(gaps, math.inf, rows).argmin(1), np.where(gaps, -math.inf, rows).argmax(1), gaps.argmax(1)]
-    starts = np.arange(len(rows)) * width
-    places = np.unique(np.concatenate([[0, len(values) - 1], *(starts + own for own in inside)]))
-    return places[places < len(values)]
+    rows = padded.reshape(count, width)
+
+    is_nan = np.isnan(rows)
+    smallest = np.where(is_nan, math.inf, rows).argmin(axis=1)
+    largest = np.where(is_nan, -math.inf, rows).argmax(axis=1)
+    first_nan = is_nan.argmax(axis=1)  # the first value where none is nan
+    starts = np.arange(count) * width
+    ends = [0, len(values) - 1]
+    positions = np.unique(np.concatenate([ends, starts + smallest, starts + largest, starts + first_nan]))
+    return positions[positions < len(values)]
 
 
-def shared_out(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
-    """The points of each curve: the fewer, the more curves there are; what short ones leave is for the others."""
+def _rounded(value: float) -> float | None:
+    """Return the value with six digits, or None if it is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def points_of_all(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
+    """Return the points of each curve: the fewer, the more curves there are. What short curves leave of `POINTS` is for
+    the long ones.
+    """
+    shortest_first = sorted(range(len(curves)), key=lambda number: len(curves[number].steps))
     points: dict[int, dict[str, list[Any]]] = {}
-    left = POINTS
-    by_length = sorted(range(len(curves)), key=lambda at: len(curves[at].steps))
-    for done, at in enumerate(by_length):
-        points[at] = curves[at].points(max(6, min(MOST, left // (len(curves) - done))))
-        left -= len(points[at]["x"])
-    return [points[at] for at in range(len(curves))]
+    unused = POINTS
+    for done, number in enumerate(shortest_first):
+        share = unused // (len(curves) - done)
+        points[number] = curves[number].points(max(FEWEST_POINTS, min(POINTS_PER_CURVE, share)))
+        unused -= len(points[number]["x"])
+    return [points[number] for number in range(len(curves))]
 
 
 def state_of(result: Mapping[str, Any]) -> str:
@@ -132,9 +166,9 @@ def newest_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Everything of a run that its page shows. `curves` has a `Curve` per name."""
+    """Return everything of a run that its page shows. `curves` has a `Curve` per name."""
     result = json_object(folder / RESULT)
-    started = json_object(folder / COMMAND)
+    command = json_object(folder / COMMAND)
     headline, notes = _log(folder / "trainapp.log")
     overrides = _yaml(folder / ".hydra/overrides.yaml") or []
     return {
@@ -144,12 +178,12 @@ def read(folder: Path) -> dict[str, Any]:
         "result": {name: value for name, value in result.items() if name != "micro_schedule"},
         "curves": {group: curves_in(folder / name) for group, name in CURVES.items()},
         "sizes": _sizes(result.get("micro_schedule")),
-        "ooms": [{name: own.get(name) for name in _OF_OOM} for own in _oom_reports(folder / "oom")],
+        "ooms": _oom_facts(folder / "oom"),
         "notes": notes,
-        "overrides": [str(text)[:CHARACTERS] for text in overrides],
+        "overrides": [str(text)[:LONGEST_TEXT] for text in overrides],
         "settings": {name: typed(value) for name, value in flat(composed_settings(folder))},
-        "command": started.get("arguments"),
-        "environment": {name: value for name, value in started.items() if name != "arguments"},
+        "command": command.get("arguments"),
+        "environment": {name: value for name, value in command.items() if name != "arguments"},
     }
 
 
@@ -160,49 +194,60 @@ def _yaml(path: Path) -> Any:
 
 
 def curves_in(path: Path) -> dict[str, Curve]:
-    """The numbers in a file of JSON lines. Null is a value that was not finite."""
-    found: dict[str, Curve] = defaultdict(Curve)
+    """Return the numbers in a file of JSON lines. Null is a value that was not finite."""
+    curves: dict[str, Curve] = defaultdict(Curve)
     for line in each_json_line(path):
         step = line.pop("step", None)
         line.pop("samples", None)
-        for name, value in line.items() if step is not None else ():
+        if step is None:
+            continue
+        for name, value in line.items():
             if value is None or type(value) in (int, float):
-                curve = found[name]
-                curve.steps.append(step)
-                curve.values.append(math.nan if value is None else value)
-    return dict(found)
+                curves[name].append(step, value)
+    return dict(curves)
 
 
 def _sizes(schedule: Any) -> dict[str, list[int]] | None:
-    """The micro-batch sizes of the whole run, where there is one size at a time: not per shape or per update."""
+    """Return the micro-batch sizes of the whole run, where there is one size at a time: not per shape or per update."""
     if not schedule or not all(isinstance(size, int) for size in schedule.values()):
         return None
-    steps = sorted(map(int, schedule))
-    kept = [*steps[: MOST - 1], *steps[MOST - 1 :][-1:]]
-    return {"x": kept, "y": [schedule[str(step)] for step in kept]}
+    steps = _first_ones_and_last(sorted(map(int, schedule)), POINTS_PER_CURVE)
+    return {"x": steps, "y": [schedule[str(step)] for step in steps]}
 
 
-def _oom_reports(folder: Path) -> list[dict[str, Any]]:
-    """The first reports and the last one: one error per file, in order."""
-    paths = sorted(folder.glob("*.json"))
-    return [own for path in [*paths[: ROWS - 1], *paths[ROWS - 1 :][-1:]] if (own := json_object(path))]
+def _oom_facts(folder: Path) -> list[dict[str, Any]]:
+    """Return what the page shows of the first OOM reports and the last one. Each file has one, in order."""
+    facts = []
+    for path in _first_ones_and_last(sorted(folder.glob("*.json")), INCIDENTS):
+        report = json_object(path)
+        if report:
+            facts.append({name: report.get(name) for name in _OOM_FACTS})
+    return facts
+
+
+def _first_ones_and_last(values: list[Any], most: int) -> list[Any]:
+    """Return at most `most` values: the first ones and the last."""
+    return values if len(values) <= most else [*values[: most - 1], values[-1]]
 
 
 def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
-    """The line that describes model and batch, and the run's notes and warnings, without those about progress."""
+    """Return the line that describes model and batch, and the notes and warnings, without those about progress."""
     headline = ""
     notes: list[dict[str, str]] = []
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
         for line in file:
-            if (found := _LINE.match(line)) is None:
+            match = _LINE.match(line)
+            if match is None:
                 continue
-            if " parameters on " in found["text"]:
-                headline = found["text"]
-            elif len(notes) < ROWS and not _SHOWN_ELSEWHERE.match(found["text"]):
-                notes.append(found.groupdict() | {"text": found["text"][:CHARACTERS]})
+            text = match["text"]
+            if " parameters on " in text:
+                headline = text
+            elif len(notes) < INCIDENTS and not _SHOWN_ELSEWHERE.match(text):
+                notes.append({"time": match["time"], "level": match["level"], "text": text[:LONGEST_TEXT]})
     return headline, notes
 
 
 def typed(value: Any) -> str:
-    """The value of a setting as it would be typed."""
-    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))[:CHARACTERS]
+    """Return the value of a setting as it would be typed."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text[:LONGEST_TEXT]

@@ -113,7 +113,7 @@ def require_same_experiment(config: Config) -> None:
     the result. Training only: evaluation and export do not write a run's files.
     """
     run_dir = Path(config.run_dir)
-    before = newest_manifest(run_dir).get("config") if config.mode == "train" else None
+    before = newest_manifest(run_dir).get("config") if config.activity.trains else None
     if before is None:
         return
     found = [change for change in resume_rules.changes(before, config.to_dict()) if change.is_another_experiment]

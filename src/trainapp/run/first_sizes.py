@@ -8,7 +8,6 @@ from typing import Any
 
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
-from trainapp.config.schema import INFERENCE
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import per_sample_buffers, smallest_micro_batch
@@ -70,8 +69,8 @@ def initial_sizes(
     config, world_size, progress = session.config, session.ranks.world_size, session.state.progress
     batch, restart, saved = config.batch, restart or {}, saved or {}
     changed = [*_change_of_budget(saved, session.memory.budget), *changed]
-    whole = needs_whole_batch(session.task) and config.mode not in INFERENCE
-    if whole and config.mode == "train":
+    whole = needs_whole_batch(session.task) and not config.activity.writes_rows
+    if whole and config.activity.trains:
         require_uncut(config, world_size, session.batches.samples)
     share, eval_share = -(-batch.global_size // world_size), -(-_samples_per_evaluation(session) // world_size)
     is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"

@@ -31,7 +31,7 @@ LONGEST = 120  # characters of a check's outcome on the line
 def recipe_of(session: Session) -> dict[str, Any]:
     """Return the recipe in plain values. Of a mode that does not train: only the model and the precision."""
     recipe: dict[str, Any] = {"model": _model(session), "precision": _precision(session)}
-    if session.config.mode not in ("train", "lr_find"):
+    if not session.config.activity.makes_steps:
         return recipe
     objective = session.objective
     recipe |= {

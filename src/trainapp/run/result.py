@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainapp.config.schema import WITHOUT_NUMBERS, Batch
+from trainapp.config.schema import Batch
 from trainapp.data.source import Progress
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, json_object, shown, strict_json
@@ -100,7 +100,7 @@ def _dependence(session: Session) -> list[str]:
 def _why_ended(session: Session) -> str | None:
     """Why the run ended; None if nothing was trained."""
     progress, train = session.state.progress, session.config.train
-    if session.config.mode != "train":
+    if not session.config.activity.trains:
         return None
     if progress.stopped is not None:
         return progress.stopped
@@ -166,7 +166,7 @@ def report(session: Session, result: Result) -> None:
     path = result.run_dir / RESULT
     # That of a finished run stays when it is restarted.
     is_new = session.meter.samples or session.stop.agreed or read(result.run_dir) is None
-    if session.config.mode == "train" and is_new:
+    if session.config.activity.trains and is_new:
         try:
             write(result)
         except OSError as error:
@@ -193,11 +193,11 @@ def print_summary(session: Session, result: Result) -> None:
     """Print the table at the end of a run."""
     config, progress = session.config, session.state.progress
     rows: list[tuple[str, Any]] = []
-    has_numbers = config.mode not in WITHOUT_NUMBERS and not (config.mode == "eval" and session.stop.agreed)
+    has_numbers = config.activity.computes_loss and not (config.mode == "eval" and session.stop.agreed)
     if result.objective is not None and has_numbers:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
-    if config.mode == "train":
+    if config.activity.trains:
         skipped = f", {progress.skipped} more skipped: not finite, or no count" if progress.skipped else ""
         rows.append(("steps", f"{result.steps} ({result.samples} samples){skipped}"))
         rows.append(("time", f"{result.seconds:.1f} s"))
@@ -215,9 +215,9 @@ def print_summary(session: Session, result: Result) -> None:
             rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
         rows += [("OOM retries", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
     rows.append(("outputs", config.run_dir))
-    if config.mode == "train" and (result.run_dir / page.NAME).exists():
+    if config.activity.trains and (result.run_dir / page.NAME).exists():
         rows.append(("page", shown(result.run_dir / page.NAME)))
-    if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
+    if "tensorboard" in config.tracker and config.activity.computes_loss:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)

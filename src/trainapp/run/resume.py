@@ -12,7 +12,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
-from trainapp.config.schema import INFERENCE, Config, Data, Target
+from trainapp.config.schema import Config, Data, Target
 from trainapp.errors import UserError
 from trainapp.training.session import Session
 from trainapp.units import listed
@@ -26,7 +26,7 @@ def origin(config: Config, continues: bool) -> Path | None:
     continues: whether the run's own newest checkpoint comes before the one that `checkpointing.resume` names. Raises
     UserError for one that the run cannot continue from in its directory.
     """
-    resume, trains = config.checkpointing.resume, config.mode == "train"
+    resume, trains = config.checkpointing.resume, config.activity.trains
     own = CheckpointDirectory(Path(config.run_dir))
     newest = own.newest() if continues or resume == "auto" else None
     if newest is not None or resume in ("auto", "none"):
@@ -61,18 +61,18 @@ def as_saved(config: Config, path: Path) -> Config:
     for another seed or way of drawing on the command line.
     """
     saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
-    if config.mode != "train":
+    if not config.activity.trains:
         config = _with_parts_of(config, path)
         _require_same_adapter(config, path)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
     for name in ("seed", "draws"):
         own = getattr(config.train, name)
-        if config.mode == "train" and saved[name] != own and config.chooses(f"train.{name}"):
+        if config.activity.trains and saved[name] != own and config.chooses(f"train.{name}"):
             raise UserError(
                 f"train.{name}={own}: the run in {path} has {name} {saved[name]}, on which its samples and steps "
                 f"depend; omit train.{name}, or start a new run from its weights with model.init_from=RUN"
             )
-    draws = config.train.draws if config.mode != "train" and config.chooses("train.draws") else saved["draws"]
+    draws = config.train.draws if not config.activity.trains and config.chooses("train.draws") else saved["draws"]
     return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"], draws=draws))
 
 
@@ -142,7 +142,7 @@ def _missing(config: Config) -> list[str]:
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
     is_other_task = "task" in config.given
     chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
-    if config.mode in INFERENCE:
+    if config.activity.writes_rows:
         chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
             chosen["eval"] = True  # sets in `eval` are not opened
@@ -175,7 +175,7 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
     if session.objective.direction is None:  # an earlier version chose a best one nevertheless
         progress.best = progress.best_step = None
     verb = "loaded"
-    if session.config.mode == "train":
+    if session.config.activity.trains:
         verb = "resumed from"
         _follow_settings(session, path)
         _follow_data(session, path, saved["sampler"])

@@ -98,7 +98,7 @@ def _run_session(
             raise
         except Exception as error:
             add_note(error, f"at step {current.state.progress.step + 1}")
-            if current.config.mode == "train" and ranks.is_rank_zero:
+            if current.config.activity.trains and ranks.is_rank_zero:
                 write_failure(current, error)
             raise
     result = result_of(current)
@@ -112,7 +112,7 @@ def _tell_recipe(session: Session) -> None:
     facts = recipe.recipe_of(session)
     for line in recipe.lines_of(facts):
         log.info("%s", line)
-    if session.config.mode == "train" and session.ranks.is_rank_zero:
+    if session.config.activity.trains and session.ranks.is_rank_zero:
         try:
             recipe.write(session.tracker.run_dir, facts)
         except OSError as error:  # the run is more important than its record
@@ -131,24 +131,24 @@ def prepare(
     if path is not None:
         config = resume.as_saved(config, path)
     stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
-    config = config.with_own_batches()
-    if config.mode == "train":
+    config = config.with_inference_batch_size()
+    if config.activity.trains:
         config = with_modes(config, ranks)
     session = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
     restart = carried.restart if carried else None
-    if restart is None and config.mode == "train":
+    if restart is None and config.activity.trains:
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    changed = changes_of_memory(session, path) if path is not None and config.mode == "train" else []
+    changed = changes_of_memory(session, path) if path is not None and config.activity.trains else []
     session.sizes = initial_sizes(session, restart, saved, changed)
     session.meter.began = began or session.meter.began
-    if carried is None and saved is not None and config.mode == "train":  # seconds of earlier processes
+    if carried is None and saved is not None and config.activity.trains:  # seconds of earlier processes
         session.meter.began -= saved.get("seconds", 0.0)
     hooks.try_metrics(session)
     build.start_tracking(session)
-    if config.mode == "train" and ranks.is_rank_zero:
+    if config.activity.trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))
     return session
 

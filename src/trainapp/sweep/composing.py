@@ -17,9 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, compose, resume_rules
+from trainapp.config import command_line, compose, mistakes, resume_rules
+from trainapp.config.arguments import messages
 from trainapp.config.schema import Config, Sweep
-from trainapp.config.targets import messages
 from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.sweep.space import Space, Values
@@ -98,7 +98,7 @@ class Composer:
         try:
             return self._loader.load_sweep_config(self._sweep, texts)
         except Exception as error:
-            message = command_line.explain(error, overrides)
+            message = mistakes.explain(error, overrides)
             if message is None:
                 raise
             raise UserError(message) from None

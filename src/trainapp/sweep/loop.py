@@ -77,7 +77,7 @@ class SweepLoop:
         self.pruner = Pruner(settings) if settings.pruner != "none" else None
 
         # Jobs.
-        self.packs = settings.pack and launcher is None and config.mode == "train"
+        self.packs = settings.pack and launcher is None and config.activity.trains
         if launcher is None:
             self.slots = divide_machine(settings.parallel, config, self.packs)
         else:

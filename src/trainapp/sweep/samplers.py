@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainapp.config import targets
+from trainapp.config.arguments import parameters_of
 from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep.journal import Trial
@@ -107,7 +108,7 @@ def _of_optuna(sampler: str | Target, space: Space) -> Draw:
         sampler = Target("optuna.samplers.TPESampler", {"multivariate": True, "constant_liar": True})
     sampler_class: Any = targets.locate(sampler.target, "sweep.sampler._target_", ["optuna"])
     arguments = sampler.arguments
-    takes_seed = "seed" in targets.parameters_of(sampler_class)
+    takes_seed = "seed" in parameters_of(sampler_class)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         seed_argument = {}

@@ -118,7 +118,7 @@ def _check_jobs(settings: Sweep, composer: Composer, journal: Journal) -> dict[s
 
 def _require_pausable(settings: Sweep, config: Config) -> None:
     """Raise UserError for jobs that cannot be paused at an evaluation."""
-    if config.mode != "train" or not config.checkpointing.save or config.every.eval is None:
+    if not config.activity.trains or not config.checkpointing.save or config.every.eval is None:
         raise UserError(
             f"sweep.pruner={settings.pruner}: pauses runs at an evaluation and continues them from a checkpoint; it "
             "needs mode=train, every.eval and checkpointing.save=true"

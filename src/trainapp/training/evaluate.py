@@ -291,7 +291,7 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
         for update in session.state.updates:
             update.schedule.evaluated(value)
 
-    only_checks = session.config.mode == "train" and progress.step == 0
+    only_checks = session.config.activity.trains and progress.step == 0
     if direction is None or only_checks or not math.isfinite(value):
         return
     best = progress.best

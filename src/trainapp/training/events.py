@@ -48,7 +48,7 @@ def end(session: Session) -> None:
         call(session, "on_end")
     if session.callbacks.failure is None:
         return
-    newest = session.checkpointer.newest_name() if session.config.mode == "train" else None
+    newest = session.checkpointer.newest_name() if session.config.activity.trains else None
     saved = f"the run is saved in {newest}; " if newest else ""
     raise TrainingStopped(f"{session.callbacks.failure}\n{saved}fix the callback, or remove it, and restart")
 

@@ -72,7 +72,7 @@ def at_work(session: Session) -> AtWork:
     """Return what a signal would interrupt now; called from its handler and from the thread that hears it."""
     config = session.config
     name = _name_of_work(session)
-    if config.mode != "train":
+    if not config.activity.trains:
         lost = "nothing" if config.continues else "the results so far"
         return AtWork(name, lost, is_saved=config.continues, may_end=config.mode == "lr_find")
 

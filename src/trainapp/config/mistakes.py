@@ -1,0 +1,105 @@
+"""Messages for mistakes in commands and YAML files that Hydra finds, and for settings of earlier versions. Imports no
+torch.
+"""
+
+import re
+from collections.abc import Sequence
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainapp.files import CONF
+from trainapp.units import suggest
+
+# Settings and options (`group=option`) of earlier versions, and their replacements.
+RENAMED = {
+    "activation_checkpointing=budget": "is now activation_checkpointing=auto",
+    "activation_checkpointing.bytes": "was removed; activation_checkpointing=auto keeps what fits memory.limit",
+    "batch.micro_size=plan": "was removed; mode=plan prints the size to set",
+    "checkpointing.load": "was removed; start from another run's weights with model.init_from=RUN",
+    "export.file_size": "was removed; safetensors has no size limit",
+    "oom.keep_global_batch": "was removed; the global batch never changes, only its split into micro-batches",
+    "oom.plan": "was removed; recovery uses what the failed step measured",
+    "oom.remember": "was removed; a run depends only on its configuration and checkpoint",
+    "optimizer=adamw_fp8": "was removed; use optimizer=adamw_8bit",
+    "parallel.endpoint": "was removed; start a run on several machines with torchrun or srun",
+    "parallel.nodes": "was removed; start a run on several machines with torchrun or srun",
+    "parallel.run_id": "was removed; set the run's directory: hydra.run.dir=outputs/NAME",
+    "plan.levers": "is now plan.techniques",
+}
+
+
+def renamed(setting: str, value: object = None) -> str | None:
+    """Return a note on a setting, or a value of it, from an earlier version; None for all others."""
+    for name in (setting, f"{setting}={value}", f"{setting.removesuffix('.mode')}={value}"):
+        if name in RENAMED:
+            return f"{name}: {RENAMED[name]}"
+    return None
+
+
+def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """Return the message for a mistake that Hydra has found, or None for an error that needs its traceback. It is
+    Hydra's message, plus a suggestion if one is close.
+    """
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):
+        return _explain_option_without_name(error, arguments)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return _explain_yaml(error, error.problem_mark)
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    text = str(error).strip().partition("\nConfig search path:")[0].strip()
+    text = re.sub(r"^Error when parsing index: .*\n", "", text)  # Hydra 1.4 repeats all overrides there
+    missing_option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if missing_option is not None:
+        choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
+        return _explain_missing_option(missing_option[1], missing_option[2], choices)
+    missing_setting = re.search(r"Could not override '([^']+)'", text)
+    if missing_setting is not None:
+        setting = missing_setting[1]
+        return renamed(setting) or f"{setting}: no such setting{_suggestion(setting, error)}"
+    cause = str(error.__cause__ or "").strip()
+    return text if cause in text else f"{text}\n{cause}"
+
+
+def _explain_option_without_name(error: ValueError, arguments: Sequence[str]) -> str:
+    """Return the message for a number, true, false or null in place of an option; Hydra's error does not say where."""
+    pattern = re.compile(r"\+?\w+=(-?[\d.]+|true|false|null)")
+    override = next((argument for argument in arguments if pattern.fullmatch(argument)), "")
+    group, _, value = override.lstrip("+").partition("=")
+    if value != "null":
+        remedy = "`trainapp --help` lists them"
+    elif group in ("data", "model", "optimizer", "schedule"):
+        remedy = f"choose one, or a class with {group}._target_=CLASS"
+    else:
+        remedy = "for none, leave it out"
+    return f"{override or error}: an option is chosen by its name; {remedy}"
+
+
+def _explain_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
+    """Return the message for a file that is not valid YAML, with the position of the mistake."""
+    hint = "; inside braces, ??? needs quotes" if error.problem and "'?'" in error.problem else ""
+    return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {error.problem}{hint}"
+
+
+def _explain_missing_option(group: str, name: str, choices: Sequence[str]) -> str:
+    """Return the message for an option that a group does not have."""
+    note = renamed(group, name)
+    if note is not None:
+        return note
+    available = ", ".join(choices) or "none"
+    return f"{group}={name}: no such option{suggest(name.lower(), choices)}; available: {available}"
+
+
+def _suggestion(setting: str, error: BaseException) -> str:
+    """Return which setting may be meant, or else how to add an argument that the YAML files do not list."""
+    section, _, key = setting.rpartition(".")
+    choices: list[str] = []
+    node = getattr(error.__cause__ or error, "parent_node", None)
+    if node is not None and OmegaConf.is_dict(node):
+        choices.extend(str(name) for name in node)
+    if not section:
+        choices.extend(folder.name for folder in CONF.iterdir())  # groups of options
+    how_to_add = f"`trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{setting}=VALUE"
+    return suggest(key, choices) or f"; {how_to_add}"

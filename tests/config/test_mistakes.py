@@ -1,0 +1,71 @@
+"""What a user reads about a name that does not exist. tests/test_cli.py tests the messages of whole commands."""
+
+import pytest
+from hydra.errors import HydraException
+
+from trainapp.config import compose, mistakes
+from trainapp.errors import UserError
+
+
+def refusal(*overrides):
+    with pytest.raises(UserError) as refused:
+        compose.from_command_line(overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch.micro_sze=3", "batch.micro_sze: no such setting; did you mean 'micro_size'?"),
+        ("+batch.foo=1", "batch.foo: no such setting; known here: eval_micro_size, global_size"),
+        ("experment=x", "experment: no such setting; did you mean 'experiment'?"),
+        ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
+        ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
+        ("model=null", "model=null: an option is chosen by its name; choose one, or a class with model._target_=CLASS"),
+        ("debug=null", "debug=null: an option is chosen by its name; for none, leave it out"),
+        ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
+        ("predict", "Error parsing override 'predict'"),
+        ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
+    ],
+)
+def test_a_name_that_does_not_exist(override, message):
+    assert refusal(override).startswith(message)
+
+
+def test_where_a_plus_is_named_it_works():
+    assert "use +optimizer.amsgrad=VALUE" in refusal("optimizer.amsgrad=true")
+    assert compose.from_command_line(["+optimizer.amsgrad=true"]).optimizer.arguments["amsgrad"] is True
+
+
+@pytest.mark.parametrize("override", ["old.name=1", "+old.name=1", "precision=old", "precision.mode=old"])
+def test_an_old_name_is_an_error_that_names_the_new_one(monkeypatch, override):
+    own = {"old.name": "is now train.seed", "precision=old": "is now precision=bf16", "old": "is now train"}
+    monkeypatch.setattr(mistakes, "RENAMED", own)
+    new = "precision=bf16" if "precision" in override else "train"
+    assert f"is now {new}" in refusal(override)
+
+
+def test_an_error_that_is_not_about_a_name_keeps_its_words():
+    assert mistakes.explain(HydraException("something else"), []) == "something else"
+    assert mistakes.explain(ValueError("something else"), []) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: {width: ???}\n",
+            "line 2, column 16: not valid YAML: expected the node content, but found '?'; inside",
+        ),
+        ("train: {seed: 1\n", "line 3, column 1: not valid YAML: expected ',' or '}'"),
+        ("train: {seed: 1, seed: 2}\n", "not valid YAML: found duplicate key seed"),
+    ],
+)
+def test_a_file_that_is_not_yaml(tmp_path, text, message):
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment/mine.yaml"
+    file.write_text(f"# @package _global_\n{text}")
+    with pytest.raises(UserError) as raised:
+        compose.from_command_line(["experiment=mine"], config_dir=tmp_path)
+    assert str(raised.value).startswith(str(file))
+    assert message in str(raised.value)
