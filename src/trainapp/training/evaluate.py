@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import MicroBatch, ranges, tensors_in
-from trainapp.data.source import EvalBatches
+from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings
