@@ -9,7 +9,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.data.loader import BatchedDataset
-from trainapp.data.sampler import uniform
+from trainapp.data.stateless_random import uniform
 from trainapp.validation import Bool, NonNegativeInt
 
 # Mean and standard deviation of the training split's pixels, which lie in 0..16.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainapp.data.loader import BatchedDataset
-from trainapp.data.sampler import uniform
+from trainapp.data.stateless_random import uniform
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 # Passed to `uniform` as the epoch: synthetic samples are the same in every epoch and differ between splits.
