@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import MicroBatch, own_part, ranges
+from trainapp.data.batch import MicroBatch, part_bounds, ranges
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.stream import HeldSamples
 from trainapp.data.stream_reader import Shard, is_stream
@@ -36,7 +36,7 @@ class EvalBatches:
         self.dataset, self.equal, self.is_stream = dataset, equal, is_stream(dataset)
         self.samples = 0 if self.is_stream else len(dataset)
         self.rank, self.world = ranks.rank, ranks.world
-        self.start, self.end = own_part(self.samples, ranks.rank, ranks.world)
+        self.start, self.end = part_bounds(self.samples, ranks.rank, ranks.world)
         if self.is_stream:
             self._shard = Shard(dataset, seed, in_process=workers == 0)
             dataset, workers = HeldSamples(dataset), 0

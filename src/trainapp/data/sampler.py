@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainapp.data.batch import own_part
+from trainapp.data.batch import part_bounds
 from trainapp.data.stateless_random import permuted, uniform
 from trainapp.errors import UserError
 
@@ -109,7 +109,7 @@ class Sampler(Source):
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
         total = max(0, min(size, self.samples - consumed))
-        start, end = own_part(total, self.rank, self.world)
+        start, end = part_bounds(total, self.rank, self.world)
         behind = consumed + size
         has_another = self.samples - behind >= (size if self.drop_last else 1)
         after = (epoch, behind) if has_another else (epoch + 1, 0)

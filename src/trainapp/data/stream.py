@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_convert
 
-from trainapp.data.batch import own_part, tensors_in
+from trainapp.data.batch import part_bounds, tensors_in
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Place, Shard
 from trainapp.errors import UserError
@@ -155,7 +155,7 @@ class Stream(Source):
                 f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
                 "one sample of each step"
             )
-        start, end = own_part(size, rank, world)
+        start, end = part_bounds(size, rank, world)
         samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
         ends = all(shard.available(epoch, count + 1) <= count for shard, count in zip(self._shards, taken, strict=True))
         spare = samples[0] if samples else None
@@ -174,8 +174,8 @@ class Stream(Source):
                 spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
         else:
-            counts = [end - start for start, end in (own_part(len(samples), one, world) for one in range(world))]
-            start, end = own_part(len(samples), rank, world)
+            counts = [end - start for start, end in (part_bounds(len(samples), one, world) for one in range(world))]
+            start, end = part_bounds(len(samples), rank, world)
             samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
         total = sum(counts)
         if total == 0:
