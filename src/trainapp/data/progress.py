@@ -5,9 +5,13 @@ from dataclasses import dataclass
 
 
 def update_after(update: int, step: int, every: Sequence[int]) -> int | None:
-    """The index of the update after `update` in the step after `step` finished ones; None if `update` is its last.
+    """Return the index of the update after `update` in the step after `step` finished ones; None if `update` is its
+    last.
 
-    every: each update's interval in steps; the first step has all updates, so that their memory needs show at once.
+    Args:
+        update: an index among the updates of a step.
+        step: the number of finished steps.
+        every: each update's interval in steps; the first step has all updates, so that their memory needs show at once.
     """
     for number in range(update + 1, len(every)):
         if step == 0 or (step + 1) % every[number] == 0:
@@ -33,19 +37,30 @@ class Progress:
     applied: int = 0  # number of the step's finished updates that changed the parameters
 
     def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
-        """Count an update of the step, see `update_after`. Returns whether it was the last, which finishes the step. A
-        step counts as skipped if none of its updates was applied.
+        """Count an update of the step. Return whether it was the last, which finishes the step.
+
+        A step counts as skipped if none of its updates was applied.
+
+        Args:
+            applied: whether the update changed the parameters.
+            every: see `update_after`.
         """
-        self.applied += applied
-        later = update_after(self.update, self.step, every)
-        if later is not None:
-            self.update = later
+        if applied:
+            self.applied += 1
+        next_update = update_after(self.update, self.step, every)
+        if next_update is not None:
+            self.update = next_update
             return False
-        self.step += self.applied > 0
-        self.skipped += self.applied == 0
-        self.update = self.applied = 0
+
+        if self.applied:
+            self.step += 1
+        else:
+            self.skipped += 1
+        self.update = 0
+        self.applied = 0
         return True
 
     def begin_next_epoch(self) -> None:
         """Skip the rest of this epoch."""
-        self.epoch, self.consumed = self.epoch + 1, 0
+        self.epoch += 1
+        self.consumed = 0

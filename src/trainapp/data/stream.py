@@ -18,7 +18,7 @@ from trainapp.snapshot import checksum
 log = logging.getLogger(__name__)
 
 
-class HeldSamples(Dataset):
+class NumberedSamples(Dataset):
     """The samples of a step, by number, for the loader to collate. spare: a sample for a rank that only keeps in step
     with the others.
     """
@@ -72,7 +72,7 @@ class Stream(Source):
 
     def __init__(self, dataset: Any, *, seed: int, ranks: Ranks, shards: int = 1, in_process: bool = True):
         self.dataset, self.seed, self.ranks, self._in_process = dataset, seed, ranks, in_process
-        self.fetched, self.state_owner = HeldSamples(dataset), self
+        self.fetched, self.state_owner = NumberedSamples(dataset), self
         self._open(shards)
 
     def _open(self, shards: int) -> None:
@@ -97,11 +97,11 @@ class Stream(Source):
             if consumed == 0 and shard.epoch < epoch:
                 shard.begin_next_epoch()
 
-    def first(self, most: int) -> tuple[HeldSamples, list[Any]]:
+    def first(self, most: int) -> tuple[NumberedSamples, list[Any]]:
         """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
         epoch = min(shard.epoch for shard in self._shards)
         held = dict(enumerate(self._peek(epoch, most)[0]))
-        return HeldSamples(self.dataset, held), list(held)
+        return NumberedSamples(self.dataset, held), list(held)
 
     def begin_epoch(self, epoch: int) -> None:
         for shard in self._shards:
