@@ -1,11 +1,7 @@
-"""Fetches batches and moves them to the device: worker processes, per-sample seeds, copies from pinned memory."""
+"""Fetches batches and moves them to the device: per-sample seeds, copies from pinned memory."""
 
 import functools
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -15,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.sampler import Draw
+from trainapp.data.workers import build_loader, start_iteration
 from trainapp.rng import CPU, preserved_rng, seed_from
-from trainapp.torch_private import outside_dispatch_modes
 
 DUMMY = 0  # the sample of a micro-batch that only keeps its rank in step with the others
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of only its samples [start, end)
@@ -110,39 +106,6 @@ class BatchedDataset(Dataset, Sized):
         return positions
 
 
-def loader_of(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
-    """A DataLoader of items that are complete as the data set returns them, by worker processes.
-
-    On Linux these are forked, so that a data set need not pickle, unless the program has set another start method
-    than Python's default, which is no longer fork on 3.14.
-    """
-    standard = multiprocessing.get_start_method(allow_none=True) in (None, multiprocessing.get_all_start_methods()[0])
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=workers,
-        worker_init_fn=_outlive_a_stop,
-        generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
-        multiprocessing_context="fork" if workers and standard and sys.platform == "linux" else None,
-        **options,
-    )
-
-
-def _outlive_a_stop(worker: int) -> None:
-    """Ignore signals that reach the whole process group: the step in progress still needs the workers."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, not for programs that a worker starts
-
-
-def started(loader: DataLoader) -> Iterator[Any]:
-    """A new iteration over it. Since its processes ignore SIGTERM, torch and multiprocessing kill a stuck one."""
-    with outside_dispatch_modes():  # processes inherit active modes: a memory counter, with its limit
-        items: Any = iter(loader)
-    for worker in items._workers:
-        worker._popen.terminate = worker._popen.kill
-    return items
-
-
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -163,7 +126,7 @@ class BatchLoader:
         self._coming: Iterator[Request] = iter(())
         self._loader: DataLoader | None = None
         if workers:
-            self._loader = loader_of(
+            self._loader = build_loader(
                 self.fetcher,
                 workers,
                 collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
@@ -193,7 +156,7 @@ class BatchLoader:
                 fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         else:
             self._coming = requests
-            fetched = started(self._loader)
+            fetched = start_iteration(self._loader)
         return map(self._micro_batch, fetched, used)
 
     def close(self) -> None:
@@ -221,17 +184,3 @@ class BatchLoader:
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
-
-
-def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
-    """Loader processes per rank: none for data in memory, otherwise this rank's share of the cores, less one for
-    training.
-
-    setting: `data.num_workers`, a number or "auto"; ranks: number of ranks on this machine.
-    """
-    if setting != "auto":
-        return int(setting)
-    if getattr(dataset, "in_memory", False):
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(8, cores // ranks - 1))

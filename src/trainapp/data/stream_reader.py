@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from trainapp.data.loader import loader_of, started
+from trainapp.data.workers import build_loader, start_iteration
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process
@@ -159,7 +159,7 @@ class Shard(IterableDataset):
 
     def _ahead(self) -> Iterator[Read | None]:
         # Pickled, because torch sends every tensor of a worker through an open file.
-        return map(pickle.loads, started(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
+        return map(pickle.loads, start_iteration(build_loader(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
 
     def __iter__(self) -> Iterator[Read | None]:
         """The samples after the position, in this and all later epochs, with None after each epoch's end. Seeds the
