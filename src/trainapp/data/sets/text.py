@@ -49,8 +49,8 @@ class Text(BatchedDataset):
         if len(split_text) < window:
             raise UserError(
                 f"data.files={files}: {len(text)} bytes, of which data.val_fraction={val_fraction} leaves "
-                f"{len(split_text)} for the {split} split; one window of data.context_length={context_length} needs {window}: give more "
-                "text, a shorter context or another fraction"
+                f"{len(split_text)} for the {split} split; one window of data.context_length={context_length} needs "
+                f"{window}: give more text, a shorter context or another fraction"
             )
         # Nothing is copied: the last target of a window is the first input of the next.
         self._windows = sliding_window_view(split_text, window)[::context_length]
