@@ -61,53 +61,53 @@ class EvalBatches:
         """
         return self._loader.example(self.dataset, samples)
 
-    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
-        """Yield the batches of this rank's share after its first `done` samples: a stream is read again up to there.
+    def from_sample(self, evaluated: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """Yield the batches of this rank's share, without its first samples: a stream is read again up to there.
 
         Args:
-            done: the number of samples already evaluated on this rank.
+            evaluated: the number of this rank's samples that were evaluated before, which are left out.
             size: samples per batch.
-            ranks: those that evaluate together; `done` may differ between them after one ran out of memory.
+            ranks: those that evaluate together; `evaluated` may differ between them after one ran out of memory.
         """
         if not self.is_stream:
-            pieces = self._pieces(done, size, ranks)
+            pieces = self._pieces(evaluated, size, ranks)
         elif self.equal:
-            pieces = _until_all_ranks_end(self._read_pieces(done, size), ranks)
+            pieces = _until_all_ranks_end(self._read_pieces(evaluated, size), ranks)
         else:
-            pieces = self._read_pieces(done, size)
+            pieces = self._read_pieces(evaluated, size)
         yield from self._loader.batches(Request(0, numbers, numbers) for numbers in pieces)
 
-    def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
+    def _pieces(self, evaluated: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
         """Yield the numbers of each batch's samples. Lazy: a list would grow with the data set."""
-        start = min(self.start + done, self.end)
+        start = min(self.start + evaluated, self.end)
         own_batches = -(-(self.end - start) // size)
         most_batches = ranks.all_reduce_max(own_batches)[0] if self.equal else own_batches
-        for first, end in ranges(start, self.end, size):
-            yield list(range(first, end))
-        for _ in range(most_batches - own_batches):
+        for batch_start, batch_end in ranges(start, self.end, size):
+            yield list(range(batch_start, batch_end))
+        for _ in range(most_batches - own_batches):  # empty ones, to keep in step with the other ranks
             yield []
 
-    def _read_pieces(self, done: int, size: int) -> Iterator[Sequence[int]]:
+    def _read_pieces(self, evaluated: int, size: int) -> Iterator[Sequence[int]]:
         """Yield the numbers of each batch's samples in a stream, of which every rank reads all and keeps every
         `world`-th sample.
         """
         self._shard.go_to(0)
-        first = 0  # the number of the first sample that is read for this batch
+        start = 0  # the number of the first sample that is read for this batch
         while True:
-            read = self._shard.available(0, size * self.world)
-            if read == 0:
+            samples_read = self._shard.available(0, size * self.world)
+            if samples_read == 0:
                 break
             numbers = []
-            for number in range(first, first + read):
+            for number in range(start, start + samples_read):
                 number_on_rank, rank = divmod(number, self.world)
-                if rank == self.rank and number_on_rank >= done:
+                if rank == self.rank and number_on_rank >= evaluated:
                     numbers.append(number)
-            self._batch_samples.samples = {number: self._shard.sample(number - first) for number in numbers}
+            self._batch_samples.samples = {number: self._shard.sample(number - start) for number in numbers}
             self._batch_samples.spare = self._shard.sample(0)
             if numbers:
                 yield numbers
-            self._shard.advance(read)
-            first += read
+            self._shard.advance(samples_read)
+            start += samples_read
         self._batch_samples.samples = {}
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
     taken modulo 2**64.
     """
     gamma = np.uint64(GAMMA)
+    # Each row is a generator of its own, which starts from a hash of the row's index; the columns are its outputs.
     row_numbers = np.asarray(indices, dtype=np.int64).astype(np.uint64) + np.uint64(1)
     column_numbers = np.arange(1, count + 1, dtype=np.uint64)
     row_states = splitmix64(row_numbers * gamma + key(seed, epoch))
@@ -64,7 +65,7 @@ def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.n
     round_keys = splitmix64(round_numbers * np.uint64(GAMMA) + key(seed + _ORDER_SALT, epoch))
 
     images = _permute_cells(positions, rows, columns, round_keys)
-    outside = np.flatnonzero(images >= samples)
+    outside = np.flatnonzero(images >= samples)  # cells beyond the data: walk on along their cycles
     while len(outside):
         images[outside] = _permute_cells(images[outside], rows, columns, round_keys)
         outside = outside[images[outside] >= samples]

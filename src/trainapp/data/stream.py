@@ -52,7 +52,7 @@ class _ReadStep(NamedTuple):
 
     key: tuple[int, ...] = ()  # its epoch, samples consumed before it, and size; empty before the first
     share: Share = Share([], 0, 0, (0, 0), 0)
-    taken: Sequence[int] = ()  # number of samples from each shard
+    per_shard: Sequence[int] = ()  # number of samples from each of this rank's shards
     turn: int = 0  # the next shard after it
 
 
@@ -111,7 +111,7 @@ class Stream(Source):
         epoch, consumed = self._step.share.after
         epoch_has_ended = consumed == 0
         self._turn = self._step.turn
-        for shard, count in zip(self._shards, self._step.taken, strict=True):
+        for shard, count in zip(self._shards, self._step.per_shard, strict=True):
             shard.advance(count)
             if epoch_has_ended and shard.epoch < epoch:
                 shard.begin_next_epoch()
@@ -182,9 +182,9 @@ class Stream(Source):
                 f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
                 "one sample of each step"
             )
-        wanted = _part_size(size, rank, world) if self.is_sharded else size
-        samples, taken, turn = self._peek(epoch, wanted)
-        epoch_ends = self._epoch_ends_after(epoch, taken)
+        samples_to_read = _part_size(size, rank, world) if self.is_sharded else size
+        samples, per_shard, turn = self._peek(epoch, samples_to_read)
+        epoch_ends = self._epoch_ends_after(epoch, per_shard)
         spare = samples[0] if samples else None
         is_first_read = not self._step.key
         is_compared = is_first_read and world > 1 and not self.is_sharded
@@ -193,6 +193,7 @@ class Stream(Source):
         if is_compared:
             self._compare_ranks(digest)
 
+        # Number this rank's samples, equal on no two ranks, and count the samples of each rank.
         if self.is_sharded:
             counts, epoch_ends, spare = self._gather_shards(len(samples), epoch_ends, spare)
             numbers = [(consumed + number) * world + rank for number in range(len(samples))]
@@ -211,7 +212,7 @@ class Stream(Source):
         self.fetched.spare = spare
         after = (epoch + 1, 0) if epoch_ends else (epoch, consumed + total)
         share = Share(numbers, total, largest=max(counts), after=after, start=sum(counts[:rank]))
-        return _ReadStep((epoch, consumed, size), share, taken, turn=0 if epoch_ends else turn)
+        return _ReadStep((epoch, consumed, size), share, per_shard, turn=0 if epoch_ends else turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """Return the next `count` samples of the epoch, or all that are left, from the shards in turn; the number from
@@ -220,24 +221,24 @@ class Stream(Source):
         if len(self._shards) == 1:  # all at once, and one more, which tells whether the epoch ends
             self._shards[0].available(epoch, count + 1)
         samples: list[Any] = []
-        taken = [0] * len(self._shards)
+        per_shard = [0] * len(self._shards)
         turn = self._turn
         ended_in_a_row = 0  # shards that had no more samples
         while len(samples) < count and ended_in_a_row < len(self._shards):
             shard = self._shards[turn]
-            number = taken[turn]
+            number = per_shard[turn]
             if shard.available(epoch, number + 1) > number:
                 samples.append(shard.sample(number))
-                taken[turn] += 1
+                per_shard[turn] += 1
                 ended_in_a_row = 0
             else:
                 ended_in_a_row += 1
             turn = (turn + 1) % len(self._shards)
-        return samples, taken, turn
+        return samples, per_shard, turn
 
-    def _epoch_ends_after(self, epoch: int, taken: Sequence[int]) -> bool:
-        """Return whether no shard of this rank has more samples of the epoch than were taken."""
-        shards_with_counts = zip(self._shards, taken, strict=True)
+    def _epoch_ends_after(self, epoch: int, per_shard: Sequence[int]) -> bool:
+        """Return whether this rank's shards have no more samples of the epoch after so many from each."""
+        shards_with_counts = zip(self._shards, per_shard, strict=True)
         return all(shard.available(epoch, count + 1) <= count for shard, count in shards_with_counts)
 
     def _compare_ranks(self, digest: Any) -> None:

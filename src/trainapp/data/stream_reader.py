@@ -93,17 +93,17 @@ class Shard(IterableDataset):
         self._buffer: list[Read] = []  # the next samples of the epoch
         self._ended = False  # whether the epoch has no more
 
-    def available(self, epoch: int, wanted: int) -> int:
-        """Read until `wanted` samples of the epoch are held or none are left. Return the number held."""
+    def available(self, epoch: int, count: int) -> int:
+        """Read until `count` samples of the epoch are held or none are left. Return the number held."""
         if self.epoch > epoch:
             return 0  # this shard has ended
-        if len(self._buffer) < wanted and not self._ended:
+        if len(self._buffer) < count and not self._ended:
             # Once for all samples: preserving the generators takes longer than reading a small sample.
             preserved = preserved_rng(CPU) if self._in_process else contextlib.nullcontext()
             with preserved:
-                while len(self._buffer) < wanted and not self._ended:
+                while len(self._buffer) < count and not self._ended:
                     self._read_next()
-        return min(len(self._buffer), wanted)
+        return min(len(self._buffer), count)
 
     def sample(self, number: int) -> Any:
         """Return a held sample; see `available`."""

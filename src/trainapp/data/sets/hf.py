@@ -87,16 +87,16 @@ class Blocks(Tokenized):
         super().__init__(tokenizer)
         self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
         separator = [] if self.end_of_text is None else [self.end_of_text]
-        rest: list[int] = []  # tokens since the last full block, whose last target is the first input of the next
+        pending: list[int] = []  # tokens after the last full block, whose last target is the first input of the next
 
         def split_into_blocks(batch: dict[str, Any], row_numbers: list[int]) -> dict[str, Any]:
             texts = list(_texts(batch[text], text, row_numbers[0]))
             for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                rest.extend(ids)
-                rest.extend(separator)
-            starts = range(0, len(rest) - context_length, context_length)
-            blocks = [rest[start : start + context_length + 1] for start in starts]
-            del rest[: len(starts) * context_length]
+                pending.extend(ids)
+                pending.extend(separator)
+            starts = range(0, len(pending) - context_length, context_length)
+            blocks = [pending[start : start + context_length + 1] for start in starts]
+            del pending[: len(starts) * context_length]
             return {"tokens": blocks}
 
         self._tokenize(rows, split_into_blocks, directory, "blocks", text, context_length)

@@ -117,7 +117,7 @@ class Images(torch.utils.data.Dataset):
         """Return the sample mixed with another image, and the shares of the classes, float32 [classes]. May write to
         `pixels`.
         """
-        if self.mixup and self.cutmix:
+        if self.mixup and self.cutmix:  # either of them
             uses_cutmix = np.random.random() < 0.5
         else:
             uses_cutmix = self.cutmix > 0
@@ -128,7 +128,7 @@ class Images(torch.utils.data.Dataset):
             other_share = self._paste_square(other_pixels, pixels, other_share)
         else:
             pixels = np.float32(1 - other_share) * pixels + np.float32(other_share) * other_pixels
-        shares = np.zeros(len(self.class_names), dtype=np.float32)
+        shares = np.zeros(len(self.class_names), dtype=np.float32)  # both images may have the same class
         shares[label] += 1 - other_share
         shares[other_label] += other_share
         return pixels, shares

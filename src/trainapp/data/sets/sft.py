@@ -100,8 +100,8 @@ class SupervisedFineTuning(Tokenized):
         for number, values in zip(row_numbers, rows, strict=True):
             row = _without_nulls(dict(zip(batch, values, strict=True)))
             tokens = self._example(f"row {number}", row)
-            targets = tokens[1 : self._longest + 1]
-            if (targets & ANSWER).any():
+            has_answer_in_context = (tokens[1 : self._longest + 1] & ANSWER).any()
+            if has_answer_in_context:
                 examples.append(tokens[: self._longest + 2])
         return {"tokens": examples}
 
@@ -255,7 +255,7 @@ def pack_documents(sizes: np.ndarray, room: int) -> list[list[int]]:
     """
     sequences: list[list[int]] = []
     free_rooms: list[tuple[int, int]] = []  # free room and number of each sequence that is not full, sorted
-    for index in np.argsort(-sizes, kind="stable").tolist():
+    for index in np.argsort(-sizes, kind="stable").tolist():  # the largest first, each where the least room is left
         size = int(sizes[index])
         tightest = bisect.bisect_left(free_rooms, (size, 0))
         if tightest < len(free_rooms):
