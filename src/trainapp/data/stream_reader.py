@@ -76,7 +76,10 @@ class Shard(IterableDataset):
     def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
         distribution = getattr(source, "_distributed", None)  # of Hugging Face's streams
         if distribution is not None and distribution.world_size > 1:
-            raise UserError("data: remove split_dataset_by_node: ranks divide the stream, and would do so twice")
+            raise UserError(
+                "data: remove split_dataset_by_node: trainapp itself divides the stream among the ranks, so it would "
+                "be divided twice"
+            )
         self.source = _shard_of(source, index, count)
         self.seed = seed
         self.shard = (index, count)
