@@ -90,7 +90,9 @@ def ordered(size: int) -> dict[str, float]:
     """The application's sampler."""
     import torch
 
-    from trainapp.data.source import EvalBatches, Progress, TrainBatches
+    from trainapp.data.eval_batches import EvalBatches
+    from trainapp.data.progress import Progress
+    from trainapp.data.train_batches import TrainBatches
     from trainapp.parallel.ranks import SingleRank
 
     before, started = peak_mib(), time.perf_counter()

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.progress import Progress
+from trainapp.data.train_batches import TrainBatches
 from trainapp.losses.losses import inputs_and_targets
 
 CPU = torch.device("cpu")

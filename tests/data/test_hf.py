@@ -4,7 +4,8 @@ import hf_files
 import pytest
 import torch
 
-from trainapp.data.sets.hf import load_tokenizer, open_dataset
+from trainapp.data.sets.hf import open_dataset
+from trainapp.data.sets.tokenized import load_tokenizer
 from trainapp.errors import UserError
 
 datasets = pytest.importorskip("datasets", reason="needs the extra trainapp[hf]")

@@ -8,7 +8,7 @@ import helpers
 import pytest
 from torch.utils.data import Dataset
 
-from trainapp.data.loader import loader_of
+from trainapp.data.workers import build_loader
 
 
 class Squares(Dataset):
@@ -25,14 +25,14 @@ class Squares(Dataset):
 
 
 def test_a_data_set_need_not_pickle_unless_the_program_has_another_start_method(monkeypatch):
-    assert [*loader_of(Squares(), 1)] == [0, 1, 4]
+    assert [*build_loader(Squares(), 1)] == [0, 1, 4]
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
-    assert loader_of(Squares(), 1).multiprocessing_context is None  # that of the program
+    assert build_loader(Squares(), 1).multiprocessing_context is None  # that of the program
 
 
 STUCK = """
 import ctypes, time
-from trainapp.data.loader import loader_of, started
+from trainapp.data.workers import build_loader, start_iteration
 
 
 class Locked(list):
@@ -44,7 +44,7 @@ class Locked(list):
         return 0
 
 
-items = started(loader_of(Locked([0, 0]), 1))
+items = start_iteration(build_loader(Locked([0, 0]), 1))
 next(items)
 """
 

@@ -6,7 +6,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from trainapp.data.sampler import BLOCK, GAMMA, Permutation, permuted, splitmix64, uniform
+from trainapp.data.sampler import BLOCK, Permutation
+from trainapp.data.stateless_random import GAMMA, permuted, splitmix64, uniform
 
 
 def test_splitmix64_gives_the_published_outputs_for_state_0():

@@ -11,11 +11,14 @@ import torch
 from torch.utils.data import Dataset
 
 from trainapp.data.batch import cut, pieces_of, size_for
-from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.data.loader import BatchLoader, Fetcher, Request
+from trainapp.data.progress import Progress
 from trainapp.data.sampler import Permutation
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
-from trainapp.data.source import EvalBatches, Progress, TrainBatches
+from trainapp.data.train_batches import TrainBatches
+from trainapp.data.workers import worker_count
 from trainapp.parallel.ranks import SingleRank
 
 CPU = torch.device("cpu")

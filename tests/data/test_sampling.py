@@ -7,8 +7,9 @@ import pytest
 import runs
 import torch
 
+from trainapp.data.progress import Progress
 from trainapp.data.sampler import Sampler, Weighted
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.training import loop
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.data.sets.sft import IGNORED, SupervisedFineTuning, packed
+from trainapp.data.sets.sft import IGNORED, SupervisedFineTuning, pack_documents
 from trainapp.errors import UserError
 
 pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
@@ -111,7 +111,7 @@ def test_packed_sequences_hold_the_same_targets_with_positions_of_their_own(make
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_keeps_every_document_within_its_room(seed):
     lengths = np.random.default_rng(seed).integers(2, 40, 200)
-    sequences = packed(np.minimum(lengths, 33) - 1, 32)
+    sequences = pack_documents(np.minimum(lengths, 33) - 1, 32)
     assert sorted(index for sequence in sequences for index in sequence) == list(range(200))
     filled = [sum(min(lengths[index], 33) - 1 for index in sequence) for sequence in sequences]
     assert max(filled) <= 32

@@ -7,8 +7,10 @@ import own_streams
 import pytest
 import torch
 
-from trainapp.data.source import EvalBatches, Progress, TrainBatches
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.data.progress import Progress
 from trainapp.data.stream_reader import Shard, is_stream
+from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 

@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import trainapp
 from trainapp.config import schema
+from trainapp.data.progress import Progress
 from trainapp.data.sets.digits import Digits
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.train_batches import TrainBatches
 from trainapp.memory import device as device_memory
 from trainapp.memory.cuda import refused_allocations
 from trainapp.training import loop

@@ -19,9 +19,9 @@ def tokenizer_folder(folder: Path) -> Path:
     """A byte-level BPE of 300 tokens with a chat template."""
     from transformers import AutoTokenizer
 
-    from trainapp.data.sets.hf import trained_bpe
+    from trainapp.data.sets.tokenized import train_bpe
 
-    made = trained_bpe(lambda: ["the quick brown fox jumps over the lazy dog"] * 20, "fox", 300, folder.parent)
+    made = train_bpe(lambda: ["the quick brown fox jumps over the lazy dog"] * 20, "fox", 300, folder.parent)
     tokenizer = AutoTokenizer.from_pretrained(made)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

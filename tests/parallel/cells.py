@@ -20,7 +20,8 @@ from harness import Recorded
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.progress import Progress
+from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import elastic
 from trainapp.oom.report import OomReport

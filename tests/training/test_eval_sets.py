@@ -7,7 +7,7 @@ import runs
 from faults import Fault
 from harness import Recorded
 
-from trainapp.data.source import EvalBatches
+from trainapp.data.eval_batches import EvalBatches
 from trainapp.errors import UserError
 
 MLP = (*runs.MODELS["mlp"], "every.eval=2")

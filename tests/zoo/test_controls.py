@@ -6,7 +6,7 @@ import pytest
 
 from trainapp import snapshot
 from trainapp.checkpoint import state_dicts
-from trainapp.data.source import EvalBatches
+from trainapp.data.eval_batches import EvalBatches
 from trainapp.oom import recovery
 from trainapp.snapshot import Snapshot
 from trainapp.training.engine import Engine

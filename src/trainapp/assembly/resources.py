@@ -11,9 +11,11 @@ from trainapp.assembly import padding
 from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
 from trainapp.assembly.trials import SAMPLES, Samples, first_samples
 from trainapp.config.schema import Config
-from trainapp.data.loader import Fetcher, worker_count
-from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.data.loader import Fetcher
 from trainapp.data.stream_reader import is_stream
+from trainapp.data.train_batches import TrainBatches
+from trainapp.data.workers import worker_count
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import attribute
 from trainapp.memory import device as device_memory

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainapp.checkpoint import state_dicts
 from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
-from trainapp.data.source import Progress
+from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage

@@ -1,11 +1,14 @@
-"""A batch is any pytree: tensors in arbitrarily nested containers. Which dimension holds the samples is unknown.
+"""Batches: any pytree of tensors, and how its samples are cut into micro-batches.
 
-Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with
-`torch.utils._pytree`, such as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
+Tensors may lie in arbitrarily nested containers, and which dimension holds the samples is unknown. Containers are dicts
+and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with `torch.utils._pytree`, such
+as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
 """
 
 import copy
 import dataclasses
+import functools
+import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,101 +20,100 @@ from trainapp.torch_private import registered_container
 
 Rebuild = Callable[[list[Any]], Any]  # makes a container of the same type with new children
 
+_PLAIN_TYPES = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+# --- pytrees
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The batch with `function(tensor)` in place of every tensor; containers keep their types."""
+    """Return the batch with `function(tensor)` in place of every tensor; containers keep their types."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    opened = opened_container(batch)
-    if opened is None:
+    flattened = flatten_container(batch)
+    if flattened is None:
         return batch
-    children, rebuild = opened
+    children, rebuild = flattened
     return rebuild([map_tensors(function, child) for child in children])
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The batch's tensors, in order."""
+    """Return the batch's tensors, in order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    opened = opened_container(batch)
+    flattened = flatten_container(batch)
+    if flattened is None:
+        return []
+    children, _ = flattened
     tensors: list[torch.Tensor] = []
-    for child in opened[0] if opened else ():
-        tensors += [child] if isinstance(child, torch.Tensor) else tensors_in(child)  # one call less per tensor
+    for child in children:
+        tensors.extend(tensors_in(child))
     return tensors
 
 
 def elements_in(batch: Any) -> int:
-    """The number of elements in all of the batch's tensors."""
-    return sum(map(torch.Tensor.numel, tensors_in(batch)))
+    """Return the number of elements in all of the batch's tensors."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
-def bucket_of(samples: int, elements: int) -> int:
-    """The bucket of a shape: the elements per sample, rounded up to a power of two."""
-    return 1 << (max(1, -(-elements // samples)) - 1).bit_length()
-
-
-def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
-    """A container's children, and a function that rebuilds it from new ones; None if `batch` is not a container."""
+def flatten_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
+    """Return a container's children, and a function that rebuilds it from new ones; None if `batch` is no container."""
     kind = type(batch)
-    if kind is dict:
-        return list(batch.values()), lambda values: dict(zip(batch, values, strict=True))
-    if kind in _LEAVES:
+    if kind in _PLAIN_TYPES:
         return None
     if kind is PackedSequence:  # a namedtuple whose `batch_sizes` must stay on the CPU
         packed = (batch.data, batch.sorted_indices, batch.unsorted_indices)
-        return packed, lambda values: PackedSequence(values[0], batch.batch_sizes, *values[1:])
-    registered = registered_container(kind)
+        return packed, lambda children: PackedSequence(children[0], batch.batch_sizes, *children[1:])
+    registered = registered_container(kind)  # also dict, list and tuple themselves, but not their subclasses
     if registered is not None:
         children, context = registered.flatten_fn(batch)
-        return children, lambda values: registered.unflatten_fn(values, context)
+        return children, lambda children: registered.unflatten_fn(children, context)
     if isinstance(batch, (list, tuple)):
         return batch, kind._make if hasattr(kind, "_make") else kind
     if isinstance(batch, Mapping):
-        return [batch[key] for key in batch], lambda values: _mapping_with(batch, values)
+        return [batch[key] for key in batch], functools.partial(_mapping_with, batch)
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
-        return [getattr(batch, name) for name in names], lambda values: _dataclass_with(batch, names, values)
+        return [getattr(batch, name) for name in names], functools.partial(_dataclass_with, batch, names)
     return None
 
 
 def _mapping_with(mapping: Any, values: list[Any]) -> Any:
-    """A copy of a mapping with these values; a dict or UserDict (such as BatchEncoding) keeps its attributes."""
-    items = dict(zip(mapping, values, strict=True))
+    """Return a copy of a mapping with these values; a dict or UserDict (such as BatchEncoding) keeps its attributes."""
+    new_items = dict(zip(mapping, values, strict=True))
     if not isinstance(mapping, (dict, UserDict)):
-        return type(mapping)(items)
-    new: Any = copy.copy(mapping)
+        return type(mapping)(new_items)
+    new_mapping: Any = copy.copy(mapping)
     if getattr(mapping, "__dict__", None) is mapping:  # a dict whose keys are also its attributes
-        new.__dict__ = new
-    for key, value in items.items():
-        new[key] = value
-    return new
+        new_mapping.__dict__ = new_mapping
+    for key, value in new_items.items():
+        new_mapping[key] = value
+    return new_mapping
 
 
 def _dataclass_with(instance: Any, names: list[str], values: list[Any]) -> Any:
-    """A copy with new fields. Bypasses the constructor, which may not take all fields, and frozen `__setattr__`."""
-    new = copy.copy(instance)
+    """Return a copy with new fields. Bypasses the constructor, which may not take all fields, and frozen
+    `__setattr__`.
+    """
+    new_instance = copy.copy(instance)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(new, name, value)
-    return new
+        object.__setattr__(new_instance, name, value)
+    return new_instance
 
 
-_LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
+# --- micro-batches
 
 
 class MicroBatch(NamedTuple):
-    """A batch of samples.
-
-    last: whether it is a training step's last. real: False for a dummy that keeps this rank in step with the others.
-    positions: the place of each sample in its global batch or, in an evaluation, in its set: independent of how the
-    samples are cut and spread over ranks. piece: `piece(start, end)` is the batch of only its samples [start, end), on
-    the device.
-    """
+    """A batch of samples."""
 
     data: Any
-    last: bool
-    real: bool
+    last: bool  # whether it is a training step's last
+    real: bool  # False for a dummy that keeps this rank in step with the others
+    # The place of each sample in its global batch or, in an evaluation, in its set: independent of how the samples are
+    # cut and spread over ranks.
     positions: Sequence[int]
-    piece: Callable[[int, int], Any]
+    piece: Callable[[int, int], Any]  # `piece(start, end)`: the batch of only its samples [start, end), on the device
     bucket: int = 0  # see `bucket_of`
 
     @property
@@ -120,29 +122,47 @@ class MicroBatch(NamedTuple):
         return len(self.positions)
 
 
-def cut(indices: Sequence[int], size: int, least: int = 0, fewest: int = 1) -> list[Sequence[int]]:
-    """Split indices into micro-batches of `size` samples, see `ranges`; if that gives fewer than `least`, into `least`
-    whose sizes differ by at most one: 10 in 3 gives 4, 3, 3. With fewer samples than that, the last are empty.
+def bucket_of(samples: int, elements: int) -> int:
+    """Return the bucket of a shape: the elements per sample, rounded up to a power of two."""
+    elements_per_sample = max(1, -(-elements // samples))
+    return 1 << (elements_per_sample - 1).bit_length()
 
-    fewest: samples that the model needs at once. If one of the micro-batches would have fewer, some are empty instead,
-    unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
+
+def cut(indices: Sequence[int], size: int, min_pieces: int = 0, fewest: int = 1) -> list[Sequence[int]]:
+    """Cut indices into the micro-batches' pieces.
+
+    Args:
+        indices: of the samples.
+        size: samples per micro-batch; `ranges` says where the remainder goes.
+        min_pieces: if `size` gives fewer pieces, there are this many instead, whose sizes differ by at most one: 10 in
+            3 gives 4, 3, 3. With fewer samples than that, the last are empty.
+        fewest: samples that the model needs at once. If one of the pieces would have fewer, some are empty instead,
+            unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
     """
     pieces = [indices[start:end] for start, end in ranges(0, len(indices), size)]
-    if len(pieces) >= least and (fewest == 1 or min(map(len, pieces)) >= fewest):
+    if len(pieces) >= min_pieces and all(len(piece) >= fewest for piece in pieces):
         return pieces
-    count = max(len(pieces), least)
+
+    # Spread the samples evenly over as many pieces as they can fill, and leave the last pieces empty.
+    count = max(len(pieces), min_pieces)
     filled = min(count, max(1, len(indices) // fewest))
-    parts = [indices[slice(*own_part(len(indices), part, filled))] for part in range(filled)]
-    return [*parts, *([indices[:0]] * (count - filled))]
+    even_pieces = []
+    for part in range(filled):
+        start, end = part_bounds(len(indices), part, filled)
+        even_pieces.append(indices[start:end])
+    empty_piece = indices[:0]
+    return even_pieces + [empty_piece] * (count - filled)
 
 
 def size_for(samples: int, size: int, fewest: int) -> int:
-    """The size to split these samples by, so that no micro-batch has less than `fewest`: `size`, or the next smaller
-    one, or, where none is small enough, the next larger. 65 samples by 2 leave one, so they are split by 3.
+    """Return the size to cut these samples by, so that no micro-batch has less than `fewest`: `size`, or the next
+    smaller one, or, where none is small enough, the next larger. 65 samples by 2 leave one, so they are cut by 3.
     """
     if fewest == 1 or samples <= size:
         return size
-    for candidate in (*range(size, fewest - 1, -1), *range(size + 1, samples)):
+    no_larger_sizes = range(size, fewest - 1, -1)
+    larger_sizes = range(size + 1, samples)
+    for candidate in itertools.chain(no_larger_sizes, larger_sizes):
         shortest = min(end - start for start, end in ranges(0, samples, candidate))
         if shortest >= fewest:
             return candidate
@@ -162,22 +182,38 @@ def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def own_part(samples: int, part: int, parts: int) -> tuple[int, int]:
-    """[start, end) of a part of consecutive samples. The first parts may have one more than the others."""
-    least, more = divmod(samples, parts)
-    return part * least + min(part, more), (part + 1) * least + min(part + 1, more)
+def part_bounds(samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Return [start, end) of a part of consecutive samples. The first parts may have one more than the others."""
+    per_part, remainder = divmod(samples, parts)
+    start = part * per_part + min(part, remainder)
+    end = (part + 1) * per_part + min(part + 1, remainder)
+    return start, end
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], fewest: int = 1) -> Iterator[MicroBatch]:
-    """The micro-batches for these ranges of a larger one's samples.
+def pieces_of(micro: MicroBatch, pieces: Sequence[Sequence[int]], fewest: int = 1) -> Iterator[MicroBatch]:
+    """Cut a micro-batch into smaller ones.
 
-    An empty range gives `fewest` dummy samples (`real=False`) for a forward and backward that other ranks wait for.
+    Args:
+        micro: the larger micro-batch.
+        pieces: consecutive numbers of its samples for each smaller one. An empty piece gives a dummy (`real=False`) for
+            a forward and backward that other ranks wait for.
+        fewest: the number of samples in a dummy.
     """
-    for number, piece in enumerate(ranges, start=1):
-        start, end = (piece[0], piece[-1] + 1) if piece else (0, min(fewest, micro.samples))
-        is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
+    for number, piece in enumerate(pieces, start=1):
+        if piece:
+            start, end = piece[0], piece[-1] + 1
+        else:
+            start, end = 0, min(fewest, micro.samples)
+        yield MicroBatch(
+            data=micro.piece(start, end),
+            last=micro.last and number == len(pieces),
+            real=micro.real and len(piece) > 0,
+            positions=micro.positions[start:end],
+            piece=functools.partial(_piece_after, micro.piece, start),
+            bucket=micro.bucket,
+        )
 
-        def own(first: int, last: int, start: int = start) -> Any:
-            return micro.piece(start + first, start + last)
 
-        yield MicroBatch(micro.piece(start, end), is_last, is_real, micro.positions[start:end], own, micro.bucket)
+def _piece_after(piece: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:
+    """Return the piece [start, end) of the samples that begin with number `first`."""
+    return piece(first + start, first + end)

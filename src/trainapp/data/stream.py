@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_convert
 
-from trainapp.data.batch import own_part, tensors_in
+from trainapp.data.batch import part_bounds, tensors_in
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Shard, StreamPosition
 from trainapp.errors import UserError
@@ -18,9 +18,12 @@ from trainapp.snapshot import checksum
 log = logging.getLogger(__name__)
 
 
-class HeldSamples(Dataset):
-    """The samples of a step, by number, for the loader to collate. spare: a sample for a rank that only keeps in step
-    with the others.
+class NumberedSamples(Dataset):
+    """The samples of a step, by number, for the loader to collate.
+
+    Attributes:
+        samples: by number.
+        spare: a sample for a rank that only keeps in step with the others.
     """
 
     moves_at_commit = True  # with the stream's position: the source is not searched for state
@@ -44,18 +47,13 @@ class HeldSamples(Dataset):
         return len(self.samples)
 
 
-def _digest_of(sample: Any) -> list[Any]:
-    found = tensors_in(default_convert(sample))
-    return [checksum(tensor).tolist() for tensor in found if tensor.layout is torch.strided and not tensor.is_nested]
+class _ReadStep(NamedTuple):
+    """A step that was read."""
 
-
-class _Step(NamedTuple):
-    """A step that was read. taken: number of samples from each shard. turn: the next shard after it."""
-
-    key: tuple[int, ...] = ()
+    key: tuple[int, ...] = ()  # its epoch, samples consumed before it, and size; empty before the first
     share: Share = Share([], 0, 0, (0, 0), 0)
-    taken: Sequence[int] = ()
-    turn: int = 0
+    per_shard: Sequence[int] = ()  # number of samples from each of this rank's shards
+    turn: int = 0  # the next shard after it
 
 
 class Stream(Source):
@@ -63,24 +61,43 @@ class Stream(Source):
 
     If the source has shards, every rank reads its own, `shards` of them in turn; in each step the ranks exchange how
     many samples they have, until all shards have ended. Otherwise every rank reads the whole stream and keeps its share
-    of each step, so a step has the same samples on any number of ranks. in_process: whether this process reads;
-    otherwise one process per shard does.
+    of each step, so a step has the same samples on any number of ranks.
+
+    Args:
+        dataset: the stream.
+        seed: for the samples' random transforms.
+        ranks: of the run.
+        shards: per rank.
+        in_process: whether this process reads; otherwise one process per shard does.
     """
 
-    samples, order_name, looks_ahead = 0, "stream", False
+    samples = 0
+    order_name = "stream"
+    looks_ahead = False
     moves_at_commit = True  # so that a rolled-back step has nothing to restore in the source
 
     def __init__(self, dataset: Any, *, seed: int, ranks: Ranks, shards: int = 1, in_process: bool = True):
-        self.dataset, self.seed, self.ranks, self._in_process = dataset, seed, ranks, in_process
-        self.fetched, self.state_owner = HeldSamples(dataset), self
-        self._open(shards)
+        self.dataset = dataset
+        self.seed = seed
+        self.ranks = ranks
+        self._in_process = in_process
+        self.fetched = NumberedSamples(dataset)
+        self.state_owner = self
+        self._open_shards(shards)
 
-    def _open(self, shards: int) -> None:
-        count, rank = self.ranks.world_size * shards, self.ranks.rank
+    def _open_shards(self, per_rank: int) -> None:
+        """Open this rank's shards, or the whole stream if it has none. Reads nothing yet."""
+        count = self.ranks.world_size * per_rank
         self.is_sharded = count > 1 and callable(getattr(self.dataset, "shard", None))  # Hugging Face's have it
-        places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
-        self._shards = [Shard(self.dataset, self.seed, *place, self._in_process) for place in places]
-        self._turn, self._step = 0, _Step()
+        if self.is_sharded:
+            first = self.ranks.rank * per_rank
+            indices = range(first, first + per_rank)
+        else:
+            count = 1
+            indices = range(1)
+        self._shards = [Shard(self.dataset, self.seed, index, count, self._in_process) for index in indices]
+        self._turn = 0
+        self._step = _ReadStep()
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
         """Read the step's samples. Collective. Raises UserError for an empty stream."""
@@ -91,29 +108,35 @@ class Stream(Source):
         return self._step.share
 
     def commit(self) -> None:
-        (epoch, consumed), self._turn = self._step.share.after, self._step.turn
-        for shard, taken in zip(self._shards, self._step.taken, strict=True):
-            shard.advance(taken)
-            if consumed == 0 and shard.epoch < epoch:
+        epoch, consumed = self._step.share.after
+        epoch_has_ended = consumed == 0
+        self._turn = self._step.turn
+        for shard, count in zip(self._shards, self._step.per_shard, strict=True):
+            shard.advance(count)
+            if epoch_has_ended and shard.epoch < epoch:
                 shard.begin_next_epoch()
 
-    def first(self, most: int) -> tuple[HeldSamples, list[Any]]:
-        """The next samples that this rank reads, fewer at the end of an epoch. They are kept for training."""
+    def first(self, most: int) -> tuple[NumberedSamples, list[Any]]:
+        """Return the next samples that this rank reads, fewer at the end of an epoch, and their numbers. They are kept
+        for training.
+        """
         epoch = min(shard.epoch for shard in self._shards)
-        held = dict(enumerate(self._peek(epoch, most)[0]))
-        return HeldSamples(self.dataset, held), list(held)
+        samples, _, _ = self._peek(epoch, most)
+        by_number = dict(enumerate(samples))
+        return NumberedSamples(self.dataset, by_number), list(by_number)
 
     def begin_epoch(self, epoch: int) -> None:
         for shard in self._shards:
             shard.go_to(epoch)
-        self._turn, self._step = 0, _Step()
+        self._turn = 0
+        self._step = _ReadStep()
 
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the trained samples, in each shard that this rank reads."""
+        """Return the position after the trained samples, in each shard that this rank reads."""
         return {
             "world": self.ranks.world_size,
             "rank": self.ranks.rank if self.is_sharded else 0,
@@ -135,76 +158,119 @@ class Stream(Source):
             if shards != len(self._shards):
                 log.info("reading the stream in %d shards per rank, as before, regardless of data.num_workers", shards)
                 self.close()
-                self._open(shards)
+                self._open_shards(shards)
+
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            shard.go_to(epoch, number, place := StreamPosition(*base))
-            if number and place.state is None:
+            base_place = StreamPosition(*base)
+            shard.go_to(epoch, number, base_place)
+            if number and base_place.state is None:
                 log.info(
                     "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
                     "the first %d samples of epoch %d are read again and skipped",
                     number,
                     epoch,
                 )
-        self._turn, self._step = state["turn"], _Step()
+        self._turn = state["turn"]
+        self._step = _ReadStep()
 
-    def _read(self, epoch: int, consumed: int, size: int) -> _Step:
+    def _read(self, epoch: int, consumed: int, size: int) -> _ReadStep:
         """Read the step's samples: all of them, to keep this rank's share, or those of this rank's shards."""
-        world_size, rank = self.ranks.world_size, self.ranks.rank
+        world_size = self.ranks.world_size
+        rank = self.ranks.rank
         if self.is_sharded and size < world_size:
             raise UserError(
                 f"batch.global_size={size}: each of the {world_size} ranks reads a shard of the stream, and needs at "
                 "least one sample of each step"
             )
-        start, end = own_part(size, rank, world_size)
-        samples, taken, turn = self._peek(epoch, end - start if self.is_sharded else size)
-        ends = all(shard.available(epoch, count + 1) <= count for shard, count in zip(self._shards, taken, strict=True))
+        samples_to_read = _part_size(size, rank, world_size) if self.is_sharded else size
+        samples, per_shard, turn = self._peek(epoch, samples_to_read)
+        epoch_ends = self._epoch_ends_after(epoch, per_shard)
         spare = samples[0] if samples else None
-        is_compared = world_size > 1 and not self.is_sharded and not self._step.key  # the first read
+        is_first_read = not self._step.key
+        is_compared = is_first_read and world_size > 1 and not self.is_sharded
         digest = _digest_of(spare) if is_compared else None
-        self.ranks.check_peers()
-        if is_compared and any(other != digest for other in self.ranks.all_gather_object(digest)):
-            log.warning(
-                "data: ranks read different samples of the stream. Each must read all of it and keeps its part of "
-                "each step: a stream that divides itself by rank loses samples; give it `shard(index, count)` instead"
-            )
+        self.ranks.check_peers()  # up to here, memory may have run out on any rank
+        if is_compared:
+            self._compare_ranks(digest)
+
+        # Number this rank's samples, equal on no two ranks, and count the samples of each rank.
         if self.is_sharded:
-            by_rank = self.ranks.all_gather_object((len(samples), ends))
-            counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
-            if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
-                spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
+            counts, epoch_ends, spare = self._gather_shards(len(samples), epoch_ends, spare)
             numbers = [(consumed + number) * world_size + rank for number in range(len(samples))]
         else:
-            counts = [
-                end - start for start, end in (own_part(len(samples), one, world_size) for one in range(world_size))
-            ]
-            start, end = own_part(len(samples), rank, world_size)
-            samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
+            counts = [_part_size(len(samples), part, world_size) for part in range(world_size)]
+            start, end = part_bounds(len(samples), rank, world_size)
+            samples = samples[start:end]
+            numbers = list(range(consumed + start, consumed + end))
         total = sum(counts)
         if total == 0:
             raise UserError(
                 f"data: the stream has no samples in epoch {epoch}; `iter` must start over each time, except after "
                 "`load_state_dict`; to read it once, use train.max_epochs=1"
             )
-        self.fetched.samples, self.fetched.spare = dict(zip(numbers, samples, strict=True)), spare
-        after = (epoch + 1, 0) if ends else (epoch, consumed + total)
-        share = Share(numbers, total, max(counts), after, sum(counts[:rank]))
-        return _Step((epoch, consumed, size), share, taken, 0 if ends else turn)
+        self.fetched.samples = dict(zip(numbers, samples, strict=True))
+        self.fetched.spare = spare
+        after = (epoch + 1, 0) if epoch_ends else (epoch, consumed + total)
+        share = Share(numbers, total, largest=max(counts), after=after, start=sum(counts[:rank]))
+        return _ReadStep((epoch, consumed, size), share, per_shard, turn=0 if epoch_ends else turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
-        """The next `count` samples of the epoch, or all that are left, from the shards in turn.
-
-        Returns the samples, the number from each shard, and the shard whose turn is next.
+        """Return the next `count` samples of the epoch, or all that are left, from the shards in turn; the number from
+        each shard; and the shard whose turn is next.
         """
         if len(self._shards) == 1:  # all at once, and one more, which tells whether the epoch ends
             self._shards[0].available(epoch, count + 1)
         samples: list[Any] = []
-        taken, turn, missing = [0] * len(self._shards), self._turn, 0
-        while len(samples) < count and missing < len(self._shards):
-            shard, number = self._shards[turn], taken[turn]
+        per_shard = [0] * len(self._shards)
+        turn = self._turn
+        ended_in_a_row = 0  # shards that had no more samples
+        while len(samples) < count and ended_in_a_row < len(self._shards):
+            shard = self._shards[turn]
+            number = per_shard[turn]
             if shard.available(epoch, number + 1) > number:
                 samples.append(shard.sample(number))
-                taken[turn], missing = number + 1, 0
+                per_shard[turn] += 1
+                ended_in_a_row = 0
             else:
-                missing += 1
+                ended_in_a_row += 1
             turn = (turn + 1) % len(self._shards)
-        return samples, taken, turn
+        return samples, per_shard, turn
+
+    def _epoch_ends_after(self, epoch: int, per_shard: Sequence[int]) -> bool:
+        """Return whether this rank's shards have no more samples of the epoch after so many from each."""
+        shards_with_counts = zip(self._shards, per_shard, strict=True)
+        return all(shard.available(epoch, count + 1) <= count for shard, count in shards_with_counts)
+
+    def _compare_ranks(self, digest: Any) -> None:
+        """Warn if ranks have read different first samples. Collective."""
+        digests = self.ranks.all_gather_object(digest)
+        if any(other_digest != digest for other_digest in digests):
+            log.warning(
+                "data: ranks read different samples of the stream. Each must read all of it and keeps its part of "
+                "each step: a stream that divides itself by rank loses samples; give it `shard(index, count)` instead"
+            )
+
+    def _gather_shards(self, samples: int, epoch_ends: bool, spare: Any) -> tuple[list[int], bool, Any]:
+        """Return the number of samples on each rank, whether the epoch ends on all of them, and a spare sample for this
+        rank. Collective.
+        """
+        by_rank = self.ranks.all_gather_object((samples, epoch_ends))
+        counts = [rank_samples for rank_samples, _ in by_rank]
+        epoch_ends_on_all = all(rank_ends for _, rank_ends in by_rank)
+        if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
+            spares = self.ranks.all_gather_object(spare)
+            spare = next(rank_spare for rank_spare in spares if rank_spare is not None)
+        return counts, epoch_ends_on_all, spare
+
+
+def _part_size(samples: int, part: int, parts: int) -> int:
+    """Return the number of samples in a part, see `part_bounds`."""
+    start, end = part_bounds(samples, part, parts)
+    return end - start
+
+
+def _digest_of(sample: Any) -> list[Any]:
+    """Return checksums of a sample's dense tensors."""
+    tensors = tensors_in(default_convert(sample))
+    dense_tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+    return [checksum(tensor).tolist() for tensor in dense_tensors]

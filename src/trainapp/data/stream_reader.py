@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from trainapp.data.loader import loader_of, started
+from trainapp.data.workers import build_loader, start_iteration
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process
@@ -25,23 +25,193 @@ _END = object()  # takes the place of a sample after the last
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether the data set is read sequentially."""
+    """Return whether the data set is read sequentially."""
     if isinstance(dataset, IterableDataset):
         return True
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+    is_indexable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return hasattr(dataset, "__iter__") and not is_indexable
 
 
 def is_empty(dataset: Any) -> bool:
-    """Whether the data set is known to have no samples (unknown for a stream until it is read)."""
+    """Return whether the data set is known to have no samples (unknown for a stream until it is read)."""
     return not is_stream(dataset) and len(dataset) == 0
 
 
 def at_most(samples: int, dataset: Any) -> int:
-    """`samples`, or the size of the data set if it is known to be smaller."""
+    """Return `samples`, or the size of the data set if it is known to be smaller."""
     return samples if is_stream(dataset) else min(samples, len(dataset))
 
 
+class StreamPosition(NamedTuple):
+    """A place from which a source can be read: before the sample `number` of an epoch."""
+
+    epoch: int = 0
+    number: int = 0
+    state: Any = None  # the source's `state_dict` at this place; None at the start of the epoch
+
+
+class Read(NamedTuple):
+    """A sample that was read."""
+
+    sample: Any
+    base: StreamPosition  # an earlier place from which it can be read again, possibly in the previous epoch
+
+
+class Shard(IterableDataset):
+    """One shard of a stream. Samples are held until `advance`, so that a retried step has the same ones.
+
+    Args:
+        source: the stream.
+        seed: for the samples' random transforms.
+        index: of this shard.
+        count: the number of shards; 1 reads the whole stream.
+        in_process: read by the calling process; otherwise ahead, by a separate process.
+
+    Attributes:
+        epoch: of the position of the trained samples.
+        number: trained samples of this epoch.
+        base: the nearest earlier place from which the source can be read.
+    """
+
+    def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
+        distribution = getattr(source, "_distributed", None)  # of Hugging Face's streams
+        if distribution is not None and distribution.world_size > 1:
+            raise UserError(
+                "data: remove split_dataset_by_node: trainapp itself divides the stream among the ranks, so it would "
+                "be divided twice"
+            )
+        self.source = _shard_of(source, index, count)
+        self.seed = seed
+        self.shard = (index, count)
+        self._in_process = in_process
+        self._tells_position = _tells_position(self.source)
+        self.go_to(0)
+
+    def go_to(self, epoch: int, number: int = 0, base: StreamPosition | None = None) -> None:
+        """Continue after `number` samples of an epoch. Reads nothing yet."""
+        self.epoch = epoch
+        self.number = number
+        self.base = base or StreamPosition(epoch)
+        self._reads: Iterator[Read | None] | None = None  # None until the first read
+        self._buffer: list[Read] = []  # the next samples of the epoch
+        self._ended = False  # whether the epoch has no more
+
+    def available(self, epoch: int, count: int) -> int:
+        """Read until `count` samples of the epoch are held or none are left. Return the number held."""
+        if self.epoch > epoch:
+            return 0  # this shard has ended
+        if len(self._buffer) < count and not self._ended:
+            # Once for all samples: preserving the generators takes longer than reading a small sample.
+            preserved = preserved_rng(CPU) if self._in_process else contextlib.nullcontext()
+            with preserved:
+                while len(self._buffer) < count and not self._ended:
+                    self._read_next()
+        return min(len(self._buffer), count)
+
+    def sample(self, number: int) -> Any:
+        """Return a held sample; see `available`."""
+        return self._buffer[number].sample
+
+    def advance(self, count: int) -> None:
+        """Count the next `count` samples as trained."""
+        if count == 0:
+            return
+        self.number += count
+        self.base = self._buffer[count - 1].base
+        del self._buffer[:count]
+
+    def begin_next_epoch(self) -> None:
+        """Move to the start of the next epoch. Call after the end of the epoch in all shards."""
+        self.epoch += 1
+        self.number = 0
+        self._ended = False
+        if self.base.state is None:
+            self.base = StreamPosition(self.epoch)
+
+    def close(self) -> None:
+        """End the process that reads ahead. Discards its samples."""
+        self.go_to(self.epoch, self.number, self.base)
+
+    def _read_next(self) -> None:
+        """Read the next sample, or the end of the epoch."""
+        try:
+            if self._reads is None:
+                self._reads = iter(self) if self._in_process else self._read_ahead()
+            read = next(self._reads)
+        except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
+            self.close()
+            raise
+        if read is None:
+            self._ended = True
+        else:
+            self._buffer.append(read)
+
+    def _read_ahead(self) -> Iterator[Read | None]:
+        """Iterate over this shard in a process of its own."""
+        # Pickled, because torch sends every tensor of a worker through an open file.
+        loader = build_loader(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)
+        return map(pickle.loads, start_iteration(loader))
+
+    def __iter__(self) -> Iterator[Read | None]:
+        """Yield the samples after the position, in this and all later epochs, with None after each epoch's end.
+
+        Seeds the global generators. Raises UserError if the stream ends before the position.
+        """
+        become_main_process()
+        position = (self.epoch, self.number)
+        start = self.base  # where the source is opened
+        base = self.base  # of the next sample
+        while True:
+            epoch = start.epoch
+            number = start.number  # samples of the epoch so far
+            initial_state = self._open(start)
+            if not self._tells_position:
+                base = start  # otherwise it is in the previous epoch until there is a state in this one
+            while (sample := self._next_sample(epoch, number)) is not _END:
+                number += 1
+                if (epoch, number) > position:
+                    yield Read(sample, base)
+                if self._tells_position and (number == 1 or number % STATE_EVERY == 0):
+                    # The base of later samples only: the state after an epoch's last sample may restart the epoch.
+                    state = self._source_state()
+                    if number == 1 and pickle.dumps(state) == pickle.dumps(initial_state):
+                        # It counts a sample only after it was yielded: its states are one too low.
+                        self._tells_position = False
+                    else:
+                        base = StreamPosition(epoch, number, state)
+
+            trained_epoch, trained = position
+            if epoch == trained_epoch and number < trained:
+                raise UserError(
+                    f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
+                    f"{epoch}, of which {trained} were trained before; restore the data, or start a new run from "
+                    "its weights with model.init_from=RUN"
+                )
+            if epoch >= trained_epoch:
+                yield None
+            start = StreamPosition(epoch + 1)
+
+    def _open(self, place: StreamPosition) -> Any:
+        """Begin to read at the place. Return the source's state at the start of an epoch, if it has one."""
+        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(place.epoch)
+        if place.state is not None:
+            self.source.load_state_dict(copy.deepcopy(place.state))
+        self._iterator = iter(self.source)
+        return self._source_state() if self._tells_position and place.state is None else None
+
+    def _next_sample(self, epoch: int, number: int) -> Any:
+        """Return the source's next sample, with the generators seeded for it, or `_END`."""
+        seed_from(CPU, self.seed, epoch, *self.shard, number)
+        return next(self._iterator, _END)
+
+    def _source_state(self) -> Any:
+        return copy.deepcopy(self.source.state_dict())
+
+
 def _shard_of(source: Any, index: int, count: int) -> Any:
+    """Return one of `count` shards of the source."""
     if count == 1:
         return source
     if _is_of_datasets(source):
@@ -52,160 +222,26 @@ def _shard_of(source: Any, index: int, count: int) -> Any:
 
 
 def _tells_position(source: Any) -> bool:
-    """Whether the source's `state_dict` holds its position.
+    """Return whether the source's `state_dict` holds its position.
 
     With Hugging Face's shuffle buffer it lacks the buffer, whose samples would be lost (datasets 5.2,
     iterable_dataset.py, BufferShuffledExamplesIterable).
     """
-    has_protocol = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
-    return has_protocol and not (_is_of_datasets(source) and _has_shuffle_buffer(getattr(source, "_ex_iterable", None)))
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(source, method, None)):
+            return False
+    return not (_is_of_datasets(source) and _has_shuffle_buffer(getattr(source, "_ex_iterable", None)))
 
 
 def _is_of_datasets(source: Any) -> bool:
+    """Return whether the source is a stream of the package `datasets`."""
     return type(source).__module__.partition(".")[0] == "datasets"
 
 
 def _has_shuffle_buffer(iterable: Any) -> bool:
+    """Return whether one of the iterables that feed a stream of `datasets` has a shuffle buffer."""
     if type(iterable).__name__ == "BufferShuffledExamplesIterable":
         return True
-    inner = [getattr(iterable, "ex_iterable", None), *(getattr(iterable, "ex_iterables", None) or ())]
-    return any(_has_shuffle_buffer(one) for one in inner if one is not None)
-
-
-class StreamPosition(NamedTuple):
-    """A place from which a source can be read: before the sample `number` of an epoch.
-
-    state: its `state_dict` at this place; None at the start of the epoch.
-    """
-
-    epoch: int = 0
-    number: int = 0
-    state: Any = None
-
-
-class Read(NamedTuple):
-    """A sample. base: an earlier place from which it can be read again, possibly in the previous epoch."""
-
-    sample: Any
-    base: StreamPosition
-
-
-class Shard(IterableDataset):
-    """One shard of a stream. Samples are held until `advance`, so that a retried step has the same ones.
-
-    in_process: read by the calling process; otherwise ahead, by a separate process. Attributes: the position of the
-    trained samples, `epoch` and `number`, and `base`, the nearest earlier place from which the source can be read.
-    """
-
-    def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1, in_process: bool = True):
-        divided = getattr(source, "_distributed", None)  # of Hugging Face's streams
-        if divided is not None and divided.world_size > 1:
-            raise UserError("data: remove split_dataset_by_node: ranks divide the stream, and would do so twice")
-        self.source, self.seed, self.shard = _shard_of(source, index, count), seed, (index, count)
-        self._in_process, self._tells = in_process, _tells_position(self.source)
-        self.go_to(0)
-
-    def go_to(self, epoch: int, number: int = 0, base: StreamPosition | None = None) -> None:
-        """Continue after `number` samples of an epoch. Reads nothing yet."""
-        self.epoch, self.number, self.base = epoch, number, base or StreamPosition(epoch)
-        self._reads: Iterator[Read | None] | None = None  # None until the first read
-        self._buffer: list[Read] = []  # the next samples of the epoch
-        self._ended = False  # whether the epoch has no more
-
-    def available(self, epoch: int, wanted: int) -> int:
-        """Read until `wanted` samples of the epoch are held or none are left. Returns the number held."""
-        if self.epoch > epoch:
-            return 0  # this shard has ended
-        if len(self._buffer) < wanted and not self._ended:
-            # Once for all samples: it takes longer than reading a small one.
-            with preserved_rng(CPU) if self._in_process else contextlib.nullcontext():
-                while len(self._buffer) < wanted and not self._ended:
-                    self._read()
-        return min(len(self._buffer), wanted)
-
-    def sample(self, number: int) -> Any:
-        """A held sample; see `available`."""
-        return self._buffer[number].sample
-
-    def advance(self, count: int) -> None:
-        """Count the next `count` samples as trained."""
-        if count:
-            self.number, self.base = self.number + count, self._buffer[count - 1].base
-            del self._buffer[:count]
-
-    def begin_next_epoch(self) -> None:
-        """Call after the end of the epoch in all shards."""
-        self.epoch, self.number, self._ended = self.epoch + 1, 0, False
-        if self.base.state is None:
-            self.base = StreamPosition(self.epoch)
-
-    def close(self) -> None:
-        """End the process that reads ahead. Discards its samples."""
-        self.go_to(self.epoch, self.number, self.base)
-
-    def _read(self) -> None:
-        """Read the next sample, or the end of the epoch."""
-        try:
-            if self._reads is None:
-                self._reads = iter(self) if self._in_process else self._ahead()
-            read = next(self._reads)
-        except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
-            self.close()
-            raise
-        if read is None:
-            self._ended = True
-        else:
-            self._buffer.append(read)
-
-    def _ahead(self) -> Iterator[Read | None]:
-        # Pickled, because torch sends every tensor of a worker through an open file.
-        return map(pickle.loads, started(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
-
-    def __iter__(self) -> Iterator[Read | None]:
-        """The samples after the position, in this and all later epochs, with None after each epoch's end. Seeds the
-        global generators. Raises UserError if the stream ends before the position.
-        """
-        become_main_process()
-        start, place, base = (self.epoch, self.number), self.base, self.base
-        while True:
-            epoch, number, _ = place
-            opened = self._open(place)
-            if not self._tells:
-                base = place  # else: read from the previous epoch, until there is a state in this one
-            while (sample := self._next(epoch, number)) is not _END:
-                number += 1
-                if (epoch, number) > start:
-                    yield Read(sample, base)
-                if self._tells and (number == 1 or number % STATE_EVERY == 0):
-                    # Never the state after the last trained sample: that of an epoch's end may restart it.
-                    state = self._state()
-                    if number == 1 and pickle.dumps(state) == pickle.dumps(opened):
-                        self._tells = False  # it counts a sample only after it was yielded: its states are one too low
-                    else:
-                        base = StreamPosition(epoch, number, state)
-            if epoch == start[0] and number < start[1]:
-                raise UserError(
-                    f"data: the stream cannot continue where it was saved: it ended after {number} samples of epoch "
-                    f"{epoch}, of which {start[1]} were trained before; restore the data, or start a new run from "
-                    "its weights with model.init_from=RUN"
-                )
-            if epoch >= start[0]:
-                yield None
-            place = StreamPosition(epoch + 1)
-
-    def _open(self, place: StreamPosition) -> Any:
-        """Begin at the place. Returns the source's state at the start of an epoch, if it has one."""
-        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(place.epoch)
-        if place.state is not None:
-            self.source.load_state_dict(copy.deepcopy(place.state))
-        self._iterator = iter(self.source)
-        return self._state() if self._tells and place.state is None else None
-
-    def _next(self, epoch: int, number: int) -> Any:
-        seed_from(CPU, self.seed, epoch, *self.shard, number)
-        return next(self._iterator, _END)
-
-    def _state(self) -> Any:
-        return copy.deepcopy(self.source.state_dict())
+    inner_iterables = [getattr(iterable, "ex_iterable", None)]
+    inner_iterables.extend(getattr(iterable, "ex_iterables", None) or [])
+    return any(_has_shuffle_buffer(inner) for inner in inner_iterables if inner is not None)

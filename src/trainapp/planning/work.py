@@ -14,7 +14,8 @@ from torch import Tensor
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.progress import Progress
+from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
 from trainapp.models.inspect import blocks_of, smallest_micro_batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import Batch
-from trainapp.data.source import Progress
+from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.files import atomic_write, json_object, shown, strict_json
 from trainapp.report import page

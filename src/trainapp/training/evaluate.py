@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainapp.data.batch import MicroBatch
-from trainapp.data.source import EvalBatches
+from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses.losses import evaluate_metrics, has_embeddings
 from trainapp.losses.set_embeddings import SetEmbeddings

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainapp.config.schema import Config, Train
-from trainapp.data.source import Progress, TrainBatches
+from trainapp.data.progress import Progress
+from trainapp.data.train_batches import TrainBatches
 from trainapp.units import RunLength, parse_duration, parse_time, to_steps
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
-from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.data.train_batches import TrainBatches
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.losses.losses import Task, class_dim

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainapp.data.loader import BatchedDataset
-from trainapp.data.sampler import uniform
+from trainapp.data.stateless_random import uniform
 from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 # Passed to `uniform` as the epoch: synthetic samples are the same in every epoch and differ between splits.
@@ -24,8 +24,16 @@ PROBABILITIES = np.array([0.7, 0.2, 0.1])
 
 class SyntheticImages(BatchedDataset):
     """One random prototype per class plus noise: inputs float32 [B, C, H, W] of about unit variance,
-    targets int64 [B]. Sample i has the class i modulo num_classes. noise: its standard deviation; that of the
-    prototypes is 1.
+    targets int64 [B]. Sample i has the class i modulo num_classes.
+
+    Args:
+        split: train or val, whose samples have different noise.
+        seed: of the prototypes and the noise.
+        size: the number of training samples.
+        val_size: the number of validation samples.
+        image_shape: (C, H, W).
+        num_classes: the number of prototypes.
+        noise: its standard deviation; that of the prototypes is 1.
     """
 
     task = "classification"
@@ -42,12 +50,15 @@ class SyntheticImages(BatchedDataset):
     ):
         channels, height, width = image_shape
         self.spec: dict[str, Any] = {"image_shape": (channels, height, width), "num_classes": num_classes}
-        self.size, self.seed, self.stream = size if split == "train" else val_size, seed, STREAMS[split]
+        self.size = size if split == "train" else val_size
+        self.seed = seed
+        self.stream = STREAMS[split]
         self.num_classes = num_classes
         generator = np.random.default_rng(seed)
         scale = np.float32(1 / np.sqrt(1 + noise**2))
         patches = generator.standard_normal((num_classes, channels, GRID, GRID), dtype=np.float32) * scale
-        rows, columns = np.arange(height) * GRID // height, np.arange(width) * GRID // width
+        rows = np.arange(height) * GRID // height  # the patch that each row of pixels lies in
+        columns = np.arange(width) * GRID // width
         self._prototypes = np.ascontiguousarray(patches[:, :, rows[:, None], columns])
         # A sample's noise is a slice of one long random sequence: copying is 20 times faster than drawing.
         length = NOISE_OFFSETS + channels * height * width
@@ -63,7 +74,8 @@ class SyntheticImages(BatchedDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         positions = self._positions(indices)
-        offsets = (uniform(self.seed, self.stream, positions, 1)[:, 0] * NOISE_OFFSETS).astype(np.int64)
+        draws = uniform(self.seed, self.stream, positions, 1)[:, 0]
+        offsets = (draws * NOISE_OFFSETS).astype(np.int64)
         targets = positions % self.num_classes
         images = np.empty((len(positions), *self.spec["image_shape"]), dtype=np.float32)
         # A loop, because gathering both parts first costs 8 times as much for large images.
@@ -80,8 +92,16 @@ class SyntheticTokens(BatchedDataset):
     followed by the one 1, 2 or 3 places further on with probability 0.7, 0.2 and 0.1. The best reachable loss
     is the entropy of that choice, 0.802 nats (less where vocab_size is below 3).
 
-    min_length: None gives every sequence `context_length` tokens; a number draws lengths uniformly from it to
-    `context_length` and pads each batch to its longest with inputs 0 and targets -100.
+    Args:
+        split: train or val, whose sequences differ.
+        seed: of the cycle and the tokens.
+        size: the number of training samples.
+        val_size: the number of validation samples.
+        vocab_size: the number of different tokens.
+        context_length: T, or the largest T with `min_length`.
+        min_length: None gives every sequence `context_length` tokens; a number draws lengths uniformly from it to
+            `context_length` and pads each batch to its longest with inputs 0 and targets -100.
+
     Raises ValueError for a min_length above context_length.
     """
 
@@ -100,25 +120,32 @@ class SyntheticTokens(BatchedDataset):
         if min_length is not None and min_length > context_length:
             raise ValueError(f"min_length={min_length} is above context_length={context_length}: lower it or use null")
         self.spec: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
-        self.size, self.seed, self.stream = size if split == "train" else val_size, seed, STREAMS[split]
-        self.vocab_size, self.context_length, self.min_length = vocab_size, context_length, min_length
+        self.size = size if split == "train" else val_size
+        self.seed = seed
+        self.stream = STREAMS[split]
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.min_length = min_length
         self._cycle = np.random.default_rng(seed).permutation(vocab_size)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        # Column 0 draws the length, column 1 the first token, the others one step each.
+        # One row per sample. Column 0 draws the length, column 1 the first token, the others one step each.
         draws = uniform(self.seed, self.stream, self._positions(indices), self.context_length + 2)
-        places = STEPS[np.searchsorted(np.cumsum(PROBABILITIES)[:-1], draws[:, 1:], side="right")]
-        places[:, 0] = draws[:, 1] * self.vocab_size
-        tokens = self._cycle[np.cumsum(places, axis=1) % self.vocab_size]
-        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        step_choices = np.searchsorted(np.cumsum(PROBABILITIES)[:-1], draws[:, 1:], side="right")
+        steps = STEPS[step_choices]
+        steps[:, 0] = draws[:, 1] * self.vocab_size  # from place 0 to the first token's
+        places_on_cycle = np.cumsum(steps, axis=1) % self.vocab_size
+        tokens = self._cycle[places_on_cycle]
+        inputs = tokens[:, :-1].copy()
+        targets = tokens[:, 1:].copy()
         if self.min_length is not None:
             choices = self.context_length - self.min_length + 1
             lengths = self.min_length + (draws[:, 0] * choices).astype(np.int64)
             longest = int(lengths.max(initial=0))
-            padding = np.arange(longest) >= lengths[:, None]
-            inputs = np.where(padding, 0, inputs[:, :longest])
-            targets = np.where(padding, -100, targets[:, :longest])
+            is_padding = np.arange(longest) >= lengths[:, None]
+            inputs = np.where(is_padding, 0, inputs[:, :longest])
+            targets = np.where(is_padding, -100, targets[:, :longest])
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
