@@ -37,16 +37,26 @@ METHODS = ("after_step", "after_evaluation", "on_end")
 class View:
     """A callback's view of the run.
 
-    step: finished optimizer steps. epoch: epoch of the coming step, from 0. samples: samples trained, over all ranks.
-    model: the trained model, with its own weights even if evaluations use those of `train.ema`. Under DDP and FSDP
-    every rank must make the same forward. tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag,
-    path, step)` and `note(text)`; writes only on rank 0. waited: seconds that this process has waited for batches.
-    evaluated: the evaluation data sets by name, "" for the data's own split. stop: ends the run after this step, as if
-    it had reached its end; takes the reason, for result.json. pause: saves the run and ends the process, to be
-    continued. is_stopping: whether a signal has asked for that. length: steps of the whole run, None if unknown.
-    is_scheduled: whether `every.eval` asks for an evaluation at this step; one that is made only because the run ends,
-    or before the first step to check the objective, should not change how training continues. logged: the step's loss,
-    rates and other metrics if it is logged (`every.log`), otherwise empty.
+    Attributes:
+        step: finished optimizer steps.
+        epoch: the epoch of the next step, from 0.
+        samples: samples trained, over all ranks.
+        model: the trained model, with its own weights even if evaluations use those of `train.ema`. Under DDP and FSDP
+            every rank must make the same forward.
+        run_dir: the run's directory.
+        tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; writes
+            only on rank 0.
+        rank: of this process, from 0.
+        world: the number of ranks.
+        waited: seconds that this process has waited for batches.
+        evaluated: the evaluation data sets by name, "" for the data's own split.
+        stop: ends the run after this step, as if it had reached its end; takes the reason, for result.json.
+        pause: saves the run and ends the process, to be resumed.
+        is_stopping: whether a signal has asked for that.
+        length: steps of the whole run, None if unknown.
+        is_scheduled: whether `every.eval` asks for an evaluation at this step. One that is made only because the run
+            ends, or before the first step to check the objective, should not change how training continues.
+        logged: the step's loss, rates and other metrics if it is logged (`every.log`), otherwise empty.
     """
 
     step: int
@@ -82,22 +92,26 @@ class View:
         return labels_of(self.data)
 
     def new_file(self, folder: str, name: str, suffix: str) -> Path:
-        """A path in this folder of the run directory, for this step's evaluation of the set `name`."""
-        (self.run_dir / folder).mkdir(exist_ok=True)
-        return self.run_dir / folder / f"{name}{'_' if name else ''}step_{self.step:08d}{suffix}"
+        """Return a path in this folder of the run directory, for this step's evaluation of the set `name`."""
+        directory = self.run_dir / folder
+        directory.mkdir(exist_ok=True)
+        prefix = f"{name}_" if name else ""
+        return directory / f"{prefix}step_{self.step:08d}{suffix}"
 
 
 def labels_of(data: Any) -> Sequence[str]:
-    """A data set's class names, if it has `class_names`; otherwise empty."""
+    """Return a data set's class names, if it has `class_names`; otherwise an empty list."""
     return list(getattr(data, "class_names", None) or ())
 
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, by name, in order.
+    """The callbacks of a run, by name, in order. Raises UserError for one that has no method to call.
 
-    stepped_at: the step of the last call of `after_step`, or the run's first step; None before the run starts.
-    failure: the message of the error that ends the run once it is saved.
+    Attributes:
+        by_name: the callbacks.
+        stepped_at: the step of the last call of `after_step`, or the run's first step; None before the run starts.
+        failure: the message of the error that ends the run once it is saved.
     """
 
     by_name: Mapping[str, Any] = field(default_factory=dict)
@@ -113,11 +127,11 @@ class Callbacks:
                 )
 
     def having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """`(name, method)` of the callbacks that have the method."""
+        """Yield `(name, bound method)` of the callbacks that have the method."""
         for name, callback in self.by_name.items():
-            bound = getattr(callback, method, None)
-            if callable(bound):
-                yield name, bound
+            bound_method = getattr(callback, method, None)
+            if callable(bound_method):
+                yield name, bound_method
 
     def close(self) -> None:
         """Call the callbacks' `close()`, however the run ends."""
@@ -129,79 +143,134 @@ class Callbacks:
 
 
 class EarlyStopping:
-    """`stopping.patience`: ends the run once `metric` has not improved by more than `min_delta` for `patience`
-    evaluations in a row.
+    """`stopping.patience`: ends the run once a metric no longer improves. Its state is in the checkpoints.
 
-    direction: "max" or "min". A non-finite value is never an improvement. Only scheduled evaluations count, see `View`.
-    Its state is in the checkpoints.
+    A non-finite value is never an improvement. Only scheduled evaluations count, see `View`.
+
+    Args:
+        patience: evaluations in a row without an improvement after which the run ends.
+        min_delta: a change counts as an improvement if it is larger.
+        direction: "max" or "min".
+        metric: the name of the metric.
     """
 
     def __init__(self, patience: int, min_delta: float, direction: str, metric: str):
-        self.patience, self.min_delta, self.direction, self.metric = patience, min_delta, direction, metric
-        self._watched = f"{direction} {metric}"
+        self.patience = patience
+        self.min_delta = min_delta
+        self.direction = direction
+        self.metric = metric
         self.best: float | None = None
         self.best_step = 0
-        self.bad = 0  # evaluations since the last improvement
-        self._exists = False  # whether an evaluation of this process had the metric
+        self._without_improvement = 0  # evaluations since the last improvement
+        self._metric_exists = False  # whether an evaluation has had the metric
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Count a scheduled evaluation. Raises UserError for a metric that does not exist or is not a number."""
-        metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        self._exists |= self.metric in metrics or self.best is not None or self.bad > 0
-        if not self._exists:  # later evaluations may lack it
-            raise no_such_metric("stopping.metric", self.direction, self.metric, metrics)
+        """Count a scheduled evaluation, and end the run if the patience is used up.
+
+        Raises UserError for a metric that does not exist or is not a number.
+        """
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        self._require_metric(numbers)
         if not view.is_scheduled:
             return
-        value = metrics.get(self.metric, math.nan)
-        gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
-        if math.isfinite(value) and gain > self.min_delta:
-            self.best, self.best_step, self.bad = value, view.step, 0
+        value = numbers.get(self.metric, math.nan)
+        if self._is_improvement(value):
+            self.best = value
+            self.best_step = view.step
+            self._without_improvement = 0
             return
-        self.bad += 1
-        if self.bad >= self.patience:
-            outcome = "has never been finite"
-            if self.best is not None:
-                outcome = f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
-            view.stop(f"stopping.patience={self.patience}: {self.metric} {outcome}")
+        self._without_improvement += 1
+        if self._without_improvement >= self.patience:
+            view.stop(self._reason())
+
+    def _require_metric(self, numbers: Mapping[str, float]) -> None:
+        """Raise UserError unless this evaluation has the metric, or an earlier one had it: later ones may lack it."""
+        has_counted = self.best is not None or self._without_improvement > 0  # perhaps before a resume
+        if self.metric in numbers or has_counted:
+            self._metric_exists = True
+        if not self._metric_exists:
+            raise no_such_metric("stopping.metric", self.direction, self.metric, numbers)
+
+    def _is_improvement(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = value - self.best if self.direction == "max" else self.best - value
+        return gain > self.min_delta
+
+    def _reason(self) -> str:
+        """Return why the run stops, for result.json."""
+        outcome = "has never been finite"
+        if self.best is not None:
+            outcome = f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
+        return f"stopping.patience={self.patience}: {self.metric} {outcome}"
+
+    @property
+    def _watched(self) -> str:
+        """The metric and its direction, as in checkpoints."""
+        return f"{self.direction} {self.metric}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"watched": self._watched, "best": self.best, "best_step": self.best_step, "bad": self.bad}
+        return {
+            "watched": self._watched,
+            "best": self.best,
+            "best_step": self.best_step,
+            "bad": self._without_improvement,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignores the state of another metric or direction."""
-        if state.get("watched") == self._watched:
-            self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
+        """Restore a state, unless it is another metric's or direction's."""
+        if state.get("watched") != self._watched:
+            return
+        self.best = state["best"]
+        self.best_step = state["best_step"]
+        self._without_improvement = state["bad"]
 
 
 class Profile:
-    """`debug=profile`: profiles `steps` steps with torch's profiler, after the first `wait`, which still validate sizes
-    and choose kernels.
+    """`debug=profile`: profiles some steps with torch's profiler.
 
-    Writes profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the `top` operators
+    Writes profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the slowest operators
     and the time spent waiting for batches, and writes them to profile/summary.txt.
+
+    Args:
+        wait: steps before the first profiled one, which still validate sizes and choose kernels.
+        steps: profiled steps.
+        top: operators in the summary.
     """
 
     def __init__(self, wait: NonNegativeInt = 4, steps: PositiveInt = 5, top: PositiveInt = 15):
-        self.wait, self.steps, self.top = max(1, wait), steps, top  # callbacks are called after steps
-        self._profiler: Any = None
-        self._seen = 0
-        self._started = self._waited = 0.0
+        self.wait = max(1, wait)  # callbacks are called after steps, so the first cannot be profiled
+        self.steps = steps
+        self.top = top
+        self._profiler: Any = None  # while it runs
+        self._finished_steps = 0  # of this process
+        self._started_at = 0.0  # in `time.monotonic`
+        self._waited_before = 0.0  # seconds that the process had waited for batches when the profile started
 
     def after_step(self, view: View) -> None:
-        self._seen += 1
-        if self._seen == self.wait:
-            on_device = next(view.model.parameters()).device.type == "cuda"
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-            self._profiler.start()
-            self._started, self._waited = time.monotonic(), view.waited
-        elif self._seen == self.wait + self.steps:
+        self._finished_steps += 1
+        if self._finished_steps == self.wait:
+            self._start(view)
+        elif self._finished_steps == self.wait + self.steps:
             self._finish(view)
+
+    def _start(self, view: View) -> None:
+        activities = [ProfilerActivity.CPU]
+        if next(view.model.parameters()).device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler.start()
+        self._started_at = time.monotonic()
+        self._waited_before = view.waited
 
     def on_end(self, view: View) -> None:
         """Finish a profile that the run's end has cut short."""
-        if self._seen <= self.wait:
-            log.warning("callbacks.profile: the run ended after %d steps, before one was profiled", self._seen)
+        if self._finished_steps <= self.wait:
+            log.warning(
+                "callbacks.profile: the run ended after %d steps, before one was profiled", self._finished_steps
+            )
         elif self._profiler is not None:
             self._finish(view)
 
@@ -211,21 +280,29 @@ class Profile:
             self._profiler.stop()
 
     def _finish(self, view: View) -> None:
-        seconds, waited = time.monotonic() - self._started, view.waited - self._waited
-        profiler, self._profiler = self._profiler, None
+        """Stop the profiler and write its trace, on rank 0 also the summary."""
+        seconds = time.monotonic() - self._started_at
+        waited = view.waited - self._waited_before
+        profiler = self._profiler
+        self._profiler = None  # before stopping it: an error must not stop it twice
         profiler.stop()
         folder = view.run_dir / "profile"
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank_{view.rank}.json"))
         if not view.is_rank_zero:
             return
-        key = f"self_{'device' if ProfilerActivity.CUDA in profiler.activities else 'cpu'}_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=self.top, max_name_column_width=60)
-        steps = self._seen - self.wait
+
+        steps = self._finished_steps - self.wait
         text = (
             f"{steps} steps up to step {view.step} took {seconds:.3f} s, of which {waited:.3f} s "
-            f"({100 * waited / max(seconds, 1e-9):.0f}%) waiting for batches\n{table}\n"
+            f"({100 * waited / max(seconds, 1e-9):.0f}%) waiting for batches\n{self._operator_table(profiler)}\n"
         )
         (folder / "summary.txt").write_text(text)
         print(text, flush=True)
         view.tracker.note(f"the profile of {steps} steps is in {folder}")
+
+    def _operator_table(self, profiler: Any) -> str:
+        """Return a table of the slowest operators, by their time on the device."""
+        device = "device" if ProfilerActivity.CUDA in profiler.activities else "cpu"
+        averages = profiler.key_averages()
+        return averages.table(sort_by=f"self_{device}_time_total", row_limit=self.top, max_name_column_width=60)

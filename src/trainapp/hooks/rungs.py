@@ -16,53 +16,83 @@ from trainapp.files import atomic_write, json_object, strict_json
 if TYPE_CHECKING:
     from trainapp.hooks.callbacks import View
 
-JOB = "TRAINAPP_SWEEP_JOB"  # the variable that has the directory of a sweep's job
-RUNGS, ASKS, ANSWERS = "rungs.json", "rung_asks.json", "rung_answers.json"
+JOB = "TRAINAPP_SWEEP_JOB"  # environment variable with the directory of a sweep's job
+RUNGS = "rungs.json"
+ASKS = "rung_asks.json"
+ANSWERS = "rung_answers.json"
 _POLL = 0.05  # seconds
 
 
 def write(path: Path, facts: Any) -> None:
-    """Write a file of the protocol at once."""
+    """Write a file of the protocol. Readers never see a part of it."""
     with atomic_write(path) as file:
         file.write(strict_json(facts))
 
 
 def asks_sweep(run_dir: Path) -> bool:
-    """Whether a sweep with a pruner has started this process, not a user who continues the run of a killed one."""
+    """Return whether a sweep with a pruner has started this process, not a user who resumes a run of a killed sweep."""
     rungs = json_object(run_dir / RUNGS)
     return bool(rungs) and (rungs["launched"] or os.environ.get(JOB) == str(run_dir))
 
 
 class AskSweep:
-    """The callback of a run with rungs, `(number, fraction of the run)`, each of which it asks about once.
+    """The callback of a run with rungs, which asks its sweep at each of them, once, whether it may continue.
 
-    direction, metric: the objective. patience: seconds after which a run without an answer pauses, since its sweep was
-    killed.
+    Args:
+        run_dir: has rungs.json, a list of `(number, fraction of the run)`, ascending.
+        direction: of the objective.
+        metric: of the objective.
+        patience: seconds after which a run without an answer pauses, since its sweep was killed.
     """
 
     def __init__(self, run_dir: Path, direction: str, metric: str, patience: float = 300.0):
-        self.run_dir, self.direction, self.metric, self.patience = run_dir, direction, metric, patience
-        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in json_object(run_dir / RUNGS)["rungs"]]
+        self.run_dir = run_dir
+        self.direction = direction
+        self.metric = metric
+        self.patience = patience
+        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in json_object(run_dir / RUNGS)["rungs"]]  # ahead
 
     def after_evaluation(self, view: "View", metrics: Mapping[str, Any]) -> None:
-        """Ask, on rank 0: the others wait at the end of the callbacks. Raises UserError for a run without an end."""
+        """Ask at a rung, on rank 0: the other ranks wait at the end of the callbacks.
+
+        Raises UserError for a run without an end.
+        """
         if view.length is None:
             raise UserError("sweep.pruner: a stream's epochs have no known length; set train.max_steps")
-        if not view.step:  # only checks that the objective exists
-            return None
-        reached = [own for own in self.rungs if view.step >= round(own[1] * view.length)]
+        if view.step == 0:  # this evaluation only checks that the objective exists
+            return
+        rung = self._pass_rungs(view.step, view.length)
+        has_ended = view.step >= view.length
+        if rung is None or has_ended or not view.is_rank_zero:
+            return
+        question = {
+            "rung": rung,
+            "step": view.step,
+            "value": metrics.get(self.metric),
+            "metric": self.metric,
+            "direction": self.direction,
+        }
+        write(self.run_dir / ASKS, question)
+        self._await_answer(rung, view)
+
+    def _pass_rungs(self, step: int, length: int) -> int | None:
+        """Remove the rungs up to this step. Return the number of the last one, None if there is none."""
+        reached = [number for number, fraction in self.rungs if step >= round(fraction * length)]
         self.rungs = self.rungs[len(reached) :]
-        if not reached or not view.is_rank_zero or view.step >= view.length:
-            return None
-        rung, value = reached[-1][0], metrics.get(self.metric)
-        goal = {"metric": self.metric, "direction": self.direction}
-        write(self.run_dir / ASKS, {"rung": rung, "step": view.step, "value": value, **goal})
-        until = time.monotonic() + self.patience
-        while (answer := json_object(self.run_dir / ANSWERS)).get("rung") != rung:
-            if time.monotonic() > until:
-                return view.pause()
+        return reached[-1] if reached else None
+
+    def _await_answer(self, rung: int, view: "View") -> None:
+        """Wait for the sweep's answer. Pause the run unless it passes."""
+        deadline = time.monotonic() + self.patience
+        answer = json_object(self.run_dir / ANSWERS)
+        while answer.get("rung") != rung:  # none yet, or left by an earlier question
+            if time.monotonic() > deadline:
+                view.pause()
+                return
             if view.is_stopping():
-                return None  # the sweep finds the question after the run has ended
+                return  # the sweep finds the question after the run has ended
             time.sleep(_POLL)
+            answer = json_object(self.run_dir / ANSWERS)
         (self.run_dir / ANSWERS).unlink()
-        return None if answer["passes"] else view.pause()
+        if not answer["passes"]:
+            view.pause()
