@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from trainapp.checkpoint.checkpointer import Checkpointer
-from trainapp.hooks.metrics import TorchMetric
+from trainapp.hooks.metric_state import TorchMetric
 from trainapp.signals import TO_BE_CONTINUED, AtWork, Interrupted, Stopped, StopRequest
 from trainapp.training import loop, stopping
 from trainapp.training.engine import Engine
@@ -524,7 +524,7 @@ def differing(run_dir, undisturbed):
         (Engine, "evaluate", BATCHES + 2, BATCHES + 2, 4),
         (Engine, "evaluate", 2 * BATCHES, 2 * BATCHES, 4),
         (Engine, "evaluate", 2 * BATCHES + 1, 2 * BATCHES + 1, 6),  # after the last step
-        (TorchMetric, "computed", 3, 2, 4),  # interrupted
+        (TorchMetric, "compute", 3, 2, 4),  # interrupted
         (Engine, "commit", 4, 4, 4),  # an evaluation is due after this step
     ],
 )

@@ -12,7 +12,8 @@ from helpers import evaluations, metrics, result
 
 from trainapp.assembly import hooks
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import StatefulMetrics, TorchMetric, as_scalars
+from trainapp.hooks.metric_state import TorchMetric
+from trainapp.hooks.metrics import StatefulMetrics, as_scalars
 from trainapp.memory.live_tensors import Category
 from trainapp.training import evaluate, loop
 
@@ -129,10 +130,10 @@ def test_declared_states_are_merged(uneven):
         for held, ours, theirs in zip(ranks, x.split(uneven), y.split(uneven), strict=True):
             if len(ours):
                 held.metric.update(ours, theirs)
-        exported = [held.exported() for held in ranks]
-        own = copy.deepcopy(ranks[1].take())
-        found = ranks[1].computed(exported)
-        assert not runs.differences([*map(list, own)], [*map(list, ranks[1].take())])  # its own state stays
+        exported = [held.export_state() for held in ranks]
+        own = copy.deepcopy(ranks[1].copy_state())
+        found = ranks[1].compute(exported)
+        assert not runs.differences([*map(list, own)], [*map(list, ranks[1].copy_state())])  # its own state stays
         assert ranks[1].metric.reset() is None  # a merged list is no list any more
         expected = make()
         expected.update(x, y)
@@ -233,7 +234,7 @@ def test_the_trial_leaves_no_trace(tmp_path):
 
     def trained(name, *metrics):
         run = runs.prepare(tmp_path / name, *MLP, "model.dropout=0.5", *metrics)
-        assert all(held.metric.updates == 0 for held in run.metrics._held.values())
+        assert all(held.metric.updates == 0 for held in run.metrics._wrappers.values())
         for _ in range(2):
             loop.train_step(run)
         run.close()

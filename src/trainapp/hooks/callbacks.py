@@ -231,7 +231,7 @@ class EarlyStopping:
 class Profile:
     """`debug=profile`: profiles some steps with torch's profiler.
 
-    Writes profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the slowest operators
+    Writes profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the top operators
     and the time spent waiting for batches, and writes them to profile/summary.txt.
 
     Args:
