@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,16 +25,21 @@ from trainapp.files import atomic_write, json_lines, json_object
 from trainapp.units import flat
 from trainapp.validation import Str
 
-FLUSHED = 5  # seconds between writes of TensorBoard's events
-LONGEST, MOST = 500, 100  # characters per MLflow parameter, parameters per request: limits of servers
+FLUSH_INTERVAL = 5  # seconds between writes of TensorBoard's events
+# Limits of MLflow's servers.
+MLFLOW_PARAM_LENGTH = 500  # characters per parameter
+MLFLOW_BATCH_SIZE = 100  # parameters or metrics per request
 
 
 @dataclass(frozen=True)
 class Start:
     """Information for a logger when the run starts or resumes.
 
-    step: finished steps; later ones may have been logged before and are repeated. continues: False if the run only
-    reads a checkpoint. config: every setting, as plain containers.
+    Attributes:
+        run_dir: the run's directory.
+        step: finished steps; later ones may have been logged before and are repeated.
+        config: every setting, as plain containers.
+        continues: False if the run only reads a checkpoint.
     """
 
     run_dir: Path
@@ -48,11 +54,16 @@ class Logger:
     package: str | None = None  # package that must be installed
 
     def start(self, start: Start) -> None:
-        """Open the logger. Continues the same run if `run_dir` has been used before."""
+        """Open the logger. Continue the same run if `run_dir` has been used before."""
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """group: "train", "eval", or a callback's name for its metrics. Names with a `/` are not prefixed by the group,
-        except those of "eval", where a validation set or a metric with several values has them.
+        """Log scalars.
+
+        Args:
+            group: "train", "eval", or a callback's own, by default "callbacks".
+            values: by name. Names with a `/` are not prefixed by the group, except those of "eval", where a validation
+                set or a metric with several values has them.
+            step: finished steps.
         """
 
     def text(self, tag: str, text: str, step: int) -> None:
@@ -65,43 +76,54 @@ class Logger:
         """End this process's part of the run."""
 
 
-def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The values by their full names."""
-    return {name if "/" in name and group != "eval" else f"{group}/{name}": value for name, value in values.items()}
+def by_full_name(group: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of `Logger.scalars` by their full names."""
+    by_name = {}
+    for name, value in values.items():
+        is_full_name = "/" in name and group != "eval"
+        by_name[name if is_full_name else f"{group}/{name}"] = value
+    return by_name
 
 
 class TensorBoard(Logger):
     """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows."""
 
     def start(self, start: Start) -> None:
-        """Repeated steps replace their earlier records. Raises OSError."""
+        """Open an event file, in which repeated steps replace their earlier records. Raises OSError."""
         from torch.utils.tensorboard import SummaryWriter  # late: importing TensorBoard takes 0.15 s
 
-        purged = start.step + 1 if start.continues else None
-        self._writer: Any = SummaryWriter(start.run_dir / "tensorboard", purge_step=purged, flush_secs=FLUSHED)
-        # Its thread competes with the training for Python's lock, which delays the step after by half a millisecond.
-        self._kept, self._written = list[tuple[Any, int, float]](), 0.0
-        indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
-        self.text("config", indented, start.step)  # Markdown shows indented text verbatim
-        if settings := _overrides(start.run_dir):
+        purge_step = start.step + 1 if start.continues else None
+        folder = start.run_dir / "tensorboard"
+        self._writer: Any = SummaryWriter(folder, purge_step=purge_step, flush_secs=FLUSH_INTERVAL)
+        # Events are written together: the writer's thread competes with the training for Python's lock, which delays
+        # the next step by half a millisecond.
+        self._pending_events: list[tuple[Any, int, float]] = []  # summary, step, time
+        self._written_at = 0.0  # in `time.monotonic`
+
+        config = json.dumps(start.config, indent=2)
+        self.text("config", textwrap.indent(config, "    "), start.step)  # Markdown shows indented text verbatim
+        settings = _overrides(start.run_dir)
+        if settings:
             from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # its table of hyperparameters
 
-            writer: Any = self._writer.file_writer
-            writer.add_summary(hparams_pb(settings, trial_id=start.run_dir.name))
+            file_writer: Any = self._writer.file_writer
+            file_writer.add_summary(hparams_pb(settings, trial_id=start.run_dir.name))
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(group, values).items()]
-        self._kept.append((Summary(value=found), step, time.time()))  # one event: `add_scalar` writes one per tag
-        if time.monotonic() > self._written + FLUSHED:
+        summaries = [Summary.Value(tag=tag, simple_value=value) for tag, value in by_full_name(group, values).items()]
+        # One event for all: `add_scalar` writes one per tag.
+        self._pending_events.append((Summary(value=summaries), step, time.time()))
+        if time.monotonic() > self._written_at + FLUSH_INTERVAL:
             self._write()
 
     def _write(self) -> None:
-        for event in self._kept:
+        for event in self._pending_events:
             self._writer.file_writer.add_summary(*event)
         self._writer.flush()
-        self._kept, self._written = [], time.monotonic()
+        self._pending_events = []
+        self._written_at = time.monotonic()
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._writer.add_text(tag, text, step)
@@ -110,7 +132,8 @@ class TensorBoard(Logger):
     def image(self, tag: str, path: Path, step: int) -> None:
         from PIL import Image
 
-        self._writer.add_image(tag, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        self._writer.add_image(tag, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
         self._write()
@@ -118,14 +141,17 @@ class TensorBoard(Logger):
 
 
 def _overrides(run_dir: Path) -> dict[str, float | str]:
-    """What the command line has set."""
-    path, found = run_dir / ".hydra/overrides.yaml", dict[str, float | str]()
-    for text in yaml.safe_load(path.read_text()) or [] if path.exists() else []:
-        name, _, value = text.lstrip("+~").partition("=")
-        found[name] = value
+    """Return the settings of the command line: numbers as such, others as text."""
+    path = run_dir / ".hydra/overrides.yaml"
+    if not path.exists():
+        return {}
+    settings: dict[str, float | str] = {}
+    for override in yaml.safe_load(path.read_text()) or []:
+        name, _, value = override.lstrip("+~").partition("=")
+        settings[name] = value
         with contextlib.suppress(ValueError):
-            found[name] = float(value)
-    return found
+            settings[name] = float(value)
+    return settings
 
 
 class Csv(Logger):
@@ -139,16 +165,22 @@ class Csv(Logger):
     def close(self) -> None:
         for name in ("metrics", "evaluations", "callbacks"):
             rows = json_lines(self._run_dir / f"{name}.jsonl")
-            columns = dict.fromkeys(column for row in rows for column in row)
             if rows:
-                with atomic_write(self._run_dir / f"{name}.csv") as file:
-                    writer = csv.DictWriter(file, columns, lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(rows)
+                _write_table(self._run_dir / f"{name}.csv", rows)
 
 
-def remember(path: Path, **values: str) -> None:
-    """Write a logger's values for a resume, such as a service's run id. Raises OSError."""
+def _write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    columns: dict[str, None] = {}  # of all rows, in the order in which they first occur
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    with atomic_write(path) as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def save_for_resume(path: Path, **values: str) -> None:
+    """Write what a logger needs to continue its run, such as a service's run id. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         json.dump(values, file)
@@ -158,8 +190,12 @@ def remember(path: Path, **values: str) -> None:
 class Wandb(Logger):
     """`tracker=wandb`: a run of Weights & Biases. The run directory keeps its id for a resume.
 
-    mode: None uses WANDB_MODE, otherwise online. With offline all data stays in the run directory until `wandb sync`.
-    name: None uses the run directory's name.
+    Args:
+        project: of the service.
+        entity: a user or team; None: the account's own.
+        name: of the run; None: the run directory's name.
+        tags: of the run.
+        mode: None: WANDB_MODE, otherwise online. With offline all data stays in the run directory until `wandb sync`.
     """
 
     package = "wandb"
@@ -174,9 +210,9 @@ class Wandb(Logger):
         import wandb  # late: an extra, and a second
 
         self._wandb: Any = wandb
-        memory = start.run_dir / "trackers/wandb.json"
-        run_id = json_object(memory).get("id") or uuid.uuid4().hex[:12]
-        remember(memory, id=run_id)
+        path = start.run_dir / "trackers/wandb.json"
+        run_id = json_object(path).get("id") or uuid.uuid4().hex[:12]
+        save_for_resume(path, id=run_id)
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -195,7 +231,7 @@ class Wandb(Logger):
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        self._run.log({**tagged(group, values), "step": step})
+        self._run.log({**by_full_name(group, values), "step": step})
 
     def text(self, tag: str, text: str, step: int) -> None:
         table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
@@ -212,9 +248,12 @@ class Wandb(Logger):
 class Trackio(Logger):
     """`tracker=trackio`: a run of Trackio. The run directory keeps its name for a resume.
 
-    space_id: a Hugging Face Space, created as a private one if there is none; None: TRACKIO_SPACE_ID, otherwise the
-    folder TRACKIO_DIR of this machine. name: None uses the run directory's name. A random part is appended: Trackio
-    continues the run of an equal name.
+    Args:
+        project: of the run.
+        space_id: a Hugging Face Space, created as a private one if it does not exist; None: TRACKIO_SPACE_ID, otherwise
+            the folder TRACKIO_DIR of this machine.
+        name: of the run; None: the run directory's name. A random part is appended: Trackio continues the run of an
+            equal name.
     """
 
     package = "trackio"
@@ -227,9 +266,11 @@ class Trackio(Logger):
         import trackio  # late: an extra, and a second
 
         self._trackio: Any = trackio
-        memory = start.run_dir / "trackers/trackio.json"
-        name = json_object(memory).get("run") or f"{self.name or start.run_dir.name}-{uuid.uuid4().hex[:6]}"
-        remember(memory, run=name)
+        path = start.run_dir / "trackers/trackio.json"
+        name = json_object(path).get("run")
+        if not name:
+            name = f"{self.name or start.run_dir.name}-{uuid.uuid4().hex[:6]}"
+        save_for_resume(path, run=name)
         with contextlib.redirect_stdout(sys.stderr):  # it prints how to see the run
             self._run = trackio.init(
                 self.project,
@@ -244,7 +285,7 @@ class Trackio(Logger):
             )
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        self._run.log(tagged(group, values), step=step)
+        self._run.log(by_full_name(group, values), step=step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._run.log({tag: self._trackio.Markdown(text)}, step=step)
@@ -261,8 +302,11 @@ class Trackio(Logger):
 class Mlflow(Logger):
     """`tracker=mlflow`: a run of MLflow. The run directory keeps its id for a resume.
 
-    uri: a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, otherwise files in the run
-    directory, mlruns/. name: None uses the run directory's name.
+    Args:
+        uri: a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, otherwise files in the run
+            directory, mlruns/.
+        experiment: created if it does not exist.
+        name: of the run; None: the run directory's name.
     """
 
     package = "mlflow"
@@ -279,35 +323,47 @@ class Mlflow(Logger):
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3
         self._client = MlflowClient(tracking_uri=uri)
-        memory = start.run_dir / "trackers/mlflow.json"
-        known = json_object(memory)
-        if known.get("uri") == uri:
-            self._id = str(known["id"])
-            self._client.update_run(self._id, status="RUNNING")
+
+        path = start.run_dir / "trackers/mlflow.json"
+        saved = json_object(path)
+        if saved.get("uri") == uri:
+            self._run_id = str(saved["id"])
+            self._client.update_run(self._run_id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
-        self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
-        remember(memory, uri=uri, id=self._id)
+        run_name = self.name or start.run_dir.name
+        self._run_id = self._client.create_run(self._experiment_id(), run_name=run_name).info.run_id
+        save_for_resume(path, uri=uri, id=self._run_id)
         # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
-        self._send("params", [Param(name, str(value)[:LONGEST]) for name, value in flat(start.config)])
+        params = [Param(name, str(value)[:MLFLOW_PARAM_LENGTH]) for name, value in flat(start.config)]
+        self._send("params", params)
+
+    def _experiment_id(self) -> str:
+        """Return the id of the experiment, which is created if it does not exist."""
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            return self._client.create_experiment(self.experiment)
+        return experiment.experiment_id
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        finite = {name: float(value) for name, value in tagged(group, values).items() if math.isfinite(value)}
-        self._send("metrics", [Metric(name, value, now, step) for name, value in finite.items()])
+        metrics = []
+        for name, value in by_full_name(group, values).items():
+            if math.isfinite(value):
+                metrics.append(Metric(name, float(value), now, step))
+        self._send("metrics", metrics)
 
     def _send(self, kind: str, entities: Sequence[Any]) -> None:
-        for first in range(0, len(entities), MOST):
-            self._client.log_batch(self._id, **{kind: entities[first : first + MOST]})
+        """Send parameters or metrics, several per request. kind: a parameter of `MlflowClient.log_batch`."""
+        for first in range(0, len(entities), MLFLOW_BATCH_SIZE):
+            self._client.log_batch(self._run_id, **{kind: entities[first : first + MLFLOW_BATCH_SIZE]})
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self._client.log_text(self._id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")
+        self._client.log_text(self._run_id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        self._client.log_artifact(self._id, str(path), f"{tag}/step_{step:08d}")
+        self._client.log_artifact(self._run_id, str(path), f"{tag}/step_{step:08d}")
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._run_id)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 
 class Handler(logging.StreamHandler):
-    """Writes log records to a stream, above the progress bar if there is one."""
+    """A handler that writes log records to a stream, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -20,12 +20,12 @@ class Handler(logging.StreamHandler):
 
 
 def is_live() -> bool:
-    """Whether to draw bars: on a terminal, unless NO_COLOR or CI is set."""
+    """Return whether to draw bars: on a terminal, unless NO_COLOR or CI is set."""
     return sys.stderr.isatty() and not (os.environ.get("NO_COLOR") or os.environ.get("CI"))
 
 
 def bar_of(share: float, width: int = 8) -> str:
-    """A share between 0 and 1: `[######--]`."""
+    """Return a bar for a share of 1: `[######--]`. Larger shares fill it."""
     filled = round(min(share, 1.0) * width)
     return f"[{'#' * filled}{'-' * (width - filled)}]"
 
@@ -33,8 +33,14 @@ def bar_of(share: float, width: int = 8) -> str:
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
-    total: steps of the whole run, or None if its end is unknown; step: optimizer steps already done. is_silent: show no
-    bar, for ranks other than 0.
+    Args:
+        total: steps of the whole run, or None if its end is unknown.
+        step: finished optimizer steps.
+        is_silent: show no bar, for ranks other than 0.
+
+    Attributes:
+        live: whether there is a live bar.
+        step: finished optimizer steps.
     """
 
     def __init__(self, total: int | None, step: int, is_silent: bool = False):
@@ -48,24 +54,33 @@ class Progress:
             mininterval=0.2,
             bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total} | {desc} | {remaining} left",
         )
-        self._started, self._first, self.step = time.monotonic(), step, step
+        self._started_at = time.monotonic()
+        self._first_step = step
+        self.step = step
 
     def advance(self, step: int) -> None:
-        """Call after every optimizer step. Cheap."""
+        """Set the number of finished steps. Call after every optimizer step: it is cheap."""
         self.step = step
         if self.live:
             self.bar.update(step - self.bar.n)
 
     def show(self, step: int, values: Mapping[str, str]) -> None:
-        """Call in a log step, with the values to show."""
+        """Show these values beside the bar, or as a line. Call in a log step."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
             self.bar.set_description_str(text, refresh=False)
-            return
-        done, left = step - self._first, "?"
-        if self.bar.total and done > 0:
-            left = tqdm.format_interval((time.monotonic() - self._started) / done * (self.bar.total - step))
-        logging.getLogger(__name__).info("step %d/%s | %s | %s left", step, self.bar.total or "?", text, left)
+        else:
+            total = self.bar.total or "?"
+            log = logging.getLogger(__name__)
+            log.info("step %d/%s | %s | %s left", step, total, text, self._remaining_time(step))
+
+    def _remaining_time(self, step: int) -> str:
+        """Return the time until the run's end, at the pace of this process; "?" if unknown."""
+        steps_made = step - self._first_step
+        if not self.bar.total or steps_made <= 0:
+            return "?"
+        seconds_per_step = (time.monotonic() - self._started_at) / steps_made
+        return tqdm.format_interval(seconds_per_step * (self.bar.total - step))
 
     def close(self) -> None:
         """Close the bar, leaving it on the terminal."""

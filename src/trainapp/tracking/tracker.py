@@ -1,5 +1,6 @@
-"""Records metrics: in metrics.jsonl in the run directory, with the loggers of `tracker`, and on the terminal as a line
-or progress bar. A full disk loses lines of the record, but does not end the run.
+"""The record of a run's metrics: files in the run directory, the loggers of `tracker`, and the terminal.
+
+A full disk loses lines of the record, but does not end the run.
 """
 
 import json
@@ -24,78 +25,102 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Records the run's metrics. A resumed run continues after `start.step`; without `continues` all lines are kept.
+    """The record of a run's metrics.
 
-    total: the run's steps for the progress bar, or None. loggers: by name.
+    Args:
+        start: what loggers are told. A resumed run continues after `start.step`; without `continues`, later lines of
+            the record are left in place, too.
+        total: the run's steps for the progress bar, or None.
+        loggers: by name.
     """
 
     def __init__(self, start: Start, total: int | None = None, loggers: Mapping[str, Any] | None = None):
         start.run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.progress = start.run_dir, Progress(total, start.step)
-        self._warned: set[str] = set()
-        self._pictures: list[tuple[str, int, Picture]] = []
+        self.run_dir = start.run_dir
+        self.progress = Progress(total, start.step)
+        self._warned: set[str] = set()  # topics of `warn_once`
+        self._pictures: list[tuple[str, int, Picture]] = []  # tag, step, plot: to be drawn at the end
         self.loggers: Mapping[str, Logger] = loggers or {}
-        self._working = dict(self.loggers)
-        self._tell("start", start)
-        for path in [self.run_dir / name for name in (METRICS, EVALUATIONS, CALLBACKS)] if start.continues else ():
+        self._working_loggers = dict(self.loggers)
+        self._call_loggers("start", start)
+        if start.continues:
+            self._drop_repeated_lines(start.step)
+
+    def _drop_repeated_lines(self, step: int) -> None:
+        """Drop the record's lines after the checkpoint, whose steps will be repeated."""
+        for name in (METRICS, EVALUATIONS, CALLBACKS):
+            path = self.run_dir / name
             try:
-                _forget_after(path, start.step)
+                _drop_lines_after(path, step)
             except OSError as error:
                 self.unwritable(path, error)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
-        """Record a log step: every scalar in the file and the loggers, the main ones on the terminal."""
-        self._record(METRICS, {"step": step, "samples": samples, **scalars})
+        """Record a log step: every scalar in the file and the loggers, the main ones on the terminal.
+
+        Args:
+            step: finished steps.
+            samples: trained samples.
+            scalars: by name.
+            metric: one that is also shown on the terminal, if the step has it: the objective.
+        """
+        self._append(METRICS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
             shown[metric] = f"{scalars[metric]:.3f}"
         shown["samples/s"] = f"{scalars['samples_per_second']:.0f}"
-        peak, limit = scalars["memory/peak"], scalars["memory/limit"]
-        shown["memory"] = f"{bytes_text(peak)} / {bytes_text(limit)}"
-        if self.progress.live:
-            shown["memory"] = f"{bar_of(peak / limit)} {shown['memory']}"
+        shown["memory"] = self._memory_text(scalars["memory/peak"], scalars["memory/limit"])
         self.progress.show(step, shown)
+
+    def _memory_text(self, peak: float, limit: float) -> str:
+        text = f"{bytes_text(peak)} / {bytes_text(limit)}"
+        return f"{bar_of(peak / limit)} {text}" if self.progress.live else text
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
-        self._record(EVALUATIONS, {"step": step, "samples": samples, **scalars})
+        self._append(EVALUATIONS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "eval")
-        shown = [f"{name} {value:.4f}" for name, value in scalars.items()]
-        more = [f"and {len(shown) - MOST_SHOWN} more"] if len(shown) > MOST_SHOWN else []
-        log.info("step %d evaluated | %s", step, " | ".join(shown[:MOST_SHOWN] + more))
-
-    def _record(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Append a line. Tried again after an error: the disk may have room again."""
-        try:
-            with (self.run_dir / name).open("a") as file:
-                file.write(strict_json(facts) + "\n")
-        except OSError as error:
-            self.unwritable(self.run_dir / name, error)
+        texts = [f"{name} {value:.4f}" for name, value in scalars.items()]
+        shown = texts[:MOST_SHOWN]
+        if len(texts) > MOST_SHOWN:
+            shown.append(f"and {len(texts) - MOST_SHOWN} more")
+        log.info("step %d evaluated | %s", step, " | ".join(shown))
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
         """Send scalars to the loggers; those of callbacks are also lines of callbacks.jsonl."""
         if group == "callbacks":
-            self._record(CALLBACKS, {"step": step} | {name: float(value) for name, value in values.items()})
-        self._tell("scalars", group, values, step)
+            numbers = {name: float(value) for name, value in values.items()}
+            self._append(CALLBACKS, {"step": step, **numbers})
+        self._call_loggers("scalars", group, values, step)
+
+    def _append(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Append a line to a file of the record. After an error, later lines are tried: the disk may have room again."""
+        path = self.run_dir / name
+        try:
+            with path.open("a") as file:
+                file.write(strict_json(facts) + "\n")
+        except OSError as error:
+            self.unwritable(path, error)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Send a Markdown text to the loggers."""
-        self._tell("text", tag, text, step)
+        self._call_loggers("text", tag, text, step)
 
     def image(self, tag: str, path: Path, step: int) -> None:
         """Send a PNG file to the loggers, unless it could not be drawn."""
         if path.is_file():
-            self._tell("image", tag, path, step)
+            self._call_loggers("image", tag, path, step)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _call_loggers(self, method: str, *arguments: Any) -> None:
         """Call a method of the loggers that have it. After an error a logger is not called again."""
-        for name, logger in list(self._working.items()):
+        for name, logger in list(self._working_loggers.items()):
             try:
-                if function := getattr(logger, method, None):
-                    function(*arguments)
+                bound_method = getattr(logger, method, None)
+                if bound_method:
+                    bound_method(*arguments)
             except Exception as error:
-                del self._working[name]
+                del self._working_loggers[name]
                 reason = str(error).strip().partition("\n")[0] or "no message"
                 text = "tracker.%s failed in %s (%s: %s); the run continues without it"
                 log.warning(text, name, method, type(error).__name__, reason)
@@ -129,15 +154,18 @@ class Tracker:
                 self.unwritable(picture.path, error)
             self.image(tag, picture.path, step)
         self.progress.close()
-        self._tell("close")
+        self._call_loggers("close")
 
 
 class SilentTracker(Tracker):
-    """For ranks other than 0: writes only plots, next to the reports of errors."""
+    """The tracker of ranks other than 0, which writes only plots, next to the reports of errors."""
 
     def __init__(self, run_dir: Path, loggers: Mapping[str, Logger] | None = None):
-        self.run_dir, self.loggers, self.progress = run_dir, loggers or {}, Progress(None, 0, is_silent=True)
-        self._working, self._pictures = {}, []
+        self.run_dir = run_dir
+        self.loggers = loggers or {}
+        self.progress = Progress(None, 0, is_silent=True)
+        self._working_loggers = {}
+        self._pictures = []
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
@@ -145,10 +173,10 @@ class SilentTracker(Tracker):
     log = evaluated = scalars = text = image = note = warn_once = unwritable = _nothing
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines after the checkpoint, whose steps will be repeated. A new run has no file yet."""
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Drop a file's lines of later steps, if it exists: a new run has none yet."""
     if not path.exists():
         return
-    kept = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
+    lines = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
     with atomic_write(path) as file:
-        file.writelines(json.dumps(facts) + "\n" for facts in kept)
+        file.writelines(json.dumps(facts) + "\n" for facts in lines)
