@@ -7,7 +7,7 @@ import runs
 import torch
 from helpers import metrics, train
 
-from trainapp.tracking.meter import peak_of
+from trainapp.tracking.utilisation import peak_of
 from trainapp.training import loop
 
 

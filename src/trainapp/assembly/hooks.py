@@ -20,7 +20,7 @@ from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Parameters
-from trainapp.tracking.meter import Utilisation, peak_of
+from trainapp.tracking.utilisation import Utilisation, peak_of
 from trainapp.training.engine import Engine
 from trainapp.training.evaluate import written_without_copy
 from trainapp.training.phase import Phase
