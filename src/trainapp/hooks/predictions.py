@@ -1,6 +1,7 @@
-"""Evaluation results for inspection: predictions for the first samples (`callbacks=predictions`, a metric that collects
-and a callback that writes) and the confusion matrix (`callbacks=confusion_matrix`, which draws the one of
-torchmetrics).
+"""Evaluation results for inspection.
+
+`callbacks=predictions`: predictions for the first samples, by a metric that collects and a callback that writes them.
+`callbacks=confusion_matrix`: a picture and a table of the matrix that torchmetrics computes.
 """
 
 import csv
@@ -17,42 +18,53 @@ from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
 from trainapp.validation import PositiveInt
 
-SHOWN = 60  # characters per cell in the trackers' table
+CELL_WIDTH = 60  # characters per cell in the trackers' table
 MOST_LABELS = 30  # with more classes, an image is too small for names and numbers
 
 
-def dim_of_classes(output: Tensor, targets: Any, known: int | None = None) -> int | None:
-    """The dimension of the classes in an output, 1 or -1, for targets [B, ...] and logits [B, ..., classes] or
-    [B, classes, ...]. None if the output is not logits, which includes one value per sample.
+def dim_of_classes(output: Tensor, targets: Any, expected: int | None = None) -> int | None:
+    """Return the dimension of the classes in an output, 1 or -1. None if the output is not logits, which includes one
+    value per sample.
 
-    known: a built-in task's, or an earlier batch's; used if both fit, as for [B, T, T], and where no class numbers are
-    in the targets. Raises UserError if both fit and `known` is None.
+    Raises UserError if both dimensions fit and none is expected.
+
+    Args:
+        output: logits [B, ..., classes] or [B, classes, ...].
+        targets: [B, ...].
+        expected: a built-in task's dimension, or an earlier batch's; used if both fit, as for [B, T, T], and where no
+            class numbers are in the targets.
     """
     if not output.is_floating_point() or output.ndim < 2:
         return None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None if known is None or output.shape[known] == 1 else known
+    if not isinstance(targets, Tensor) or targets.is_floating_point():  # no class numbers
+        return None if expected is None or output.shape[expected] == 1 else expected
     if output.ndim != targets.ndim + 1:
         return None
-    is_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
-    is_second = (output.shape[0], *output.shape[2:]) == targets.shape and output.shape[1] > 1
-    if is_last and is_second and output.ndim > 2 and known is None:
-        raise UserError(
-            f"predictions: of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be "
-            "dimension 1 or the last; set metrics.predictions.class_dim=1 or -1 or, for mode=predict, return "
-            "classes from a method `predict(model, batch)` of the task"
-        )
-    if is_last and is_second:
-        return known or -1
-    return -1 if is_last else 1 if is_second else None
+    fits_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
+    fits_second = (output.shape[0], *output.shape[2:]) == targets.shape and output.shape[1] > 1
+    if fits_last and fits_second:
+        if output.ndim > 2 and expected is None:  # for [B, classes], both are the same dimension
+            raise UserError(
+                f"predictions: of an output {list(output.shape)} for targets {list(targets.shape)}, the classes may be "
+                "dimension 1 or the last; set metrics.predictions.class_dim=1 or -1 or, for mode=predict, return "
+                "classes from a method `predict(model, batch)` of the task"
+            )
+        return expected or -1
+    if fits_last:
+        return -1
+    return 1 if fits_second else None
 
 
 class FirstPredictions:
-    """A metric that keeps targets and predictions of the first `samples` samples: the likeliest class and its
-    probability for logits, otherwise the output itself.
+    """A metric that collects targets and predictions of the first samples: the likeliest class and its probability for
+    logits, otherwise the output itself.
 
-    class_dim: dimension of the classes if the logits' shape is ambiguous; None: a built-in task's own. Attribute:
-    `rows`, a mapping per sample, in the order of the data set.
+    Args:
+        samples: how many.
+        class_dim: the dimension of the classes if the logits' shape is ambiguous; None: a built-in task's own.
+
+    Attributes:
+        rows: a mapping per sample, in the order of the data set.
     """
 
     def __init__(self, samples: PositiveInt = 8, class_dim: Literal[1, -1] | None = None):
@@ -61,18 +73,26 @@ class FirstPredictions:
         self.rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """outputs: logits [B, ..., classes] or [B, classes, ...] for integer targets [B, ...]; other values are kept
-        unchanged. Raises UserError for ambiguous shapes.
+        """Collect the samples of a batch, as far as they are among the first. Raises UserError for ambiguous shapes.
+
+        Args:
+            outputs: logits [B, ..., classes] or [B, classes, ...]; other values are taken unchanged.
+            targets: integers [B, ...] for logits.
         """
-        left = self.samples - len(self.rows)
-        if left <= 0:
+        remaining = self.samples - len(self.rows)
+        if remaining <= 0:
             return
-        outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
+        outputs = outputs[:remaining].float().cpu()
+        targets = targets[:remaining].cpu()
         columns = {"target": targets, "prediction": outputs}
-        if (dim := dim_of_classes(outputs, targets, self.class_dim)) is not None:
-            columns["probability"], columns["prediction"] = torch.softmax(outputs, dim).max(dim)
-        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-        self.rows += [dict(zip(columns, row, strict=True)) for row in rows]
+        dim = dim_of_classes(outputs, targets, self.class_dim)
+        if dim is not None:
+            probability, prediction = torch.softmax(outputs, dim).max(dim)
+            columns["prediction"] = prediction
+            columns["probability"] = probability
+        values_by_column = [column.tolist() for column in columns.values()]
+        for values in zip(*values_by_column, strict=True):
+            self.rows.append(dict(zip(columns, values, strict=True)))
 
     def merge(self, other: "FirstPredictions") -> None:
         self.rows = (self.rows + other.rows)[: self.samples]  # ranks have consecutive parts of a data set
@@ -85,57 +105,71 @@ class FirstPredictions:
 
 
 class SamplePredictions:
-    """After each evaluation: writes the rows of metrics.predictions to predictions/step_N.jsonl, and as a table to the
-    trackers. Adds class names if the data set has `class_names`, and text if it has `decode(tokens)`.
+    """The callback that writes the rows of metrics.predictions after each evaluation: to predictions/step_N.jsonl, and
+    as a table to the trackers. Adds class names if the data set has `class_names`, and text if it has `decode(tokens)`.
     """
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError if the metric is not configured."""
+        """Write the rows of every evaluation set. Raises UserError if the metric is not configured."""
         for name, data in view.evaluated.items():
-            kept = metrics.get(logged_name(name, "predictions"))
-            if not isinstance(kept, FirstPredictions):
+            predictions = metrics.get(logged_name(name, "predictions"))
+            if not isinstance(predictions, FirstPredictions):
                 raise UserError("callbacks.predictions: needs metrics.predictions, which callbacks=predictions sets")
             if view.is_rank_zero:
-                rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
-                with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
-                    file.writelines(strict_json(row) + "\n" for row in rows)
-                view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
+                self._write(view, name, data, predictions.rows)
+
+    def _write(self, view: View, name: str, data: Any, predictions: list[dict[str, Any]]) -> None:
+        rows = []
+        for number, prediction in enumerate(predictions):
+            rows.append({"sample": number, **prediction, **_readable_values(prediction, data)})
+        with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
+            file.writelines(strict_json(row) + "\n" for row in rows)
+        view.tracker.text(logged_name(name, "predictions"), markdown_table(rows), view.step)
 
 
-def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
-    """The row with class names, or with text, in addition to the numbers."""
-    names, decode = labels_of(data), getattr(data, "decode", None)
-    more: dict[str, Any] = {}
+def _readable_values(row: dict[str, Any], data: Any) -> dict[str, str]:
+    """Return target and prediction as class names or text, where the data set has them."""
+    names = labels_of(data)
+    decode = getattr(data, "decode", None)
+    readable: dict[str, str] = {}
     for key in ("target", "prediction"):
         value = row[key]
-        if isinstance(value, int) and 0 <= value < len(names):
-            more[f"{key}_name"] = names[value]
-        elif isinstance(value, list) and value and isinstance(value[0], int) and callable(decode):
-            counted = [token for token, true in zip(value, row["target"], strict=True) if true >= 0]  # no padding
-            more[f"{key}_text"] = decode(counted)
-    return row | more
+        is_class = isinstance(value, int) and 0 <= value < len(names)
+        is_sequence = isinstance(value, list) and value and isinstance(value[0], int)
+        if is_class:
+            readable[f"{key}_name"] = names[value]
+        elif is_sequence and callable(decode):
+            tokens = [token for token, target in zip(value, row["target"], strict=True) if target >= 0]  # no padding
+            readable[f"{key}_text"] = decode(tokens)
+    return readable
 
 
-def as_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, with short cells."""
-    lines = [list(rows[0]), ["---"] * len(rows[0])] if rows else []
-    lines += [[_cell(value) for value in row.values()] for row in rows]
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table with short cells; the first row names the columns."""
+    lines = []
+    if rows:
+        lines.append(list(rows[0]))
+        lines.append(["---"] * len(rows[0]))
+    for row in rows:
+        lines.append([_cell(value) for value in row.values()])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     text = text.replace("|", "\\|").replace("\n", " ")
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= CELL_WIDTH else f"{text[:CELL_WIDTH]}..."
 
 
 class ConfusionMatrix:
-    """After each evaluation: writes the result of metrics.confusion_matrix as a table and an image to
+    """The callback that writes the result of metrics.confusion_matrix after each evaluation: as a table and an image to
     confusion_matrix/, and the image to the trackers.
     """
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError if the metric is not configured, or does not compute a matrix."""
+        """Write the matrix of every evaluation set. Raises UserError if the metric is not configured, or computes
+        anything but a square matrix.
+        """
         for name, data in view.evaluated.items():
             matrix = metrics.get(logged_name(name, "confusion_matrix"))
             if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -144,36 +178,44 @@ class ConfusionMatrix:
                     "set by callbacks=confusion_matrix"
                 )
             if view.is_rank_zero:
-                self._show(view, name, data, matrix)
+                self._write(view, name, data, matrix)
 
-    def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
+    def _write(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
         labels = [str(label) for label in labels_of(data) or range(len(matrix))]
         with atomic_write(view.new_file("confusion_matrix", name, ".csv")) as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["true class / predicted", *labels])
-            writer.writerows([label, *row] for label, row in zip(labels, matrix.tolist(), strict=True))
+            for label, counts in zip(labels, matrix.tolist(), strict=True):
+                writer.writerow([label, *counts])
         picture = view.new_file("confusion_matrix", name, ".png")
-        draw(picture, labels, matrix, f"{name} step {view.step}".strip())
+        draw_matrix(picture, labels, matrix, f"{name} step {view.step}".strip())
         view.tracker.image(logged_name(name, "confusion_matrix"), picture, view.step)
 
 
-def draw(path: Path, names: Sequence[str], matrix: Tensor, title: str) -> None:
-    """Draw the matrix as fractions of each true class."""
+def draw_matrix(path: Path, labels: Sequence[str], matrix: Tensor, title: str) -> None:
+    """Draw a confusion matrix as a PNG file, coloured by the fraction of each true class.
+
+    Args:
+        path: of the picture.
+        labels: names of the classes.
+        matrix: counts, [true classes, predicted classes].
+        title: above the picture.
+    """
     from matplotlib.figure import Figure  # late: 0.3 s
 
-    size = len(names)
-    shares = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-    side = 3 + 0.35 * min(size, MOST_LABELS)
+    classes = len(labels)
+    fractions = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
+    side = 3 + 0.35 * min(classes, MOST_LABELS)  # inches
     figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xlabel="predicted", ylabel="true")
-    if size <= MOST_LABELS:
-        axes.set_xticks(range(size), names, rotation=90)
-        axes.set_yticks(range(size), names)
+    if classes <= MOST_LABELS:
+        axes.set_xticks(range(classes), labels, rotation=90)
+        axes.set_yticks(range(classes), labels)
         for row, column in matrix.nonzero().tolist():
-            color = "white" if shares[row, column] > 0.5 else "black"
-            number = str(int(matrix[row, column]))
-            axes.text(column, row, number, ha="center", va="center", color=color, fontsize="x-small")
+            color = "white" if fractions[row, column] > 0.5 else "black"
+            count = str(int(matrix[row, column]))
+            axes.text(column, row, count, ha="center", va="center", color=color, fontsize="x-small")
     with atomic_write(path, "wb") as file:
         figure.savefig(file, format="png")
