@@ -10,8 +10,9 @@ from markdown import commands
 
 from trainapp.config.schema import Generate
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.inference import generate as module
-from trainapp.inference.generate import draw
+from trainapp.inference import decoding
+from trainapp.inference.decoding import continue_by_position, sample_token
+from trainapp.inference.generate import printable
 from trainapp.models.gpt import GPT
 
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
@@ -53,7 +54,7 @@ def test_the_command_line(tmp_path, trained):
     assert (line["index"], line["prompt"], line["ended"]) == (0, "import ", "max_new_tokens")
     assert len(line["tokens"]) == 32
     assert bytes(line["tokens"]).decode(errors="replace") == line["text"]
-    assert module.printable(f"import {line['text']}") in done.stdout
+    assert printable(f"import {line['text']}") in done.stdout
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_the_end_of_a_text(tmp_path, trained):
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """In the middle of a text: the batch is halved, and the texts are the same."""
     whole = generate(tmp_path, trained)
-    build, sizes = module.decoder_of, []
+    build, sizes = decoding.build_decoder, []
 
     def failing(model, length, output):
         decode = build(model, length, output)
@@ -108,7 +109,7 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
 
         return fails
 
-    monkeypatch.setattr(module, "decoder_of", failing)
+    monkeypatch.setattr(decoding, "build_decoder", failing)
     assert generate(tmp_path, trained, "generate.batch_size=5") == whole
     assert (sizes[0], sizes[11]) == (5, 2)
 
@@ -143,7 +144,7 @@ def test_tokens_where_the_data_has_no_text(tmp_path):
 
 
 def test_a_terminal_gets_no_control_characters():
-    assert module.printable("a\x1b[2J\tä\nb\r\x07") == "a\ufffd[2J\tä\nb\ufffd\ufffd"
+    assert printable("a\x1b[2J\tä\nb\r\x07") == "a\ufffd[2J\tä\nb\ufffd\ufffd"
 
 
 def test_with_and_without_a_cache():
@@ -154,7 +155,7 @@ def test_with_and_without_a_cache():
     def texts(model, chosen):
         own = {number: prompts[number] for number in chosen}
         with torch.inference_mode():
-            return module.by_position(model, own, Generate(max_new_tokens=10), frozenset(), torch.device("cpu"))
+            return continue_by_position(model, own, Generate(max_new_tokens=10), frozenset(), torch.device("cpu"))
 
     class WithoutCache(torch.nn.Module):
         def forward(self, tokens):
@@ -171,7 +172,7 @@ def test_draws_follow_the_distribution():
     logits, generator = torch.tensor([1.0, 3.0, 2.0, -torch.inf, 0.0]), torch.Generator().manual_seed(0)
 
     def frequencies(**settings):
-        tokens = torch.tensor([draw(logits, generator, Generate(**settings)) for _ in range(4000)])
+        tokens = torch.tensor([sample_token(logits, generator, Generate(**settings)) for _ in range(4000)])
         return (torch.bincount(tokens, minlength=5) / 4000).tolist()
 
     def expected(*kept, temperature=1.0):
@@ -187,4 +188,4 @@ def test_draws_follow_the_distribution():
     assert frequencies(temperature=0.0) == [0, 1, 0, 0, 0]
     assert frequencies(temperature=2.0) != expected(0, 1, 2, 4)
     with pytest.raises(TrainingStopped, match="nan"):
-        draw(logits * torch.nan, generator, Generate())
+        sample_token(logits * torch.nan, generator, Generate())

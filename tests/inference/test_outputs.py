@@ -9,7 +9,8 @@ from torch import nn
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.files import strict_json
-from trainapp.inference.rows import Predictor, _plain
+from trainapp.inference.predict import Predictor
+from trainapp.inference.rows import _plain_value
 from trainapp.losses.losses import classification
 
 
@@ -81,7 +82,7 @@ def own_rows(returned, samples=4):
 def test_values_that_are_no_tensors(returned, second):
     found = own_rows(returned)
     assert len(found) == 4
-    assert json.loads(strict_json(found, default=_plain))[1] == second
+    assert json.loads(strict_json(found, default=_plain_value))[1] == second
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import trainapp
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.hooks.predictions import dim_of_classes
-from trainapp.inference import rows as module
+from trainapp.inference import predict as module
 from trainapp.signals import TO_BE_CONTINUED
 
 PAGE = ROOT / "docs/inference.md"

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.inference.rows import Rows
+from trainapp.inference.rows import RowFile
 from trainapp.parallel.ranks import SingleRank
 
 DECIDES = {"checkpoint": "a"}
@@ -25,7 +25,7 @@ class OneOfTwo:
 
 
 def opened(path, decides=DECIDES, ranks=None, interleaved=False):
-    return Rows(path, decides, ranks or SingleRank(), interleaved, "predict.output")
+    return RowFile(path, decides, ranks or SingleRank(), interleaved, "predict.output")
 
 
 def rows(count):
@@ -46,7 +46,7 @@ def test_a_full_disk_keeps_what_is_written(tmp_path):
     first.close()
     assert first.partial.stat().st_size == written + 30
     again = opened(tmp_path / "a.jsonl")
-    assert again.done == 3
+    assert again.written == 3
     assert again.partial.stat().st_size == written
     again.write(rows(1))
     assert again.publish() == 4
@@ -57,9 +57,9 @@ def test_a_full_disk_keeps_what_is_written(tmp_path):
 
 def test_rows_of_another_configuration_are_not_continued(tmp_path):
     opened(tmp_path / "a.jsonl").write(rows(3))
-    assert opened(tmp_path / "a.jsonl", {"checkpoint": "b"}).done == 0
-    assert opened(tmp_path / "a.jsonl", DECIDES, OneOfTwo()).done == 0
-    assert opened(tmp_path / "a.jsonl").done == 3
+    assert opened(tmp_path / "a.jsonl", {"checkpoint": "b"}).written == 0
+    assert opened(tmp_path / "a.jsonl", DECIDES, OneOfTwo()).written == 0
+    assert opened(tmp_path / "a.jsonl").written == 3
 
 
 def test_a_file_of_something_else_is_not_replaced(tmp_path):

@@ -12,7 +12,7 @@ import hf_files
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainapp.config.schema import Generate
-from trainapp.inference import generate as module
+from trainapp.inference.decoding import continue_by_transformers
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60}
 KINDS = {
@@ -33,7 +33,7 @@ def test_padding_on_the_left_changes_no_text(kind):
 
     def texts(chosen, ends=frozenset(), **settings):
         chosen, settings = {number: prompts[number] for number in chosen}, Generate(max_new_tokens=10, **settings)
-        return module.by_transformers(model, chosen, settings, ends, torch.device("cpu"))
+        return continue_by_transformers(model, chosen, settings, ends, torch.device("cpu"))
 
     whole = texts([0, 1, 2], temperature=0.0)
     assert whole == [texts([number], temperature=0.0)[0] for number in prompts]

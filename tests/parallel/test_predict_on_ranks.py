@@ -11,7 +11,7 @@ import torch
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.inference.rows import Predictor
+from trainapp.inference.predict import Predictor
 from trainapp.launch import elastic
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner

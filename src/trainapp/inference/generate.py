@@ -1,15 +1,9 @@
-"""`mode=generate`: continues prompts, and writes one JSON line per prompt, in order.
-
-Transformers models use their own `generate`, with padding on the left. Other models are read position by position:
-while a prompt is longer than the shortest of its batch, its own tokens are read instead of sampled ones. Every model
-that predicts next tokens can therefore generate without padding and masks, and a prompt's logits do not depend on the
-others.
-"""
+"""`mode=generate`: continues prompts, and writes one JSON line per prompt, in order."""
 
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +12,13 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import UserError
+from trainapp.inference.decoding import continue_by_position, continue_by_transformers
 from trainapp.inference.rows import Row, write_rows
-from trainapp.losses.losses import Output, tensor_of_output
 from trainapp.models.inspect import is_of_transformers, positions_of
-from trainapp.rng import SampleDraws, seed_from
 from trainapp.training.session import Session
 
-SHOWN = 16  # maximum number of prompts shown on the terminal
-Decoder = Callable[[Tensor], Tensor]  # next-token logits [B, V] after tokens [B, T], which follow earlier calls'
+MOST_SHOWN = 16  # prompts shown on the terminal
 
 
 def generate(session: Session) -> None:
@@ -35,207 +27,142 @@ def generate(session: Session) -> None:
     Raises UserError for prompts that cannot be continued, and for models that do not predict next tokens.
     """
     model: Any = session.strategy.model
-    settings, data = session.config.generate, session.batches.dataset
-    ends = ends_of_text(settings, data, model)
-    prompts = [encoded(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
-    context, new = context_of(model), settings.max_new_tokens
-    for number, prompt in enumerate(prompts):
-        room = new if context is None else context + 1 - len(prompt)  # the last token is not read
-        if room < new:
-            advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
-            raise UserError(
-                f"generate.max_new_tokens={new}: generate.prompts[{number}] has {len(prompt)} tokens, and the model "
-                f"reads {context}; {advice}"
-            )
-    itself = is_of_transformers(model) and model.can_generate()
-    output = getattr(session.task, "output", None)
-    continued = by_transformers if itself else functools.partial(by_position, output=output)
+    settings = session.config.generate
+    data = session.batches.dataset
+    end_tokens = tokens_that_end_text(settings, data, model)
+    prompts = [encode_prompt(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
+    _require_room(prompts, settings.max_new_tokens, context_length(model))
+    if is_of_transformers(model) and model.can_generate():
+        continue_prompts = continue_by_transformers
+    else:
+        continue_prompts = functools.partial(continue_by_position, output=getattr(session.task, "output", None))
 
-    def rows_of(micro: MicroBatch) -> list[Row]:
-        chosen = micro.data["numbers"].tolist()
-        own = {number: prompts[number] for number in chosen}
-        texts = continued(model, own, settings, ends, session.state.device)
-        return [_row(data, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
+    def fetch_batches(written: int) -> Iterator[MicroBatch]:
+        for start, end in ranges(written, len(prompts), session.sizes.evaluation.size):
+            piece = functools.partial(_build_batch, prompts, settings.max_new_tokens, start)
+            is_last = end == len(prompts)
+            yield MicroBatch(piece(0, end - start), is_last, True, range(start, end), piece)
 
-    def batch(begin: int, start: int, end: int) -> dict[str, Tensor]:
-        """Numbers of prompts, int64 [B], and zeros, [B, T], in the shape of the texts: it determines the size's
-        bucket.
-        """
-        numbers = range(begin + start, begin + end)
-        longest = max(len(prompts[number]) for number in numbers) + settings.max_new_tokens
-        return {"numbers": torch.tensor(numbers), "room": torch.zeros(len(numbers), longest)}
+    def compute_rows(micro: MicroBatch) -> list[Row]:
+        numbers = micro.data["numbers"].tolist()
+        batch_prompts = {number: prompts[number] for number in numbers}
+        texts = continue_prompts(model, batch_prompts, settings, end_tokens, session.state.device)
+        rows = []
+        for number, tokens in zip(numbers, texts, strict=True):
+            rows.append(_row(data, settings.prompts[number], tokens, end_tokens))
+        return rows
 
-    def fetched(done: int) -> Iterator[MicroBatch]:
-        for start, end in ranges(done, len(prompts), session.sizes.evaluation.size):
-            piece = functools.partial(batch, start)
-            yield MicroBatch(piece(0, end - start), end == len(prompts), True, range(start, end), piece)
-
-    if (path := write_rows(session, "generations", fetched, rows_of)) is not None:
-        _show(len(prompts), path)
+    path = write_rows(session, "generations", fetch_batches, compute_rows)
+    if path is not None:
+        _print_rows(path, len(prompts))
 
 
-# Continuing a batch: the new tokens of each prompt, at most `max_new_tokens`, the last of which may end the text.
+def tokens_that_end_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
+    """Return the tokens that end a text: as set, otherwise by the data's `end_of_text`, or by a Transformers model."""
+    tokens: Any = settings.end_of_text
+    if tokens == "auto":
+        tokens = getattr(data, "end_of_text", None)
+        if tokens is None and is_of_transformers(model):
+            tokens = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if tokens is None:
+        return frozenset()
+    return frozenset(tokens if isinstance(tokens, (list, tuple)) else [tokens])
 
 
-def by_transformers(
-    model: Any, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
-) -> list[list[int]]:
-    """Generate by the model's own `generate`. With `train.draws=device`, sampled tokens depend on the batch, whose seed
-    is its first prompt's.
+def encode_prompt(data: Any, prompt: str | Sequence[int], number: int) -> list[int]:
+    """Return the tokens of a prompt. Raises UserError for a prompt without tokens.
+
+    Args:
+        data: encodes a text by its `encode`.
+        prompt: a text, or tokens.
+        number: the prompt's index, for messages.
     """
-    longest, pad = max(map(len, prompts.values())), min(ends, default=0)
-    tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
-    starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
-    seed_from(device, settings.seed, *([min(prompts)] if SampleDraws.active is None else []))
-    drawn = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
-    texts = model.generate(
-        tokens,
-        attention_mask=(torch.arange(longest, device=device) >= starts).long(),
-        max_new_tokens=settings.max_new_tokens,
-        do_sample=settings.temperature > 0,
-        **(drawn if settings.temperature > 0 else {}),
-        eos_token_id=sorted(ends) or [-1],  # not a token; None would mean the model's own
-        pad_token_id=pad,
-        use_cache=True,
-    )
-    new = texts[:, longest:].tolist()
-    lengths = [next((n for n, token in enumerate(text, start=1) if token in ends), len(text)) for text in new]
-    return [text[:length] for text, length in zip(new, lengths, strict=True)]  # padding follows a text's end
-
-
-def by_position(
-    model: nn.Module,
-    prompts: dict[int, list[int]],
-    settings: Generate,
-    ends: frozenset[int],
-    device: torch.device,
-    output: Output = None,
-) -> list[list[int]]:
-    """Generate token by token. Each prompt has its own generator, so its text does not depend on the batch.
-
-    output: the part of what the model returns, see `losses.part_of_output`.
-    """
-    texts = [list(prompt) for prompt in prompts.values()]
-    lengths = [len(text) for text in texts]
-    generators = [torch.Generator().manual_seed(hash((settings.seed, number)) % 2**63) for number in prompts]
-    decoder = decoder_of(model, max(lengths) + settings.max_new_tokens, output)
-    unfinished, begun, position = set(range(len(texts))), 0, min(lengths)
-    while unfinished:
-        # Finished sequences continue until all are finished.
-        rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
-        logits = decoder(torch.tensor(rows, device=device)).float().cpu()  # waits: the sampled tokens are read next
-        for row in [row for row in unfinished if len(texts[row]) == position]:
-            texts[row].append(draw(logits[row], generators[row], settings))
-            if texts[row][-1] in ends or len(texts[row]) == lengths[row] + settings.max_new_tokens:
-                unfinished.remove(row)
-        begun, position = position, position + 1
-    return [text[length:] for text, length in zip(texts, lengths, strict=True)]
-
-
-def decoder_of(model: Any, length: int, output: Output = None) -> Decoder:
-    """A decoder for sequences of at most `length` tokens: uses the model's cache if it has `new_cache`; otherwise each
-    token is a forward of all tokens. output: see `by_position`.
-    """
-    if callable(getattr(model, "new_cache", None)):
-        cache = model.new_cache(length)
-        return lambda tokens: _last(model(tokens, cache=cache), tokens, output)
-    read: list[Tensor] = []
-
-    def decode(tokens: Tensor) -> Tensor:
-        read.append(tokens)
-        whole = torch.cat(read, dim=1)
-        return _last(model(whole), whole, output)
-
-    return decode
-
-
-def _last(returned: Any, tokens: Tensor, output: Output) -> Tensor:
-    """The logits of the last position, [B, V]. Raises UserError for a model that does not predict next tokens."""
-    logits = tensor_of_output(returned, output, "mode=generate")
-    if logits.ndim != 3 or len(logits) != len(tokens):
-        raise UserError(
-            f"mode=generate: the model returns {list(logits.shape)} for tokens {list(tokens.shape)}, not logits "
-            "[B, T, vocabulary]; use a run whose model predicts next tokens"
-        )
-    return logits[:, -1]
-
-
-def draw(logits: Tensor, generator: torch.Generator, settings: Generate) -> int:
-    """Sample a token by temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
-
-    logits: float [V] on the CPU. Raises TrainingStopped for nan logits.
-    """
-    if logits.isnan().any():
-        raise TrainingStopped("mode=generate: the model's logits are nan; choose an earlier checkpoint")
-    if settings.temperature == 0:
-        return int(logits.argmax())
-    ordered, tokens = logits.double().sort(descending=True, stable=True)
-    probabilities = torch.softmax((ordered / settings.temperature)[: settings.top_k], -1)
-    if settings.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the likeliest, which always stays
-        probabilities = probabilities.where(before < settings.top_p, 0.0)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-# Converting between text and the tokens of a run's data
-
-
-def encoded(data: Any, prompt: str | Sequence[int], number: int) -> list[int]:
-    """The tokens of a prompt; for a text, by the data's `encode`. number: the prompt's index, for messages. Raises
-    UserError for a prompt without tokens.
-    """
-    setting, size = f"generate.prompts[{number}]={prompt!r}", getattr(data, "spec", {}).get("vocab_size")
+    setting = f"generate.prompts[{number}]={prompt!r}"
     if isinstance(prompt, str) and not has_text(data):
         raise UserError(f"{setting}: the data has no text (no `encode` and `decode`); give tokens, as in [[1,2,3]]")
     tokens = list(data.encode(prompt) if isinstance(prompt, str) else prompt)
     if not tokens:
         raise UserError(f"{setting}: has no token to continue")
-    if size is not None and max(tokens) >= size:
-        raise UserError(f"{setting}: token {max(tokens)} is not one of the vocabulary's {size}, from 0")
+    vocab_size = getattr(data, "spec", {}).get("vocab_size")
+    if vocab_size is not None and max(tokens) >= vocab_size:
+        raise UserError(f"{setting}: token {max(tokens)} is not one of the vocabulary's {vocab_size}, from 0")
     return tokens
 
 
 def has_text(data: Any) -> bool:
-    """Whether the data set has `encode(text)` and `decode(tokens)`."""
+    """Return whether the data set has `encode(text)` and `decode(tokens)`."""
     return all(callable(getattr(data, name, None)) for name in ("encode", "decode"))
 
 
-def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: as set, otherwise the data's `end_of_text`, otherwise a Transformers model's."""
-    found: Any = settings.end_of_text
-    if found == "auto":
-        found = getattr(data, "end_of_text", None)
-        if found is None and is_of_transformers(model):
-            found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
-
-
-def context_of(model: Any) -> int | None:
-    """The longest sequence that the model reads, if it declares one."""
+def context_length(model: Any) -> int | None:
+    """Return the length of the longest sequence that the model reads, if it declares one."""
     if is_of_transformers(model):
         return positions_of(model.config)
     length = getattr(model, "context_length", None)
     return length if isinstance(length, int) else None
 
 
-def _row(data: Any, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:
-    """A prompt's row. Its text does not include the token that ends it."""
-    has_ended = bool(tokens) and tokens[-1] in ends
-    text = {"text": str(data.decode(tokens[:-1] if has_ended else tokens))} if has_text(data) else {}
-    ended = "end_of_text" if has_ended else "max_new_tokens"
-    return {"prompt": settings.prompts[number], **text, "tokens": tokens, "ended": ended}
+def _require_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None) -> None:
+    """Raise UserError for a prompt that is too long to be continued within the model's context; None: no limit."""
+    if context is None:
+        return
+    for number, prompt in enumerate(prompts):
+        room = context + 1 - len(prompt)  # the last token is not read
+        if room < max_new_tokens:
+            advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
+            raise UserError(
+                f"generate.max_new_tokens={max_new_tokens}: generate.prompts[{number}] has {len(prompt)} tokens, and "
+                f"the model reads {context}; {advice}"
+            )
+
+
+def _build_batch(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, first: int, start: int, end: int
+) -> dict[str, Tensor]:
+    """Return a batch of prompts: their numbers, int64 [B], and zeros in the shape of the texts, [B, T], which determine
+    the bucket of sizes.
+
+    Args:
+        prompts: of the run.
+        max_new_tokens: per prompt.
+        first: number of the first prompt of the fetched batch.
+        start: of the prompts in the fetched batch.
+        end: likewise, exclusive.
+    """
+    numbers = range(first + start, first + end)
+    longest = max(len(prompts[number]) for number in numbers) + max_new_tokens
+    return {"numbers": torch.tensor(numbers), "room": torch.zeros(len(numbers), longest)}
+
+
+def _row(data: Any, prompt: Any, tokens: list[int], end_tokens: frozenset[int]) -> Row:
+    """Return a prompt's row. Its text does not include the token that ends it.
+
+    Args:
+        data: decodes the tokens, if it has text.
+        prompt: as in the settings.
+        tokens: the new ones.
+        end_tokens: tokens that end a text.
+    """
+    has_ended = bool(tokens) and tokens[-1] in end_tokens
+    row: Row = {"prompt": prompt}
+    if has_text(data):
+        row["text"] = str(data.decode(tokens[:-1] if has_ended else tokens))
+    row["tokens"] = tokens
+    row["ended"] = "end_of_text" if has_ended else "max_new_tokens"
+    return row
+
+
+def _print_rows(path: Path, prompts: int) -> None:
+    """Print the first texts of a file; prompts: their number."""
+    with open(path) as file:
+        for line in itertools.islice(file, MOST_SHOWN):
+            row = json.loads(line)
+            text = f"{row['prompt']}{row['text']}" if "text" in row else f"{row['prompt']} {row['tokens']}"
+            print(printable(text), flush=True)
+    if prompts > MOST_SHOWN:
+        print(f"... {prompts - MOST_SHOWN} more in {path}")
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal would interpret."""
+    """Return the text without control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def _show(prompts: int, path: Path) -> None:
-    with open(path) as file:
-        for line in itertools.islice(file, SHOWN):
-            row = json.loads(line)
-            shown = f"{row['prompt']}{row['text']}" if "text" in row else f"{row['prompt']} {row['tokens']}"
-            print(printable(shown), flush=True)
-    if prompts > SHOWN:
-        print(f"... {prompts - SHOWN} more in {path}")

@@ -14,7 +14,7 @@ from trainapp.assembly import build, hooks
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import add_note
-from trainapp.inference import generate, rows
+from trainapp.inference import generate, predict
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
@@ -178,7 +178,7 @@ def work(session: Session) -> None:
         evaluate(session)
         events.end(session)
     elif config.mode == "predict":
-        rows.predict(session)
+        predict.predict(session)
     elif config.mode == "generate":
         generate.generate(session)
     else:

@@ -95,7 +95,7 @@ class Tracker:
         self._call_loggers("scalars", group, values, step)
 
     def _append(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Append a line to a file of the record. After an error, later lines are tried: the disk may have room again."""
+        """Append a line to a file of the record. Later lines are tried after an error: the disk may have room again."""
         path = self.run_dir / name
         try:
             with path.open("a") as file:

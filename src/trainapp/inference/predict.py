@@ -1,0 +1,172 @@
+"""`mode=predict`: a row of plain values for each sample of a data set, in the order of the data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.errors import UserError
+from trainapp.hooks.callbacks import labels_of
+from trainapp.hooks.predictions import dim_of_classes
+from trainapp.inference.rows import Row, write_rows
+from trainapp.losses.losses import (
+    IGNORED,
+    Output,
+    attribute,
+    call_model,
+    class_dim,
+    form_of,
+    part_of,
+    part_of_output,
+    unchecked,
+)
+from trainapp.training.session import Session
+
+
+def predict(session: Session) -> None:
+    """Write the model's predictions for each sample of a data set, shared between the ranks. Collective.
+
+    Raises UserError for a data set that does not exist, and for outputs that cannot be split into samples.
+    """
+    batches = _batches_of_split(session)
+    output = getattr(session.task, "output", None)
+    predictor = Predictor(unchecked(session.task), session.config.task, labels_of(batches.dataset), output)
+
+    def fetch_batches(written: int) -> Iterator[MicroBatch]:
+        return batches.from_sample(written, session.sizes.evaluation.size, session.ranks)
+
+    def compute_rows(micro: MicroBatch) -> list[Row]:
+        return predictor.rows(session.strategy.model, micro)
+
+    write_rows(session, "predictions", fetch_batches, compute_rows, batches.is_stream)
+
+
+def _batches_of_split(session: Session) -> EvalBatches:
+    """Return the batches of `predict.split`. Raises UserError if it does not exist."""
+    split = session.config.predict.split
+    name = "" if split == "val" else split
+    if name in session.eval_sets:
+        return session.eval_sets[name]
+    splits = [set_name or "val" for set_name in session.eval_sets]
+    choices = dict.fromkeys([*splits, "train"])  # each once
+    raise UserError(
+        f"predict.split={split}: there is no such data; choose {', '.join(choices)}, or set other data with data=... "
+        "or eval.NAME"
+    )
+
+
+class Predictor:
+    """The conversion of a model's output for a batch into one row of plain values per sample.
+
+    Args:
+        task: the run's task, unchecked.
+        setting: the task's name.
+        class_names: of the data, if known.
+        output: the part of what the model returns, see `losses.part_of_output`.
+    """
+
+    def __init__(self, task: Any, setting: str, class_names: Sequence[str], output: Output = None):
+        self.task = task
+        self.setting = setting
+        self.class_names = class_names
+        self._output_part = output
+        self._class_dim = class_dim(task)
+
+    def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
+        """Return one row per sample. Raises UserError for outputs that cannot be split into samples."""
+        output = self._output(model, micro.data)
+        targets = part_of(micro.data, "targets")
+        dim = None
+        if isinstance(output, Tensor) and output.ndim and len(output) == micro.samples:
+            dim = dim_of_classes(output, targets, self._class_dim)
+        if dim is None:
+            return [{"prediction": value} for value in self._split_by_sample(output, micro.samples)]
+        self._class_dim = dim  # a later batch may have as many positions as classes
+        return self._classify(output, targets, dim)
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the task's `predict` or `embed` returns, otherwise the model's output."""
+        predict_batch = attribute(self.task, "predict") or attribute(self.task, "embed")
+        if callable(predict_batch):
+            return predict_batch(model, batch)
+        if part_of(batch, "inputs") is None:
+            raise self._error(f"it is not known which part of its batches, {form_of(batch)}, the model takes")
+        return part_of_output(call_model(model, batch, self._output_part), self._output_part)
+
+    def _split_by_sample(self, output: Any, samples: int, path: str = "") -> list[Any]:
+        """Return one value per sample.
+
+        Args:
+            output: a dict, or a list or tuple with tensors, contains several outputs; any other list has one value per
+                sample.
+            samples: the number of samples.
+            path: position in the whole output, for messages.
+        """
+        if isinstance(output, Mapping) and output:
+            columns = [self._split_by_sample(part, samples, f"{path}[{name!r}]") for name, part in output.items()]
+            names = [str(name) for name in output]
+            return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        if isinstance(output, (list, tuple)) and tensors_in(output):
+            columns = [self._split_by_sample(part, samples, f"{path}[{index}]") for index, part in enumerate(output)]
+            return [list(values) for values in zip(*columns, strict=True)]
+        if isinstance(output, (Tensor, np.ndarray)) and output.ndim and len(output) == samples:
+            return output.tolist()
+        if isinstance(output, (list, tuple)) and len(output) == samples:
+            return list(output)
+        raise self._error(f"its output{path} for {samples} samples {_form_text(output)}")
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(
+            f"mode=predict with task={self.setting}: {problem}; give the task a method `predict(model, batch)` that "
+            "returns tensors whose first dimension is the samples, lists with a plain value per sample, or a dict of "
+            "these"
+        )
+
+    def _classify(self, logits: Tensor, targets: Any, dim: int) -> list[Row]:
+        """Return the likeliest class, with its name, and its probability.
+
+        Sequences end at the last counted position, since padding depends on the other samples of the batch; images keep
+        their shape.
+
+        Args:
+            logits: with classes in dimension `dim`.
+            targets: of the batch.
+            dim: 1 or -1.
+        """
+        probabilities, classes = torch.softmax(logits.float(), dim).max(dim)
+        rows: list[Row] = []
+        for prediction, probability in zip(classes.tolist(), probabilities.tolist(), strict=True):
+            rows.append({"prediction": prediction, "probability": probability})
+
+        has_padding = isinstance(targets, Tensor) and not targets.is_floating_point()  # unlike class probabilities
+        if logits.ndim == 3 and has_padding:
+            return [_cut_row(row, length) for row, length in zip(rows, _counted_lengths(targets), strict=True)]
+        if logits.ndim == 2:
+            for row in rows:
+                if row["prediction"] < len(self.class_names):
+                    row["prediction_name"] = str(self.class_names[row["prediction"]])
+        return rows
+
+
+def _form_text(output: Any) -> str:
+    """Return what an output is, for a message."""
+    shape = getattr(output, "shape", None)
+    if shape is not None:
+        return f"has shape {list(shape)}"
+    length = f" of {len(output)}" if isinstance(output, (list, tuple)) else ""
+    return f"is a {type(output).__name__}{length}"
+
+
+def _counted_lengths(targets: Tensor) -> list[int]:
+    """Return the length of each sequence up to its last counted target, of targets [B, T]."""
+    is_counted = targets != IGNORED
+    lengths = torch.arange(1, targets.shape[1] + 1, device=targets.device)  # up to each position
+    return (is_counted * lengths).amax(-1).tolist()
+
+
+def _cut_row(row: Row, length: int) -> Row:
+    return {name: values[:length] for name, values in row.items()}
