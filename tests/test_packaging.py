@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from importlib import metadata
@@ -46,8 +47,9 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """Built from the source archive, which is built from the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    done = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -83,6 +85,17 @@ def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
         "hydra_plugins",
         f"trainapp-{trainapp.__version__}.dist-info",
     }
+
+
+def test_the_source_archive_holds_what_git_holds(wheel):
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("not a checkout of git")
+    assert names - set(tracked.stdout.splitlines()) <= {"PKG-INFO"}
+    assert {"pyproject.toml", "README.md", "LICENSE", "tests/test_packaging.py", "conf/train.yaml"} <= names
 
 
 @pytest.mark.slow
