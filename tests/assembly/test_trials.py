@@ -81,7 +81,9 @@ def test_a_model_that_its_copy_shares_is_not_converted(tmp_path, name):
     run = runs.closed(tmp_path, *own_model(name), SUM)
     assert {parameter.dtype for parameter in run.state.model.parameters()} == {torch.float32}
     for mode in ("loss", "loss in training"):
-        shared = r"adds up over 4 .*, in fp32; not in fp64: Error: model\.\S+ \(\w+\) is shared with the original"
+        shared = (
+            r"adds up over 4 .*, in fp32; not in fp64: Error: the copy shares model\.\S+ \(\w+\), such as by a closure"
+        )
         assert re.match(shared, run.checks[mode])
 
 

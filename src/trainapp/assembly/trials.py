@@ -459,7 +459,7 @@ def _require_separate(copies: Mapping[str, nn.Module], originals: Mapping[str, n
     for name, copied in copies.items():
         for path, module in copied.named_modules(prefix=name):
             if any(id(tensor) in original_tensors for tensor in _registered_tensors(module, recurse=False)):
-                raise copy.Error(f"{path} ({type(module).__name__}) is shared with the original, such as by a closure")
+                raise copy.Error(f"the copy shares {path} ({type(module).__name__}), such as by a closure")
 
 
 def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
