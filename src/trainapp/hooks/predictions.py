@@ -16,6 +16,7 @@ from trainapp.errors import UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
+from trainapp.optim.precision import at_least_fp32
 from trainapp.validation import PositiveInt
 
 CELL_WIDTH = 60  # characters per cell in the trackers' table
@@ -82,7 +83,7 @@ class FirstPredictions:
         remaining = self.samples - len(self.rows)
         if remaining <= 0:
             return
-        outputs = outputs[:remaining].float().cpu()
+        outputs = at_least_fp32(outputs[:remaining]).cpu()
         targets = targets[:remaining].cpu()
         columns = {"target": targets, "prediction": outputs}
         dim = dim_of_classes(outputs, targets, self.class_dim)

@@ -24,6 +24,7 @@ from trainapp.losses.losses import (
     part_of_output,
     unchecked,
 )
+from trainapp.optim.precision import at_least_fp32
 from trainapp.training.session import Session
 
 
@@ -137,7 +138,7 @@ class Predictor:
             targets: of the batch.
             dim: 1 or -1.
         """
-        probabilities, classes = torch.softmax(logits.float(), dim).max(dim)
+        probabilities, classes = torch.softmax(at_least_fp32(logits), dim).max(dim)
         rows: list[Row] = []
         for prediction, probability in zip(classes.tolist(), probabilities.tolist(), strict=True):
             rows.append({"prediction": prediction, "probability": probability})

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
+from trainapp.optim.precision import at_least_fp32
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
 from trainapp.tracking.scalars import OF_THE_MACHINE, OF_THE_STEP
 from trainapp.units import listed
@@ -45,7 +46,7 @@ def classification(model: nn.Module, batch: Any, output: Output = None) -> tuple
     or probabilities [B, classes, ...]. The count is the number of elements. output: see `part_of_output`.
     """
     logits, targets = predictions(model, batch, output)
-    loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+    loss_sum = _cross_entropy(logits, targets, "classification")
     own = targets.argmax(1) if targets.is_floating_point() else targets
     count = own.shape[0] if own.ndim < 2 else (own != IGNORED).sum()
     return loss_sum, count, _metrics(logits, own, 1)
@@ -56,18 +57,42 @@ def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Ten
     `part_of_output`.
     """
     logits, targets = predictions(model, batch, output)
-    loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss_sum = _cross_entropy(logits.flatten(0, 1), targets.flatten(), "next_token")
     return loss_sum, (targets != IGNORED).sum(), _metrics(logits, targets, -1)
 
 
 next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count, for the log's tokens per second
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, task: str) -> Tensor:
+    """Return the sum for logits [N, classes, ...]. Raises UserError for targets that are no class; GPUs assert them."""
+    try:
+        return F.cross_entropy(at_least_fp32(logits), targets, ignore_index=IGNORED, reduction="sum")
+    except IndexError:
+        _require_classes(targets, logits.shape[1], task)
+        raise
+
+
+def _require_classes(targets: Tensor, classes: int, task: str) -> None:
+    """Raises UserError for a target that is neither a class nor ignored. Costs a pass: called after an error."""
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
+    if not len(wrong):
+        return
+    target = int(wrong[0])
+    remedy = "correct the targets, or use a model with more classes"
+    if target < 0:
+        remedy = f"write {IGNORED} for what is ignored, in place of {target}, in the data set or its `collate`"
+    raise UserError(
+        f"task={task}: a target is {target}, but must be a class from 0 to {classes - 1}, or {IGNORED}, which is "
+        f"ignored (torch's default `ignore_index`); {remedy}"
+    )
+
+
 def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
     """The accuracy, and `(logits, targets)` for each configured metric. dim: dimension of the classes."""
     return {
         "accuracy": lambda: (logits.argmax(dim) == targets).sum(),
-        EVERY: lambda: (logits.detach().float(), targets),
+        EVERY: lambda: (at_least_fp32(logits.detach()), targets),
     }
 
 
@@ -90,7 +115,12 @@ class InChunks:
             )
         with features_only(model) as head:
             features = model(inputs, **others)
-        loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
+        try:
+            loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
+        except RuntimeError as error:
+            if "out of bounds" in str(error):
+                _require_classes(targets, head.out_features, self.unchecked.__name__)
+            raise
         count = len(targets) if self.unchecked is classification else (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}
 

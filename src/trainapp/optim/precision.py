@@ -34,6 +34,11 @@ MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and wil
 _AUTOCAST = {"fp32": None, "tf32": None, "fp16": torch.float16}  # bf16 in all other modes
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp32, in which losses are added up; a model in fp64 has its loss in fp64."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
 @dataclass
 class Precision:
     """`autocast` wraps forward and loss; `scaler` is disabled (every method passes through) unless the mode is fp16.

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of, last_layer
+from trainapp.optim.precision import at_least_fp32
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import has_forward_hooks
 
@@ -38,7 +39,8 @@ def linear_cross_entropy(
     features: [..., width]; targets: int64 [...], `ignored` for ignored positions. rows: number of targets whose logits
     exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` except for the order
     of additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, otherwise in the weight's, and adds up the
-    loss and the weight's gradient in fp32. Not differentiable twice. Does not run hooks of the head.
+    loss and the weight's gradient in fp32, or in fp64 for a weight in fp64. Not differentiable twice. Does not run
+    hooks of the head.
     """
     flat, flat_targets = features.flatten(0, -2), targets.flatten()
     if rows == "auto":
@@ -139,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         ignored: int,
     ) -> tuple[Tensor, Tensor]:
-        loss = torch.zeros((), device=features.device)
+        loss = torch.zeros((), device=features.device, dtype=torch.promote_types(dtype, torch.float32))
         correct = torch.zeros((), dtype=torch.int64, device=features.device)
         sums = []  # the logarithm of each row's sum of exponentials
         with torch.autocast(features.device.type, enabled=False):
@@ -147,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for x, target in zip(features.split(rows), targets.split(rows), strict=True):
                 logits = F.linear(x.to(dtype), product, own)
                 correct += (logits.argmax(-1) == target).sum()
-                logits = logits.float()
+                logits = at_least_fp32(logits)
                 sums.append(logits.logsumexp(-1))
                 chosen = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
                 loss += (sums[-1] - chosen).masked_fill(target == ignored, 0).sum()
@@ -169,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start, log_sum in zip(range(0, len(targets), ctx.rows), sums, strict=True):
                 here = slice(start, start + ctx.rows)
                 x, target = features[here].to(dtype), targets[here]
-                gradient = F.linear(x, product, own).float()
+                gradient = at_least_fp32(F.linear(x, product, own))
                 gradient.sub_(log_sum[:, None]).exp_()  # the probabilities
                 gradient[torch.arange(len(target), device=target.device), _classes(target, ctx.ignored)] -= 1
                 gradient.mul_((scale * (target != ctx.ignored))[:, None])
