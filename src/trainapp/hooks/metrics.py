@@ -81,7 +81,7 @@ class StatefulMetrics:
         arguments_by_key: dict[str, Any] = {}  # a function is called once, also for several metrics
         for name, wrapper in self._wrappers.items():
             key = name if name in task_metrics else EVERY
-            if key not in task_metrics:
+            if key not in task_metrics:  # of some batches only
                 continue
             if key not in arguments_by_key:
                 arguments = task_metrics[key]

@@ -34,6 +34,7 @@ def continue_by_transformers(
         end_tokens: tokens that end a text.
         device: of the model.
     """
+    # Padding on the left: all prompts end at the same position, where the new tokens begin.
     longest = max(map(len, prompts.values()))
     padding_token = min(end_tokens, default=0)
     padding_lengths = [longest - len(prompt) for prompt in prompts.values()]
@@ -93,12 +94,14 @@ def continue_by_position(
     prompt_lengths = [len(text) for text in texts]
     generators = [torch.Generator().manual_seed(hash((settings.seed, number)) % 2**63) for number in prompts]
     decoder = build_decoder(model, max(prompt_lengths) + settings.max_new_tokens, output)
+    # Each call of the decoder reads the tokens [start, end) of all texts, which have been sampled or are the prompt's.
     unfinished = set(range(len(texts)))
-    start = 0  # the first position that the model has not read yet
+    start = 0
     end = min(prompt_lengths)
     while unfinished:
         tokens = [_tokens_to_read(text, start, end) for text in texts]
         logits = decoder(torch.tensor(tokens, device=device)).float().cpu()  # waits: the sampled tokens are read next
+        # Of a longer prompt, the next token is read instead.
         rows_to_sample = [row for row in unfinished if len(texts[row]) == end]
         for row in rows_to_sample:
             token = sample_token(logits[row], generators[row], settings)

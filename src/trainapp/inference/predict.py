@@ -107,13 +107,17 @@ class Predictor:
             samples: the number of samples.
             path: position in the whole output, for messages.
         """
+        columns = []  # of several outputs, the values of all samples
         if isinstance(output, Mapping) and output:
-            columns = [self._split_by_sample(part, samples, f"{path}[{name!r}]") for name, part in output.items()]
+            for name, part in output.items():
+                columns.append(self._split_by_sample(part, samples, f"{path}[{name!r}]"))
             names = [str(name) for name in output]
             return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         if isinstance(output, (list, tuple)) and tensors_in(output):
-            columns = [self._split_by_sample(part, samples, f"{path}[{index}]") for index, part in enumerate(output)]
+            for index, part in enumerate(output):
+                columns.append(self._split_by_sample(part, samples, f"{path}[{index}]"))
             return [list(values) for values in zip(*columns, strict=True)]
+        # A single output.
         if isinstance(output, (Tensor, np.ndarray)) and output.ndim and len(output) == samples:
             return output.tolist()
         if isinstance(output, (list, tuple)) and len(output) == samples:

@@ -144,9 +144,10 @@ class RowFile:
             self._file = open(self.partial, "ab", buffering=0)  # noqa: SIM115  # unbuffered: it survives a kill
         except OSError as error:
             raise UserError(f"{setting}={path}: cannot be written ({error.strerror}); name another file") from None
+        # Resume after the last whole row: a kill or a full disk may have cut off the one after it.
         content = self.partial.read_bytes()
         end_of_last_row = content.rfind(b"\n") + 1
-        self._file.truncate(end_of_last_row)  # removes a row cut off by a kill
+        self._file.truncate(end_of_last_row)
         self.written = content[:end_of_last_row].count(b"\n")
         if self.written:
             log.info("continuing after the %d rows in %s", self.written, self.partial)
