@@ -99,7 +99,7 @@ def run(*overrides: str) -> tuple[Any, float, float]:
     from trainapp.tracking.tracker import Tracker
 
     logging.disable(logging.WARNING)
-    Tracker.picture = lambda *_: None
+    Tracker.queue_picture = lambda *_: None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         config = compose.from_command_line([*BASE, *overrides], folder)
         started = time.monotonic()

@@ -137,14 +137,14 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     run = runner.prepare(settings, StopRequest(), ranks)
     found: list[float] = []
-    log = run.tracker.log
+    log = run.tracker.log_step
 
     def once(step: int, samples: int, scalars: dict[str, float], metric: str) -> None:
         found.append(scalars["loss"])
         run.limits.log = 0  # the first round tells whether all do the same work
         log(step, samples, scalars, metric)
 
-    run.tracker.log = once
+    run.tracker.log_step = once
 
     def advance(steps: int) -> None:
         for _ in range(steps):

@@ -37,7 +37,7 @@ def without_pictures(monkeypatch):
     """Drawing a picture costs more than a tiny run; oom/test_report.py covers the drawing."""
     from trainapp.tracking.tracker import Tracker
 
-    monkeypatch.setattr(Tracker, "picture", lambda *_: None)
+    monkeypatch.setattr(Tracker, "queue_picture", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

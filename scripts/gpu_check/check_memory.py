@@ -33,7 +33,7 @@ def test_errors(tmp_path, device, got, place):
         f"memory.limit={4 * free.peak_memory_bytes}",
         f"activation_checkpointing={'full' if place == 'recomputation' else 'none'}",
     )
-    session.tracker.picture = lambda *_: None  # drawing 20 figures would take longer than all else
+    session.tracker.queue_picture = lambda *_: None  # drawing 20 figures would take longer than all else
     size, times, phases, used = session.config.batch.global_size, ERRORS[device], [], []
     over_allocation = OverAllocation(session, place)
     for number in range(1, times + 1):

@@ -60,7 +60,7 @@ class Recorded:
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             if not pictures:
-                stack.enter_context(mock.patch.object(Tracker, "picture"))
+                stack.enter_context(mock.patch.object(Tracker, "queue_picture"))
             if self.injector.faults or injector or counts:
                 stack.enter_context(injected(self.injector))
             self._perform(config, ranks)

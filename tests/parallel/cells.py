@@ -76,7 +76,7 @@ class _Noting(Recorded):
     def watch(self, session: Session) -> None:
         record, batches, engine = self.noted, session.batches, session.engine
         record.failures = self.failures
-        commit, advance, evaluated = engine.commit, batches.advance, session.tracker.evaluated
+        commit, advance, evaluated = engine.commit, batches.advance, session.tracker.log_evaluation
 
         def noting_commit(totals: Any, norm: torch.Tensor) -> bool:
             with outside_dispatch_modes():  # it is the test that keeps them, not the run
@@ -100,7 +100,11 @@ class _Noting(Recorded):
             record.evaluated.append(dict(means))
             evaluated(step, samples, means)
 
-        engine.commit, batches.advance, session.tracker.evaluated = noting_commit, noting_advance, noting_evaluation
+        engine.commit, batches.advance, session.tracker.log_evaluation = (
+            noting_commit,
+            noting_advance,
+            noting_evaluation,
+        )
 
     def finish(self) -> None:
         """Note how the run ended. Its session is gone before the ranks disconnect, as outside of tests."""

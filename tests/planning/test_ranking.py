@@ -119,7 +119,7 @@ def test_the_result_is_what_the_list_says(tmp_path, technique):
     def losses(name, *more):
         with_loss = []
         with contextlib.closing(runs.prepare(tmp_path / name, *own, *more)) as run:
-            run.tracker.log = lambda step, samples, scalars, metric: with_loss.append(scalars["loss"])
+            run.tracker.log_step = lambda step, samples, scalars, metric: with_loss.append(scalars["loss"])
             for _ in range(3):
                 loop.train_step(run)
         return with_loss

@@ -111,7 +111,7 @@ def test_the_last_one_is_nan(tmp_path):
 def test_a_logged_value(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
     scalars = {"loss": math.nan, "samples_per_second": 1.0, "memory/peak": 1, "memory/limit": 1, "memory/x": math.inf}
-    run.tracker.log(1, 16, scalars, "accuracy")
+    run.tracker.log_step(1, 16, scalars, "accuracy")
     run.close()
     (line,) = lines(tmp_path, "metrics.jsonl")
     assert (line["loss"], line["loss_note"], line["memory/x"], line["memory/x_note"]) == (None, "nan", None, "inf")

@@ -49,15 +49,15 @@ def test_files_that_may_not_grow(tmp_path):
 def test_room_again(tmp_path, caplog):
     """Each line is tried; it is said once. What was written in part costs the next line, too."""
     tracker, limits = Tracker(Start(tmp_path, 0, {}, continues=True)), resource.getrlimit(resource.RLIMIT_FSIZE)
-    tracker.evaluated(1, 1, {})
+    tracker.log_evaluation(1, 1, {})
     resource.setrlimit(resource.RLIMIT_FSIZE, (35, limits[1]))  # half of the next line fits
     try:
-        tracker.evaluated(2, 2, {})
-        tracker.evaluated(3, 3, {})
+        tracker.log_evaluation(2, 2, {})
+        tracker.log_evaluation(3, 3, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    tracker.evaluated(4, 4, {})
-    tracker.evaluated(5, 5, {})
+    tracker.log_evaluation(4, 4, {})
+    tracker.log_evaluation(5, 5, {})
     tracker.close()
     assert [line["step"] for line in json_lines(tmp_path / "evaluations.jsonl")] == [1, 5]
     assert caplog.text.count("evaluations.jsonl cannot be written") == 1

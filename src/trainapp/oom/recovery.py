@@ -204,9 +204,9 @@ def report(session: Session, failure: OomReport) -> None:
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.old_size}"
             picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
-            session.tracker.picture("out_of_memory", picture, failure.step)
+            session.tracker.queue_picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run is more important than its report
-        session.tracker.unwritable(session.tracker.run_dir / "oom", error)
+        session.tracker.warn_unwritable(session.tracker.run_dir / "oom", error)
 
 
 def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:

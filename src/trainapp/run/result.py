@@ -170,11 +170,11 @@ def report(session: Session, result: Result) -> None:
         try:
             write(result)
         except OSError as error:
-            session.tracker.unwritable(path, error)
+            session.tracker.warn_unwritable(path, error)
         try:
             page.write_runs([result.run_dir], result.run_dir / page.NAME)
         except Exception as error:  # the run is more important than its record
-            session.tracker.unwritable(result.run_dir / page.NAME, error)
+            session.tracker.warn_unwritable(result.run_dir / page.NAME, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if session.config.mode != "lr_find":  # which ends with its suggestion

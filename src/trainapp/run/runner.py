@@ -148,7 +148,7 @@ def _print_recipe(session: Session) -> None:
         try:
             recipe.write(session.tracker.run_dir, facts)
         except OSError as error:  # the run is more important than its record
-            session.tracker.unwritable(session.tracker.run_dir / RECIPE, error)
+            session.tracker.warn_unwritable(session.tracker.run_dir / RECIPE, error)
 
 
 def prepare(

@@ -53,9 +53,9 @@ class Tracker:
             try:
                 _drop_lines_after(path, step)
             except OSError as error:
-                self.unwritable(path, error)
+                self.warn_unwritable(path, error)
 
-    def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
+    def log_step(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """Record a log step: every scalar in the file and the loggers, the main ones on the terminal.
 
         Args:
@@ -77,7 +77,7 @@ class Tracker:
         text = f"{bytes_text(peak)} / {bytes_text(limit)}"
         return f"{bar_of(peak / limit)} {text}" if self.progress.live else text
 
-    def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
         self._append(EVALUATIONS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "eval")
@@ -101,7 +101,7 @@ class Tracker:
             with path.open("a") as file:
                 file.write(strict_json(facts) + "\n")
         except OSError as error:
-            self.unwritable(path, error)
+            self.warn_unwritable(path, error)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Send a Markdown text to the loggers."""
@@ -137,11 +137,11 @@ class Tracker:
             log.warning("%s", text)
             self.text("notes", text, self.progress.step)
 
-    def unwritable(self, path: Path, error: Exception) -> None:
+    def warn_unwritable(self, path: Path, error: Exception) -> None:
         """Warn once that a file, or a folder of similar files, cannot be written."""
         self.warn_once(f"{path} cannot be written ({error}); the run continues without what belongs there", str(path))
 
-    def picture(self, tag: str, picture: Picture, step: int) -> None:
+    def queue_picture(self, tag: str, picture: Picture, step: int) -> None:
         """Queue a plot, to be drawn when the run closes."""
         self._pictures.append((tag, step, picture))
 
@@ -151,7 +151,7 @@ class Tracker:
             try:
                 draw(picture)
             except (OSError, MemoryError) as error:  # the run is more important than its record
-                self.unwritable(picture.path, error)
+                self.warn_unwritable(picture.path, error)
             self.image(tag, picture.path, step)
         self.progress.close()
         self._call_loggers("close")
@@ -170,7 +170,7 @@ class SilentTracker(Tracker):
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = scalars = text = image = note = warn_once = unwritable = _nothing
+    log_step = log_evaluation = scalars = text = image = note = warn_once = warn_unwritable = _nothing
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -74,7 +74,7 @@ def _record_results(session: Session) -> None:
     session.evaluation.last = means
     progress.evaluated_at = progress.step
     session.checkpointer.saved_at = -1  # a checkpoint of this step, saved for a stop, lacks the results
-    session.tracker.evaluated(progress.step, progress.samples, means)
+    session.tracker.log_evaluation(progress.step, progress.samples, means)
     record_objective(session, means)
     events.call(session, "after_evaluation", values)
 

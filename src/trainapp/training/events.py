@@ -158,7 +158,7 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     }
     scalars |= session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
-    session.tracker.log(progress.step, progress.samples, scalars, session.objective.metric)
+    session.tracker.log_step(progress.step, progress.samples, scalars, session.objective.metric)
     note_dependence(session, context)  # what has been noticed since
 
 
@@ -180,9 +180,9 @@ def draw_timeline(session: Session) -> None:
         try:
             session.memory.dump(path.with_suffix(".snapshot.pickle"))
         except OSError as error:  # the run is more important than its record
-            session.tracker.unwritable(path.parent, error)
+            session.tracker.warn_unwritable(path.parent, error)
     if events:
         title = f"memory of step {step}, micro-batch {session.sizes.train.size}"
         picture = Picture(events, kinds, session.memory.budget, title, path)
-        session.tracker.picture("memory_timeline", picture, step)
+        session.tracker.queue_picture("memory_timeline", picture, step)
     session.memory.keep_events = False
