@@ -7,7 +7,7 @@ import runs
 import torch
 from helpers import metrics, train
 
-from trainapp.tracking.utilisation import peak_of
+from trainapp.tracking.utilisation import peak_flops
 from trainapp.training import loop
 
 
@@ -84,10 +84,10 @@ def test_what_is_recomputed_does_not_count(tmp_path):
 def test_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     cuda = torch.device("cuda", 0)
-    assert peak_of(cuda, "bf16", None) == 312e12
-    assert peak_of(cuda, "tf32", None) == 156e12
-    assert peak_of(cuda, "fp32", None) is None
-    assert peak_of(cuda, "fp32", 1e12) == 1e12
-    assert peak_of(torch.device("cpu"), "bf16", None) is None
+    assert peak_flops(cuda, "bf16", None) == 312e12
+    assert peak_flops(cuda, "tf32", None) == 156e12
+    assert peak_flops(cuda, "fp32", None) is None
+    assert peak_flops(cuda, "fp32", 1e12) == 1e12
+    assert peak_flops(torch.device("cpu"), "bf16", None) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard of")
-    assert peak_of(cuda, "bf16", None) is None
+    assert peak_flops(cuda, "bf16", None) is None

@@ -15,7 +15,7 @@ import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.tracking.terminal import Progress, bar_of, is_live
+from trainapp.tracking.terminal import Progress, bar_text, is_live
 
 
 def test_lines_where_there_is_no_terminal(caplog):
@@ -36,7 +36,7 @@ def test_lines_on_a_terminal_that_asks_for_them(monkeypatch, name):
     assert is_live()
     monkeypatch.setenv(name, "1")
     assert not is_live()
-    assert [bar_of(share) for share in (0.0, 0.5, 2.0)] == ["[--------]", "[####----]", "[########]"]
+    assert [bar_text(share) for share in (0.0, 0.5, 2.0)] == ["[--------]", "[####----]", "[########]"]
 
 
 def on_a_terminal(command, cwd):

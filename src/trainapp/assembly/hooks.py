@@ -20,7 +20,7 @@ from trainapp.losses import losses
 from trainapp.memory.device import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Parameters
-from trainapp.tracking.utilisation import Utilisation, peak_of
+from trainapp.tracking.utilisation import Utilisation, peak_flops
 from trainapp.training.engine import Engine
 from trainapp.training.evaluate import written_without_copy
 from trainapp.training.phase import Phase
@@ -93,7 +93,7 @@ def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
 
 def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     """The counter of the model's FLOPs, if the device's peak is known and no compiler hides operations; else None."""
-    peak = peak_of(engine.state.device, config.precision.mode, config.train.peak_flops)
+    peak = peak_flops(engine.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None or config.train.compile:
         return None
     recomputes = config.activation_checkpointing.mode != "none"

@@ -28,7 +28,7 @@ from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
 from trainapp.optim.precision import at_least_fp32
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
-from trainapp.tracking.scalars import OF_THE_MACHINE, OF_THE_STEP
+from trainapp.tracking.scalars import MACHINE_SCALARS, STEP_SCALARS
 from trainapp.units import listed
 
 Metrics = Mapping[str, Any]  # sums: scalar tensors, numbers, or functions of no arguments; or arguments of an `update`
@@ -254,7 +254,7 @@ def needs_whole_batch(task: Any) -> bool:
     return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 
-RESERVED = OF_THE_STEP | OF_THE_MACHINE  # names that a metric cannot have
+RESERVED = STEP_SCALARS | MACHINE_SCALARS  # names that a metric cannot have
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from trainapp.config.resume_rules import Change, changes
 from trainapp.files import json_object
 from trainapp.report import run_files
 from trainapp.report.run_files import Curve
-from trainapp.tracking.scalars import is_of_machine
+from trainapp.tracking.scalars import is_machine_scalar
 
 RECIPE = "recipe.json"  # how the run trains, as it was built
 _LOG_ORDER = ("lr", "loss", "grad_norm")  # of scalars that begin to differ in one step: the cause before its effect
@@ -68,7 +68,7 @@ def read_record(run_dir: Path, last_step: int | None) -> RunRecord:
 def _read_log(path: Path, last_step: int | None) -> dict[str, Curve]:
     """Return the scalars that tell what a run computed, not how fast or in how much memory."""
     curves = run_files.curves_in(path)
-    return {name: curve.until(last_step) for name, curve in curves.items() if not is_of_machine(name)}
+    return {name: curve.until(last_step) for name, curve in curves.items() if not is_machine_scalar(name)}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def is_live() -> bool:
     return sys.stderr.isatty() and not (os.environ.get("NO_COLOR") or os.environ.get("CI"))
 
 
-def bar_of(share: float, width: int = 8) -> str:
+def bar_text(share: float, width: int = 8) -> str:
     """Return a bar for a share of 1: `[######--]`. Larger shares fill it."""
     filled = round(min(share, 1.0) * width)
     return f"[{'#' * filled}{'-' * (width - filled)}]"

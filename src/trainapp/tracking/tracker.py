@@ -13,7 +13,7 @@ from typing import Any
 from trainapp.files import atomic_write, json_lines, strict_json
 from trainapp.memory.live_tensors import Picture, draw
 from trainapp.tracking.loggers import Logger, Start
-from trainapp.tracking.terminal import Progress, bar_of
+from trainapp.tracking.terminal import Progress, bar_text
 from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
@@ -75,7 +75,7 @@ class Tracker:
 
     def _memory_text(self, peak: float, limit: float) -> str:
         text = f"{bytes_text(peak)} / {bytes_text(limit)}"
-        return f"{bar_of(peak / limit)} {text}" if self.progress.live else text
+        return f"{bar_text(peak / limit)} {text}" if self.progress.live else text
 
     def log_evaluation(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""

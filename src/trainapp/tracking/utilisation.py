@@ -42,7 +42,7 @@ WITHOUT_TF32 = ("V100", "T4", "MI250X")
 RELATIVE_TO_BF16 = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 
 
-def peak_of(device: torch.device, mode: str, given: float | None) -> float | None:
+def peak_flops(device: torch.device, mode: str, given: float | None) -> float | None:
     """Return the peak FLOP/s of one device; None if unknown.
 
     Args:
