@@ -100,11 +100,8 @@ class _Noting(Recorded):
             record.evaluated.append(dict(means))
             evaluated(step, samples, means)
 
-        engine.commit, batches.advance, session.tracker.log_evaluation = (
-            noting_commit,
-            noting_advance,
-            noting_evaluation,
-        )
+        engine.commit, batches.advance = noting_commit, noting_advance
+        session.tracker.log_evaluation = noting_evaluation
 
     def finish(self) -> None:
         """Note how the run ended. Its session is gone before the ranks disconnect, as outside of tests."""

@@ -42,16 +42,16 @@ WITHOUT_TF32 = ("V100", "T4", "MI250X")
 RELATIVE_TO_BF16 = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 
 
-def peak_flops(device: torch.device, mode: str, given: float | None) -> float | None:
+def peak_flops(device: torch.device, mode: str, setting: float | None) -> float | None:
     """Return the peak FLOP/s of one device; None if unknown.
 
     Args:
         device: the device.
         mode: as `precision.mode`.
-        given: as set by the user; None: from the table.
+        setting: `train.peak_flops`, which is returned if it is set; otherwise the table decides.
     """
-    if given is not None:
-        return given
+    if setting is not None:
+        return setting
     if device.type != "cuda" or mode not in RELATIVE_TO_BF16:
         return None
     name = torch.cuda.get_device_name(device)
