@@ -107,12 +107,18 @@ def initial_sizes(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
             listed(changed),
         )
+    autotunes = session.state.device.type == "cuda" and not config.train.deterministic
+    return Sizes(by_update, evaluation, Autotuner(autotunes), *_recoveries_before(saved, restart))
 
-    # The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
+
+def _recoveries_before(saved: Record, restart: Record) -> tuple[int, int]:
+    """Return the numbers of recoveries from out-of-memory errors and of all recoveries so far.
+
+    The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
+    """
     oom_restarts = max(record.get("oom_restarts", 0) for record in (saved, restart))
     recoveries = max(record.get("recoveries", 0) for record in (saved, restart))
-    autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    return Sizes(by_update, evaluation, Autotuner(autotunes), oom_restarts, max(oom_restarts, recoveries))
+    return oom_restarts, max(oom_restarts, recoveries)
 
 
 def _size_of_evaluation(session: Session, must_stay_whole: bool) -> int:
