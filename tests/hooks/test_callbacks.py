@@ -49,8 +49,8 @@ def test_not_for_a_retried_step(tmp_path, monkeypatch):
     """Memory runs out in the second step, and in the log of the third, which is committed by then."""
     reduce, log, failed = Engine.reduce, events.log, []
 
-    def fails_once(engine, totals):
-        totals = reduce(engine, totals)
+    def fails_once(engine):
+        totals = reduce(engine)
         if engine.state.progress.step == 1 and "gradients" not in failed:
             failed.append("gradients")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
