@@ -11,7 +11,10 @@ from trainapp.torch_private import local_part
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. With `decay` None, no average is kept."""
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step.
+
+    With `decay` None, no average is kept.
+    """
 
     def __init__(self, model: nn.Module, decay: float | None):
         self._update = get_ema_multi_avg_fn(1.0 if decay is None else decay)

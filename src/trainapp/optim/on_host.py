@@ -52,7 +52,7 @@ class HostCopies:
         optimizer.register_step_pre_hook(lambda optimizer, *_: self._fetch(optimizer))
         optimizer.register_step_post_hook(lambda optimizer, *_: self._give_back(optimizer))
         # Read where the host's memory is also the device's, and is therefore counted.
-        host_copies = []
+        host_copies: list[Tensor] = []
         for _, copy, gradient in self._copies:
             host_copies.extend((copy, gradient))
         optimizer.host_copies = host_copies  # type: ignore[attr-defined]
