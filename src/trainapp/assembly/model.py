@@ -28,7 +28,7 @@ from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import batchnorms, blocks_of, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import emulated_kernels, matmuls
 from trainapp.optim.ema import WeightAverage
-from trainapp.optim.optimizers import matching
+from trainapp.optim.groups import matching
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks

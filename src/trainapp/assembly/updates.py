@@ -14,7 +14,8 @@ from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.optim.optimizers import all_names, build_optimizer, divided, require_separable
+from trainapp.optim.groups import all_names, divided
+from trainapp.optim.optimizers import build_optimizer, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import requires_grad_only
 from trainapp.units import listed
