@@ -97,6 +97,7 @@ def build_groups(
     """
     groups = _groups_by_decay(kind, settings, model, setting)
 
+    # Options by name.
     parameters = all_names(model)
     patterns = {f"{setting}.groups.{number}.match": group["match"] for number, group in enumerate(settings.groups)}
     names_by_setting = divided(model, patterns)
@@ -104,6 +105,7 @@ def build_groups(
         ids = {id(parameters[name]) for name in names}
         groups = _split_off(groups, ids, options_of(group), ",".join(group["match"]))
 
+    # Rates by layer.
     if settings.layer_decay is not None:
         for number, ids in enumerate(_ids_by_layer(model, blocks)):
             layers_after = len(blocks) + 1 - number

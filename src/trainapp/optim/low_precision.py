@@ -96,9 +96,11 @@ class AdamW(torch.optim.Optimizer):
         size = PIECE_SIZES.get(weight.device.type, DEFAULT_PIECE_SIZE)
         for start in range(0, len(flat_weight), size):
             piece = slice(start, min(start + size, len(flat_weight)))
+            # Computed in fp32, whatever the dtypes of moments, weight and gradient.
             moments = {name: self._read(state, name, piece) for name in _MOMENTS}
             new_weight, gradient = (tensor[piece].to(torch.float32, copy=True) for tensor in flat_tensors)
             _apply_adamw(new_weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+            # Back to those dtypes, rounded stochastically.
             for name, values in moments.items():
                 self._write(state, name, piece, values, generator)
             copy_rounded(flat_weight[piece], new_weight, generator)

@@ -1,4 +1,4 @@
-"""Builds the optimizer, with the fused kernel where available and its state allocated before the first step.
+"""The optimizer: built with the fused kernel where available, its state allocated before the first step.
 
 The optimizer's parameter groups are in `groups`.
 """
@@ -215,6 +215,7 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
     Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
+    # With zero gradients, rate and decay, torch's optimizers change nothing but their state.
     groups_before = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for name in ("lr", "weight_decay"):
@@ -225,6 +226,7 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
+    # Restore the options; the step does not count.
     for group, group_before in zip(optimizer.param_groups, groups_before, strict=True):
         group.update(group_before)
     for state in optimizer.state.values():

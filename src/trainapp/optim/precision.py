@@ -149,7 +149,7 @@ def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
 
 
 class NonFiniteCheck:
-    """Decides whether a step may update the parameters.
+    """The check whether a step may update the parameters: of its count, loss and gradient norm.
 
     On the CPU, and for "skip", the values are read before every update; on a GPU that waits for the device in each
     step. On a GPU, "stop" records the first bad step on the device instead, and `check` reads it. It is called before

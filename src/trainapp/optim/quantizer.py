@@ -17,7 +17,7 @@ BLOCKS: dict[Kind, int] = {"8bit": 256, "4bit": 128}  # values that share a scal
 
 
 class Quantizer:
-    """Stores values as codes (uint8, flat, whole blocks) with a scale per block (fp32), its largest magnitude.
+    """Conversion of values to codes (uint8, flat, whole blocks), with a scale per block (fp32), its largest magnitude.
 
     Codes are read and written in slices that start at a block.
 
@@ -73,6 +73,7 @@ class Quantizer:
         missing = -len(values) % self._block_size  # of the last block
         if missing:
             values = F.pad(values, (0, missing))
+        # Divide each block by its largest magnitude.
         blocks = values.view(-1, self._block_size)
         scales.copy_(blocks.abs().amax(-1, keepdim=True))
         blocks.div_(scales.masked_fill(scales == 0, 1))
@@ -92,10 +93,12 @@ class Quantizer:
             values: flat, in units of their scales.
             generator: on their device.
         """
+        # The levels below and above each value.
         number_below = torch.bucketize(values, self.levels[1:-1], right=True, out_int32=True)
         level_below = self.levels.index_select(0, number_below)
         gap = self.levels.index_select(0, number_below + 1).sub_(level_below)
-        chance = values.sub_(level_below).div_(gap)  # of the level above
+        # The chance of the one above is the value's relative distance from the one below: right on average.
+        chance = values.sub_(level_below).div_(gap)
         is_above = torch.rand(chance.shape, device=chance.device, generator=generator).lt_(chance)
         codes = is_above.to(torch.int32).add_(number_below).sub_(self._number_of_zero).bitwise_and_(self._mask)
         codes = codes.to(torch.uint8)

@@ -164,6 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = F.linear(chunk.to(dtype), matmul_weight, matmul_bias)
                 correct += (logits.argmax(-1) == target).sum()
                 logits = logits.float()
+                # The cross-entropy: the logarithm of the sum of exponentials, minus the target's logit.
                 log_sums.append(logits.logsumexp(-1))
                 target_logits = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
                 loss += (log_sums[-1] - target_logits).masked_fill(target == ignored, 0).sum()

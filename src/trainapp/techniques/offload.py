@@ -40,7 +40,7 @@ def apply(model: nn.Module, config: Config) -> "Offload | None":
 
 
 class Offload:
-    """Moves tensors that a forward saves for backward to the host, and fetches them back in backward.
+    """Storage on the host of the tensors that a forward saves for backward, which fetches them back.
 
     Parameters and buffers are not moved, nor tensors in storages below LEAST bytes, nor tensors that are not strided.
 
