@@ -22,18 +22,18 @@ Group = dict[str, Any]  # the parameters ("params") and their options, as torch'
 # --- parameters by name
 
 
-def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the model's parameters under each of their names: tied weights have several."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[str]:
+def match_names(model: nn.Module, patterns: Sequence[str], setting: str) -> list[str]:
     """Return the names of the model's parameters that the patterns of a setting match.
 
     A pattern is a parameter, a module for all of its parameters, or shell wildcards, whose `*` also matches dots.
     Raises UserError for a pattern without a match.
     """
-    names = list(all_names(model))
+    names = list(parameters_by_name(model))
     matches: dict[str, None] = {}  # in the order of the patterns, without duplicates
     for pattern in patterns:
         is_matched = False
@@ -51,17 +51,17 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
     return list(matches)
 
 
-def divided(model: nn.Module, patterns_by_setting: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def divide_names(model: nn.Module, patterns_by_setting: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return by setting the names that its patterns match: a division among optimizers, or among groups of one.
 
     Raises UserError for a pattern that matches nothing, a parameter matched by two settings, and a setting that matches
     only frozen parameters.
     """
-    parameters = all_names(model)
+    parameters = parameters_by_name(model)
     names_by_setting: dict[str, list[str]] = {}
     setting_by_id: dict[int, str] = {}  # of the parameters: tied weights have one id
     for setting, patterns in patterns_by_setting.items():
-        names = matching(model, patterns, setting)
+        names = match_names(model, patterns, setting)
         for name in names:
             first_setting = setting_by_id.setdefault(id(parameters[name]), setting)
             if first_setting != setting:
@@ -86,7 +86,7 @@ def build_groups(
     """Return the groups of the parameters that require gradients.
 
     With `layer_decay`, a group has `layers_after`: the number of layers between it and the full rate. Raises UserError
-    as `divided` does, and for a weight decay that the optimizer does not have.
+    as `divide_names` does, and for a weight decay that the optimizer does not have.
 
     Args:
         kind: the optimizer's class. It may define its groups by a static method `parameter_groups`.
@@ -98,9 +98,9 @@ def build_groups(
     groups = _groups_by_decay(kind, settings, model, setting)
 
     # Options by name.
-    parameters = all_names(model)
+    parameters = parameters_by_name(model)
     patterns = {f"{setting}.groups.{number}.match": group["match"] for number, group in enumerate(settings.groups)}
-    names_by_setting = divided(model, patterns)
+    names_by_setting = divide_names(model, patterns)
     for group, names in zip(settings.groups, names_by_setting.values(), strict=True):
         ids = {id(parameters[name]) for name in names}
         groups = _split_off(groups, ids, options_of(group), ",".join(group["match"]))

@@ -250,7 +250,7 @@ def require_separable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def step_alone(optimizer: torch.optim.Optimizer, parameter: Tensor, parameter_group: dict[str, Any]) -> None:
+def step_parameter(optimizer: torch.optim.Optimizer, parameter: Tensor, parameter_group: dict[str, Any]) -> None:
     """Take a step that updates only this parameter.
 
     Args:

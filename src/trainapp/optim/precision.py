@@ -191,7 +191,7 @@ class NonFiniteCheck:
             is_count = name == "count"
             if is_count and number == 0:
                 reason = "because the loss's count, which the task returns with the loss, was 0"
-                self.count(False, step, reason, update)
+                self.record_outcome(False, step, reason, update)
                 return False
             is_negative_count = is_count and number < 0
             if math.isfinite(number) and not is_negative_count:
@@ -199,7 +199,7 @@ class NonFiniteCheck:
             if self.policy == "stop" or is_negative_count:
                 problem = "negative" if math.isfinite(number) else "not finite"
                 self._stop(step, f"the {name} is {problem} ({number:g})", update)
-            self.count(False, step, update=update)
+            self.record_outcome(False, step, update=update)
             return False
         if unread:
             self._check_on_device(step, unread)
@@ -218,7 +218,7 @@ class NonFiniteCheck:
         had_bad_step = self._first_bad_step >= 0
         self._first_bad_step = torch.where(is_good | had_bad_step, self._first_bad_step, step)
 
-    def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
+    def record_outcome(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
         """Count the steps in a row that were not applied. Raises TrainingStopped beyond MAX_SKIPPED.
 
         Args:

@@ -47,8 +47,8 @@ class Schedule:
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def evaluated(self, objective: float) -> None:
-        """Report the objective of an evaluation, equal on all ranks."""
+    def record_objective(self, objective: float) -> None:
+        """Record the objective of an evaluation, equal on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values; none for a function of the step."""
@@ -96,7 +96,7 @@ def for_optimizer(
     return TorchSchedule(scheduler, warmup)
 
 
-def rebuilt(
+def rebuild(
     schedule: Schedule,
     settings: schema.Schedule,
     run: RunLength,
@@ -229,7 +229,7 @@ class TorchSchedule(Schedule):
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * self._warmup_factor(step)
 
-    def evaluated(self, objective: float) -> None:
+    def record_objective(self, objective: float) -> None:
         if self.follows_evaluations:
             self._step(objective)
 
