@@ -51,7 +51,16 @@ def values(name: str) -> str:
     node: Any = Config
     for part in name.split("."):
         node = typing.get_type_hints(node).get(part) if is_dataclass(node) else None
-    return ", ".join(dict.fromkeys(_texts(node)))
+    # Not in the schema's order: Python's cache of unions returns `int | str` where an equal `str | int` came first.
+    return ", ".join(sorted(dict.fromkeys(_texts(node)), key=_rank))
+
+
+def _rank(text: str) -> int:
+    """Return the rank in a list of allowed values: words that are allowed, types, null."""
+    if text == "`null`":
+        return len(_TYPES) + 1
+    names = list(_TYPES.values())
+    return names.index(text) + 1 if text in names else 0
 
 
 def _texts(kind: Any) -> Iterator[str]:

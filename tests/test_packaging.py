@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from importlib import metadata
@@ -16,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+import trainapp
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,8 +47,9 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """Built from the source archive, which is built from the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    done = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -79,8 +83,19 @@ def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
     assert {n.split("/")[0] for n in names} == {
         "trainapp",
         "hydra_plugins",
-        f"trainapp-{PROJECT['project']['version']}.dist-info",
+        f"trainapp-{trainapp.__version__}.dist-info",
     }
+
+
+def test_the_source_archive_holds_what_git_holds(wheel):
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("not a checkout of git")
+    assert names - set(tracked.stdout.splitlines()) <= {"PKG-INFO"}
+    assert {"pyproject.toml", "README.md", "LICENSE", "tests/test_packaging.py", "conf/train.yaml"} <= names
 
 
 @pytest.mark.slow
@@ -286,6 +301,24 @@ def test_every_path_that_contributing_names_exists():
     named |= set(re.findall(r"^((?:scripts|\.ci)/\w+)", text, re.MULTILINE))
     assert len(named) >= 15
     assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+@pytest.mark.parametrize("passes_then", [True, False])
+def test_ci_prints_what_failed_once_and_passed_once(tmp_path, passes_then):
+    """`scripts/test` here fails at first, as pytest would, and the second time if `passes_then` is false."""
+    for folder in (".ci", "scripts", ".venv/bin", ".pytest_cache/v/cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    failing = "echo '{\"tests/test_a.py::test_b\": true}' > .pytest_cache/v/cache/lastfailed; exit 1"
+    again = "exit 0" if passes_then else "exit 1"
+    script = tmp_path / "scripts/test"
+    script.write_text(f'case "$*" in *--last-failed*) {again} ;; *) {failing} ;; esac\n')
+    script.chmod(0o755)
+    done = run("bash", tmp_path / ".ci/run", cwd=tmp_path)
+    assert (done.returncode == 0) == passes_then
+    flaky = "flaky: 1 failed once and passed once\n  tests/test_a.py::test_b\n"
+    assert done.stdout == (flaky if passes_then else "")
 
 
 # A project with the real scripts and nothing to download; its app prints where and how it was started.

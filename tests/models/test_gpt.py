@@ -188,3 +188,11 @@ def test_more_tokens_than_there_are_positions(model):
         model(torch.zeros(1, 25, dtype=torch.int64))
     with pytest.raises(UserError, match=message):
         in_parts(model, torch.zeros(1, 25, dtype=torch.int64), [20, 5])
+
+
+def test_a_rotation_in_fp64_is_not_rounded_to_fp32():
+    rotary = Rotary(head_size=8, context_length=16, base=10000.0)
+    x = torch.linspace(0, 1, 32, dtype=torch.float64).sin().view(1, 1, 4, 8)
+    rotated = rotary(x)
+    assert rotated.dtype == torch.float64
+    assert not torch.equal(rotated, rotated.float().double())

@@ -67,6 +67,8 @@ def test_what_a_setting_changes_is_said(tmp_path, overrides, line, text):
 def test_the_precision_is_that_of_the_models_weights(tmp_path):
     own = ("model._target_=own_tasks.in_double", "task=own_tasks.cross_entropy_in_double", "user_packages=[own_tasks]")
     facts, lines = recipe_of(tmp_path, "data=digits", *own)
+    first, *_ = recipe.lines_of(facts)
+    assert " parameters on cpu, float64; " in first
     assert lines["precision"] == "no autocast: as the model's weights, in float64"
     assert facts["precision"]["computes_in"] == "float64"
     assert "task own_tasks.cross_entropy_in_double," in lines["data"]

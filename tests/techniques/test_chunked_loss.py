@@ -60,6 +60,19 @@ def test_loss_gradients_and_accuracy(dtype, bias, rows):
     assert error(lambda h, f, t: linear_cross_entropy(f, h, t, rows), dtype, bias) <= TOLERANCES[dtype]
 
 
+def test_it_is_computed_in_fp64_for_a_model_in_fp64():
+    head, features, targets = problem()
+    head.double()
+    inputs = features.double().detach().requires_grad_()
+    loss, _ = linear_cross_entropy(inputs, head, targets, 4)
+    expected = F.cross_entropy(head(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+    assert loss.dtype == torch.float64
+    assert float(loss) == pytest.approx(float(expected), rel=1e-14)
+    parameters = [inputs, *head.parameters()]
+    gradients, expected_gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
+    assert max(map(runs.relative_error, gradients, expected_gradients)) < 1e-14
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_wrong_variants_are_beyond_the_tolerance(dtype):
     # Negative controls: one target without its gradient; padding that counts as class 0.

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.losses.losses import classification, evaluate_metrics, next_token
+from trainapp.hooks.metrics import EVERY
+from trainapp.losses.contrastive import Contrastive
+from trainapp.losses.losses import InChunks, classification, evaluate_metrics, next_token
 
 
 class Fixed(nn.Module):
@@ -76,3 +78,65 @@ def test_metrics_hold_no_graph():
 def test_a_metric_that_is_no_sum_is_refused_when_it_is_computed(value, form):
     with pytest.raises(UserError, match=rf"metric own must be .* but is {form}; return its \.sum\(\)"):
         evaluate_metrics({"own": lambda: value})
+
+
+PRECISIONS = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("loss", [classification, next_token, Contrastive()], ids=["classes", "tokens", "contrastive"])
+def test_a_loss_is_at_least_in_fp32_and_in_fp64_for_a_model_in_fp64(loss, dtype):
+    expected = PRECISIONS[dtype]
+    logits = torch.linspace(0, 1, 24, dtype=dtype).sin().view(2, 3, 4)
+    if loss is classification:
+        logits = logits.transpose(1, 2)
+    targets = torch.tensor([[1, 2, -100], [0, 3, 1]])
+    if isinstance(loss, Contrastive):
+        logits = logits.flatten(0, 1)[:4]
+    total, _, metrics = loss(Fixed(logits), {"inputs": torch.zeros(2, 2, 3), "targets": targets})
+    assert total.dtype == expected
+    if dtype is torch.float64:
+        in_fp32, _, _ = loss(Fixed(logits.float()), {"inputs": torch.zeros(2, 2, 3), "targets": targets})
+        assert 0 < abs(float(total) - float(in_fp32)) < 1e-4
+    if EVERY in metrics:
+        assert metrics[EVERY]()[0].dtype == expected
+
+
+# --- targets that are no class
+
+
+@pytest.mark.parametrize("target", [-1, 4])
+@pytest.mark.parametrize("name", ["classification", "next_token", "in chunks"])
+def test_targets_that_are_no_class_are_named(name, target):
+    logits, targets = torch.zeros(2, 3, 4), torch.tensor([[1, 2, -100], [0, target, target]])
+    batch = {"inputs": torch.zeros(2, 3, 5), "targets": targets}
+    setting, compute = name, {"classification": classification, "next_token": next_token}.get(name)
+    if name == "classification":
+        logits = logits.transpose(1, 2)
+    model = Fixed(logits)
+    if name == "in chunks":
+        setting, compute, model = "next_token", InChunks(next_token, 2), Headed()
+    with pytest.raises(UserError) as error:
+        compute(model, batch)
+    message = str(error.value)
+    assert message.startswith(f"task={setting}: a target is {target}, but must be a class from 0 to 3, or -100, which")
+    assert ("write -100 for what is ignored, in place of -1" in message) == (target == -1)
+
+
+class Headed(nn.Module):
+    """Its last layer can be computed in chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 4)
+
+    def features(self, inputs):
+        return inputs
+
+    def forward(self, inputs):
+        return self.head(self.features(inputs))
+
+
+def test_other_errors_of_the_loss_stay_as_they_are():
+    with pytest.raises(ValueError, match="Expected input batch_size"):
+        classification(Fixed(torch.zeros(3, 4)), {"inputs": torch.zeros(3), "targets": torch.tensor([0, 1])})

@@ -2,8 +2,8 @@
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve. The results for the first four samples are therefore
-compared with those for their two halves, without gradients, before the first step in evaluation and in training mode
-(with BatchNorm in evaluation mode).
+compared with those for their two halves before the first step in evaluation and in training mode (with BatchNorm in
+evaluation mode): without gradients, unless the task itself needs some, as for a gradient penalty.
 
 To keep rounding from hiding a difference, a small model and its task are copied to fp64; what cannot run in fp64 runs
 in fp32 without autocast, or as it is trained. Rounding is then measured: the change when the halves swap places or one
@@ -68,6 +68,11 @@ class Mode(NamedTuple):
     work: str
     training: bool
     update: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a run calls the task with gradients."""
+        return self.work != EVALUATION
 
     def check(self, subject: str) -> str:
         """The name of a check of its "loss", "padding" or "draws" in `Resources.checks`."""
@@ -166,14 +171,14 @@ def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode,
     ways = functools.partial(precisions_to_try, mode.task, config, resources, model)
     check = functools.partial(outcome_of, mode=mode, draw_record=draw_record)
     try:
-        tried = first_that_works(ways(), check)
+        tried = first_that_works(ways(), check, mode.is_trained)
     except Exception as error:  # the first step raises it again
         return _not_compared(summary_of(error))
     outcome = _in_precision(tried.result, tried)
     if outcome.problem is not None or tried.precision != DOUBLE:
         return outcome
     try:
-        with_noise = first_that_works(ways(noise=NOISE)[:1], check).result
+        with_noise = first_that_works(ways(noise=NOISE)[:1], check, mode.is_trained).result
     except Exception as error:
         return outcome._replace(text=f"{outcome.text}; with noise: {summary_of(error)}")
     cut = outcome.cut

@@ -26,7 +26,6 @@ from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import DrawLayout, DrawRecord, RandomDraw, SampleDraws, places_of, topic_of
-from trainapp.training.evaluate import EVALUATION
 from trainapp.units import listed
 
 # A deviation of the loss above it shows that rows are read wrong, in fp64 and otherwise.
@@ -43,7 +42,7 @@ def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks)
     draw_record = DrawRecord()
     tried = []
     for mode in modes_of(resources):
-        if not mode.training and mode.work != EVALUATION:  # an update's task is not evaluated
+        if mode.is_trained and not mode.training:  # an update's task is not evaluated
             continue
         if reason := _reason_to_skip(config, resources, model, mode):
             resources.note_check(mode.check("draws"), reason)
@@ -82,14 +81,14 @@ def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, d
     ways = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
     try:
         shapes = functools.partial(_shapes, mode=mode, draw_record=draw_record)
-        candidates, others = first_that_works(ways(noise=None), shapes).result
+        candidates, others = first_that_works(ways(noise=None), shapes, mode.is_trained).result
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"
     text = _in_words(draw_record, mode, others)
     try:
         if candidates:
             choose = functools.partial(_choose, mode=mode, draw_record=draw_record, candidates=candidates)
-            first_that_works(ways(noise=NOISE), choose)
+            first_that_works(ways(noise=NOISE), choose, mode.is_trained)
     except Exception as error:
         text += f", by their shapes alone: {summary_of(error)}"
     if _topic(mode) in draw_record.depends:

@@ -13,7 +13,7 @@ import functools
 import logging
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -178,12 +178,13 @@ def joined(batch: Any, parts: Sequence[Any], dims: Sequence[int | None]) -> Any:
 
 
 class TaskProbe:
-    """Calls of a task with one of the `samples`' batches, by its name, without gradients.
+    """Calls of a task with one of the `samples`' batches, by its name.
 
     stateful_metrics: names of metrics that are not numbers. compute: the results of (task, model, batch on the device);
     None calls the task. around: makes what is entered around a call. to: the dtype of floating-point tensors in
     batches; None: as it is.
-    Attributes: `dtype`, which is `to`; `snapshot`, whose `lost` are parameters that a call has written for good.
+    Attributes: `dtype`, which is `to`; `snapshot`, whose `lost` are parameters that a call has written for good;
+    `with_gradients`, whether calls record a graph, False at first: without one they take less memory.
     """
 
     def __init__(
@@ -201,8 +202,10 @@ class TaskProbe:
     ):
         stateful = Stateful(model=model, task=task.unchecked)
         self.samples, self.device, self.seed, self.dtype = samples, device, seed, to
+        self.with_gradients = False
         self._compute = functools.partial(compute, task, model) if compute else functools.partial(task, model)
         self._around, self._stateful_metrics = around, stateful_metrics
+        self._held = [model, task.unchecked]
         self._roots = [model, *stateful.modules.values()]
         self._batchnorms = [own for root in self._roots for own in root.modules() if isinstance(own, BatchNorm)]
         for root in self._roots:
@@ -229,7 +232,7 @@ class TaskProbe:
                 seed_from(self.device, self.seed)
                 before = self._generator_states()
                 with within or contextlib.nullcontext():
-                    with observed or contextlib.nullcontext():
+                    with self._gradients(), observed or contextlib.nullcontext():
                         loss, count, metrics = self._compute(batch)
                     if isinstance(observed, Observed):
                         observed.writes = self.snapshot.changed()
@@ -237,9 +240,26 @@ class TaskProbe:
                     with observed or contextlib.nullcontext():  # again: functions among the metrics compute now
                         sums, error = self._sums_of(metrics)
                 drawn = before != self._generator_states()
-                return Sums(float(loss), float(count), sums, drawn, error)
+                return Sums(_as_number(loss), _as_number(count), sums, drawn, error)
         finally:
             self.snapshot.restore()
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Record a graph inside the block, if the probe does. A task that computes gradients leaves none in `grad`."""
+        if not self.with_gradients:
+            yield
+            return
+        leaves = [tensor for tensor in held_tensors(self._held) if tensor.is_leaf]
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None  # a backward would add to it in place
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=True)
@@ -255,6 +275,10 @@ class TaskProbe:
     def _generator_states(self) -> bytes:
         states = [random.getstate(), np.random.get_state(), *(owner.copy() for owner in self._generators)]
         return pickle.dumps([state for state in states if not isinstance(state, Tensor)])
+
+
+def _as_number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 class Observed(DispatchMode):
@@ -353,13 +377,17 @@ class Tried(Generic[T]):
     failures: dict[str, str]
 
 
-def first_that_works(ways: Sequence[Way], use: Callable[[TaskProbe], T]) -> Tried[T]:
-    """What `use` returns for the first trial that raises no error. Raises the error of the last of them."""
+def first_that_works(ways: Sequence[Way], use: Callable[[TaskProbe], T], is_trained: bool = False) -> Tried[T]:
+    """What `use` returns for the first trial that raises no error. Raises the error of the last of them.
+
+    is_trained: whether a run calls the task with gradients. A trial then does so, too, if the task needs them.
+    """
     failures: dict[str, str] = {}
     for precision, new in ways:
         try:
             with uncompiled():
-                result = use(trial := new())
+                trial = new()
+                result = _result_of(trial, use, is_trained)
         except Exception as error:
             failures[precision] = summary_of(error)
             if len(failures) == len(ways):
@@ -371,6 +399,23 @@ def first_that_works(ways: Sequence[Way], use: Callable[[TaskProbe], T]) -> Trie
     raise ValueError("no way to call the task")
 
 
+def _result_of(trial: TaskProbe, use: Callable[[TaskProbe], T], is_trained: bool) -> T:
+    """Return what `use` returns, with gradients where it fails for want of them, as with a gradient penalty."""
+    try:
+        return use(trial)
+    except RuntimeError as error:
+        if not (is_trained and _needs_gradients(error)):
+            raise
+    trial.with_gradients = True
+    return use(trial)
+
+
+def _needs_gradients(error: RuntimeError) -> bool:
+    """Whether torch computed a gradient, or was given a hook, of a tensor without a graph: no class tells it (2.13)."""
+    text = str(error)
+    return "does not require grad" in text or "doesn't require gradient" in text or "has requires_grad=False" in text
+
+
 def is_small(*roots: Any) -> bool:
     """Whether the tensors of model and task may be copied whole."""
     parts = (part for tensor in held_tensors(roots) for part in strided_parts(tensor))
@@ -378,32 +423,55 @@ def is_small(*roots: Any) -> bool:
 
 
 def in_double(task: CheckedTask, model: nn.Module, *arguments: Any, noise: float, **options: Any) -> TaskProbe:
-    """Return probes of copies of task and model in fp64, also the default dtype of a call. Raises errors of copying;
-    what cannot be converted, such as a tensor in a closure, fails when called. arguments, options: of `TaskProbe`.
+    """Return probes of copies of task and model in fp64, also the default dtype of a call. Raises errors of copying,
+    and `copy.Error` if a copy shares tensors of a module with its original. What else cannot be converted, such as a
+    tensor in a closure, fails when called. arguments, options: of `TaskProbe`.
 
     noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before it.
     """
-    modules = Stateful(model=model, task=task.unchecked).modules.values()
-    originals = {id(module) for module in modules}
-    doubled, own = copy.deepcopy((model, task.unchecked), _copies_in_double([model, *modules], task, model))
-    for module in (doubled, *Stateful(model=doubled, task=own).modules.values()):
-        if id(module) not in originals:  # such as a global variable's, which a copied function shares
-            module.double()
+    originals = _outermost_modules(model, task.unchecked)
+    copies = _copies_in_double(originals.values(), task, model)
+    copied_model, copied_task = copy.deepcopy((model, task.unchecked), copies)
+    doubled = _outermost_modules(copied_model, copied_task)
+    _require_separate(doubled, originals)
+    for module in doubled.values():
+        module.double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in doubled.parameters():
+        for parameter in copied_model.parameters():
             if parameter.is_floating_point():
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(drawn.to(parameter.device), alpha=noise)
-    task = CheckedTask(own, task.setting)
-    return TaskProbe(task, doubled, *arguments, around=_double_by_default, to=torch.float64, **options)
+    task = CheckedTask(copied_task, task.setting)
+    return TaskProbe(task, copied_model, *arguments, around=_double_by_default, to=torch.float64, **options)
 
 
-def _copies_in_double(modules: Sequence[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:
+def _outermost_modules(model: nn.Module, task: Any) -> dict[str, nn.Module]:
+    """Return the model and the modules found outside of it, by name."""
+    return {"model": model, **Stateful(model=model, task=task).modules}
+
+
+def _require_separate(copies: Mapping[str, nn.Module], originals: Mapping[str, nn.Module]) -> None:
+    """Raises `copy.Error` where converting the copies would convert their originals: `copy.deepcopy` copies neither a
+    function's closure nor what a class returns as its own copy.
+    """
+    original_tensors = {id(tensor) for module in originals.values() for tensor in _registered_tensors(module)}
+    for name, copied in copies.items():
+        for path, module in copied.named_modules(prefix=name):
+            if any(id(tensor) in original_tensors for tensor in _registered_tensors(module, recurse=False)):
+                raise copy.Error(f"the copy shares {path} ({type(module).__name__}), such as by a closure")
+
+
+def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _copies_in_double(modules: Iterable[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:
     """By id, for `copy.deepcopy`: the tensors in attributes, which `module.double()` does not reach, and those that it
     cannot copy (2.13: compressed sparse and nested ones).
     """
-    registered = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    registered = {id(tensor) for module in modules for tensor in _registered_tensors(module)}
     copies = {}
     for tensor in held_tensors([model, task.unchecked]):
         is_common = tensor.layout is torch.strided and not tensor.is_nested

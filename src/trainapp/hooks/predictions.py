@@ -15,6 +15,7 @@ from trainapp.errors import UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
+from trainapp.optim.precision import at_least_fp32
 from trainapp.validation import PositiveInt
 
 SHOWN = 60  # characters per cell in the trackers' table
@@ -67,7 +68,7 @@ class FirstPredictions:
         left = self.samples - len(self.rows)
         if left <= 0:
             return
-        outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
+        outputs, targets = at_least_fp32(outputs[:left]).cpu(), targets[:left].cpu()
         columns = {"target": targets, "prediction": outputs}
         if (dim := dim_of_classes(outputs, targets, self.class_dim)) is not None:
             columns["probability"], columns["prediction"] = torch.softmax(outputs, dim).max(dim)

@@ -37,6 +37,7 @@ from trainapp.losses.losses import (
     part_of_output,
     unchecked,
 )
+from trainapp.optim.precision import at_least_fp32
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
@@ -275,7 +276,7 @@ class Predictor:
         """The likeliest class, with its name, and its probability. Sequences end at the last counted position, since
         padding depends on the other samples of the batch; images keep their shape.
         """
-        probability, prediction = (found.tolist() for found in torch.softmax(logits.float(), dim).max(dim))
+        probability, prediction = (found.tolist() for found in torch.softmax(at_least_fp32(logits), dim).max(dim))
         rows = [{"prediction": p, "probability": q} for p, q in zip(prediction, probability, strict=True)]
         # Class probabilities have no padding.
         if logits.ndim == 3 and isinstance(targets, Tensor) and not targets.is_floating_point():

@@ -16,6 +16,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.errors import UserError
 from trainapp.losses.losses import Metrics, Output, inputs_and_targets, tensor_of_output
+from trainapp.optim.precision import at_least_fp32
 
 
 class EmbeddingTask:
@@ -57,7 +58,7 @@ class Contrastive(EmbeddingTask):
         self.temperature, self.output = temperature, output
 
     def embed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The embeddings of both views, each [B, features] in fp32."""
+        """The embeddings of both views, each [B, features] in fp32, or in fp64 of a model in fp64."""
         inputs, _ = inputs_and_targets(batch)
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
@@ -65,7 +66,7 @@ class Contrastive(EmbeddingTask):
                 f"{list(inputs.shape)}; data._target_=trainapp.data.sets.digits.DigitPairs has them"
             )
         embeddings = tensor_of_output(model(inputs.flatten(0, 1)), self.output, "this loss")
-        features = embeddings.flatten(1).float()
+        features = at_least_fp32(embeddings.flatten(1))
         first, second = F.normalize(features, dim=1).unflatten(0, (-1, 2)).unbind(1)
         return first, second
 
@@ -73,9 +74,11 @@ class Contrastive(EmbeddingTask):
         """The mean of both directions."""
         first, second = embeddings
         logits = first @ second.T / self.temperature
-        own = torch.arange(len(logits), device=logits.device)
-        to_second, to_first = (F.cross_entropy(each.float(), own, reduction="sum") for each in (logits, logits.T))
-        return (to_second + to_first) / 2, len(logits), {"accuracy": (logits.argmax(1) == own).sum()}
+        matches = torch.arange(len(logits), device=logits.device)
+        wide_logits = at_least_fp32(logits)
+        to_second = F.cross_entropy(wide_logits, matches, reduction="sum")
+        to_first = F.cross_entropy(wide_logits.T, matches, reduction="sum")
+        return (to_second + to_first) / 2, len(logits), {"accuracy": (logits.argmax(1) == matches).sum()}
 
 
 # --- embeddings

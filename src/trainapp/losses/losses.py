@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.models.inspect import is_of_transformers
+from trainapp.optim.precision import at_least_fp32
 from trainapp.techniques.chunked_loss import features_only, linear_cross_entropy
 from trainapp.tracking.scalars import OF_THE_MACHINE, OF_THE_STEP
 from trainapp.units import listed
@@ -45,10 +46,11 @@ def classification(model: nn.Module, batch: Any, output: Output = None) -> tuple
     or probabilities [B, classes, ...]. The count is the number of elements. output: see `part_of_output`.
     """
     logits, targets = predictions(model, batch, output)
-    loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
-    own = targets.argmax(1) if targets.is_floating_point() else targets
-    count = own.shape[0] if own.ndim < 2 else (own != IGNORED).sum()
-    return loss_sum, count, _metrics(logits, own, 1)
+    loss_sum = _cross_entropy(logits, targets, "classification")
+    classes = targets.argmax(1) if targets.is_floating_point() else targets
+    if classes.ndim < 2:
+        return loss_sum, len(classes), _metrics(logits, classes, 1)
+    return loss_sum, (classes != IGNORED).sum(), _metrics(logits, classes, 1)
 
 
 def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor, Metrics]:
@@ -56,18 +58,42 @@ def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Ten
     `part_of_output`.
     """
     logits, targets = predictions(model, batch, output)
-    loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss_sum = _cross_entropy(logits.flatten(0, 1), targets.flatten(), "next_token")
     return loss_sum, (targets != IGNORED).sum(), _metrics(logits, targets, -1)
 
 
 next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count, for the log's tokens per second
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, task: str) -> Tensor:
+    """Return the sum for logits [N, classes, ...]. Raises UserError for targets that are no class; GPUs assert them."""
+    try:
+        return F.cross_entropy(at_least_fp32(logits), targets, ignore_index=IGNORED, reduction="sum")
+    except IndexError:
+        _require_classes(targets, logits.shape[1], task)
+        raise
+
+
+def _require_classes(targets: Tensor, classes: int, task: str) -> None:
+    """Raise UserError for a target that is neither a class nor ignored. Costs a pass: called after an error."""
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
+    if not len(wrong):
+        return
+    target = int(wrong[0])
+    remedy = "correct the targets, or use a model with more classes"
+    if target < 0:
+        remedy = f"write {IGNORED} for what is ignored, in place of {target}, in the data set or its `collate`"
+    raise UserError(
+        f"task={task}: a target is {target}, but must be a class from 0 to {classes - 1}, or {IGNORED}, which is "
+        f"ignored (torch's default `ignore_index`); {remedy}"
+    )
+
+
 def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
-    """The accuracy, and `(logits, targets)` for each configured metric. dim: dimension of the classes."""
+    """Return the accuracy, and `(logits, targets)` for each configured metric. dim: dimension of the classes."""
     return {
         "accuracy": lambda: (logits.argmax(dim) == targets).sum(),
-        EVERY: lambda: (logits.detach().float(), targets),
+        EVERY: lambda: (at_least_fp32(logits.detach()), targets),
     }
 
 
@@ -82,53 +108,58 @@ class InChunks:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
         inputs, targets = inputs_and_targets(batch)
-        others = beside_inputs(model, batch)
+        options = beside_inputs(model, batch)
         if targets.is_floating_point():
             raise UserError(
                 f"memory.loss_chunk={self.rows}: the targets are class probabilities (as with mixup or cutmix), but "
                 "the loss in chunks needs one class per sample; use memory.loss_chunk=null"
             )
         with features_only(model) as head:
-            features = model(inputs, **others)
-        loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
+            features = model(inputs, **options)
+        try:
+            loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
+        except RuntimeError as error:
+            if "out of bounds" in str(error):
+                _require_classes(targets, head.out_features, self.unchecked.__name__)
+            raise
         count = len(targets) if self.unchecked is classification else (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}
 
 
 def unchecked(task: Any) -> Any:
-    """The task of the configuration, without the checks around it, or what computes its loss in chunks."""
+    """Return the task of the configuration, without the checks around it or what computes its loss in chunks."""
     while hasattr(task, "unchecked"):
         task = task.unchecked
     return task
 
 
 def attribute(task: Any, name: str) -> Any:
-    """An attribute of a task (`whole_batch`, `counts`, `split`, `predict`, `embed`), or of the function in a
+    """Return an attribute of a task (`whole_batch`, `counts`, `split`, `predict`, `embed`), or of the function in a
     `functools.partial`; None if neither has it.
     """
-    own = unchecked(task)
-    while isinstance(own, functools.partial) and not hasattr(own, name):
-        own = own.func
-    return getattr(own, name, None)
+    owner = unchecked(task)
+    while isinstance(owner, functools.partial) and not hasattr(owner, name):
+        owner = owner.func
+    return getattr(owner, name, None)
 
 
 def is_built_in(task: Task) -> bool:
-    """Whether the task's loss is one of this module's."""
+    """Return whether the task's loss is one of this module's."""
     return _function_of(task) in (classification, next_token)
 
 
 def can_be_chunked(task: Task) -> bool:
-    """Whether the task's loss can be computed in chunks: it is built in, and the model returns nothing but logits."""
+    """Return whether the loss can be computed in chunks: it is built in, and the model returns nothing but logits."""
     return unchecked(task) in (classification, next_token)
 
 
 def class_dim(task: Any) -> int | None:
-    """The dimension of the classes in a built-in task's logits; None for other tasks."""
+    """Return the dimension of the classes in a built-in task's logits; None for other tasks."""
     return {classification: 1, next_token: -1}.get(_function_of(task))
 
 
 def _function_of(task: Any) -> Any:
-    """The function that a task is, with or without arguments; None for an object of a class."""
+    """Return the function that a task is, with or without arguments; None for an object of a class."""
     function = unchecked(task)
     while isinstance(function, functools.partial):
         function = function.func
@@ -136,15 +167,20 @@ def _function_of(task: Any) -> Any:
 
 
 class CheckedTask:
-    """Wraps a task; raises UserError for a result that cannot be trained on or added up. Costs half a microsecond. The
-    values of metrics are checked when they are added up: see `evaluate_metrics`.
+    """A task whose results are checked: raises UserError for one that cannot be trained on or added up.
 
-    setting: the setting that names the task, with its value, for messages. Attributes: `unchecked`, the task itself;
-    `output`, the part of the model's output that prediction and generation read, see `part_of_output`.
+    Costs half a microsecond. The values of metrics are checked when they are added up: see `evaluate_metrics`.
+
+    Attributes:
+        unchecked: the task itself.
+        setting: the setting that names the task, with its value, for messages.
+        output: the part of the model's output that prediction and generation read, see `part_of_output`.
     """
 
     def __init__(self, task: Task, setting: str, output: Output = None):
-        self.unchecked, self.setting, self.output = task, setting, output
+        self.unchecked = task
+        self.setting = setting
+        self.output = output
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, "Tensor | float", Metrics]:
         return self._checked(self.unchecked(model, batch))
@@ -172,36 +208,41 @@ class CheckedTask:
 
 
 def in_chunks(task: CheckedTask, rows: int | Literal["auto"] | None) -> CheckedTask:
-    """A built-in task with its loss in chunks of `rows` rows. Unchanged: other tasks, and all without rows."""
+    """Return a built-in task with its loss in chunks of `rows` rows. Unchanged: other tasks, and all without rows."""
     if rows is None or not can_be_chunked(task):
         return task
     return CheckedTask(InChunks(task.unchecked, rows), task.setting)
 
 
 def _is_addable(result: Any) -> bool:
-    """Whether a task's result has the right form."""
+    """Return whether a task's result has the right form."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         return False
     loss, count, metrics = result
     if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex() or not isinstance(metrics, (dict, Mapping)):
         return False
-    is_array = isinstance(count, (Tensor, np.ndarray))
-    return type(count) is int or (not count.ndim if is_array else isinstance(count, numbers.Real))
+    if type(count) is int:  # mostly; the abstract class below takes longer
+        return True
+    if isinstance(count, (Tensor, np.ndarray)):
+        return not count.ndim
+    return isinstance(count, numbers.Real)
 
 
 def form_of(value: Any) -> str:
-    """Types and shapes, for messages."""
+    """Return types and shapes, for messages."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name!r}: {form_of(own)}" for name, own in value.items()) + "}"
+        texts = [f"{name!r}: {form_of(part)}" for name, part in value.items()]
+        return "{" + ", ".join(texts) + "}"
     if isinstance(value, (tuple, list)) and len(value) < 10:
-        return ("({})" if isinstance(value, tuple) else "[{}]").format(", ".join(map(form_of, value)))
+        forms = ", ".join(map(form_of, value))
+        return f"({forms})" if isinstance(value, tuple) else f"[{forms}]"
     return type(value).__name__
 
 
 def refuse_without_gradient(setting: str) -> NoReturn:
-    """Raises UserError for a loss that depends on no trainable parameter."""
+    """Raise UserError for a loss that depends on no trainable parameter."""
     raise UserError(
         f"{setting}: its loss requires no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
@@ -210,17 +251,17 @@ def refuse_without_gradient(setting: str) -> NoReturn:
 
 
 def compares_samples(task: Any) -> bool:
-    """Whether the task's loss is not a sum over samples: it is an embedding loss, or needs the whole batch."""
+    """Return whether the task's loss is not a sum over samples: it is an embedding loss, or needs the whole batch."""
     return has_embeddings(task) or needs_whole_batch(task)
 
 
 def has_embeddings(task: Any) -> bool:
-    """Whether the task defines an embedding loss, so that gradients can be cached: `training.cached_gradients`."""
+    """Return whether the task defines an embedding loss, whose gradients are cached: `training.cached_gradients`."""
     return all(callable(attribute(task, name)) for name in ("embed", "loss_of_embeddings"))
 
 
 def needs_whole_batch(task: Any) -> bool:
-    """Whether the task's batch is never cut: it declares `whole_batch = True`, and has no embedding loss."""
+    """Return whether the task's batch is never cut: it declares `whole_batch = True`, and has no embedding loss."""
     return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 
@@ -228,61 +269,69 @@ RESERVED = OF_THE_STEP | OF_THE_MACHINE  # names that a metric cannot have
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
-    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for other values.
+    """Return the metrics' sums as scalar tensors; metrics given as functions are called.
 
-    stateful: names of stateful metrics, for which `metrics` has no sum.
+    Raises UserError for other values, and for a name that the log itself uses.
+
+    Args:
+        metrics: by name, as a task returns them.
+        stateful: names of stateful metrics, for which `metrics` has no sum.
     """
-    taken = sorted(RESERVED & metrics.keys())
-    if taken:
+    reserved = sorted(RESERVED & metrics.keys())
+    if reserved:
         raise UserError(
-            f"task: a metric cannot be called {taken[0]}, which the log itself records; choose another name"
+            f"task: a metric cannot be called {reserved[0]}, which the log itself records; choose another name"
         )
+    sums = {}
     with torch.no_grad():
-        return {
-            name: _metric_sum(name, value() if callable(value) else value)
-            for name, value in metrics.items()
-            if name != EVERY and name not in stateful
-        }
+        for name, value in metrics.items():
+            if name != EVERY and name not in stateful:
+                sums[name] = _metric_sum(name, value() if callable(value) else value)
+    return sums
 
 
 def _metric_sum(name: str, value: Any) -> Tensor:
-    found = value
+    """Return the value of a metric as a scalar tensor. Raises UserError if it is none."""
+    tensor = value
     if not isinstance(value, Tensor):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             # Python's floats have 64 bits, which as_tensor would round to 32.
-            value = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    if not isinstance(value, Tensor) or value.ndim:
+            tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    if not isinstance(tensor, Tensor) or tensor.ndim:
         raise UserError(
             f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, but is "
-            f"{form_of(found)}; return its .sum()"
+            f"{form_of(value)}; return its .sum()"
         )
-    return value.detach()
+    return tensor.detach()
 
 
 # --- passing a batch to a model, and reading its output
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a batch, see `part_of`. Raises UserError for one that lacks any of them."""
-    inputs, targets = part_of(batch, "inputs"), part_of(batch, "targets")
+    """Return inputs and targets of a batch, see `part_of`. Raises UserError for one that lacks any of them."""
+    inputs = part_of(batch, "inputs")
+    targets = part_of(batch, "targets")
     if inputs is None or targets is None:
+        missing = "inputs" if inputs is None else "targets"
         raise UserError(
-            f"the batches have no {'inputs' if inputs is None else 'targets'}, only {form_of(batch)}: this loss needs "
-            "inputs and targets; use data that has both, or your own task"
+            f"the batches have no {missing}, only {form_of(batch)}: this loss needs inputs and targets; use data that "
+            "has both, or your own task"
         )
     return inputs, targets
 
 
 def part_of(batch: Any, name: str) -> Any:
-    """A batch's "inputs" or "targets", by key, by attribute, or as the first or second of a pair; None if it has none.
-    A tensor holds only inputs.
+    """Return a batch's "inputs" or "targets", by key, by attribute, or as the first or second of a pair; None if it
+    has none. A tensor holds only inputs.
     """
     if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
         return batch.get(name)
     if hasattr(batch, name):  # a dataclass; a namedtuple, in any order
         return getattr(batch, name)
     if isinstance(batch, (tuple, list)):
-        return dict(zip(("inputs", "targets"), batch, strict=False)).get(name) if len(batch) < 3 else None
+        position = {"inputs": 0, "targets": 1}[name]
+        return batch[position] if position < len(batch) < 3 else None
     return batch if isinstance(batch, Tensor) and name == "inputs" else None
 
 
@@ -291,37 +340,41 @@ BESIDE = ("attention_mask", "position_ids", "token_type_ids")
 
 
 def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The batch's attention mask and similar entries, by name. Raises UserError for a model that does not accept one of
-    them: it would attend to padding, or across documents.
+    """Return the batch's attention mask and similar entries, by name.
+
+    Raises UserError for a model that does not accept one of them: it would attend to padding, or across documents.
     """
     if not isinstance(batch, (dict, Mapping)):
         return {}
-    others = {name: batch[name] for name in BESIDE if name in batch}
-    taken = _keywords(type(model).forward) if others else None
-    for name in others:
-        if taken is not None and name not in taken:
+    options = {name: batch[name] for name in BESIDE if name in batch}
+    accepted = _keywords(type(model).forward) if options else None
+    for name in options:
+        if accepted is not None and name not in accepted:
             raise UserError(
                 f"the batches have {name}, which the forward of {type(model).__name__} does not take; use a model that "
                 "does, data without it (data.pack=false has no position_ids), or your own task"
             )
-    return others
+    return options
 
 
 @functools.lru_cache(maxsize=64)
 def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which accepts any.
+    """Return the names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which accepts any.
 
     Next to named parameters, `**kwargs` are Transformers' options, which ignore unknown names.
     """
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    passes_on = {parameter.kind for parameter in parameters} >= {inspect.Parameter.VAR_KEYWORD} and len(names) < 2
-    return None if passes_on else frozenset(names)
+    has_var_keyword = len(names) < len(parameters)
+    passes_all_on = has_var_keyword and len(names) < 2
+    return None if passes_all_on else frozenset(names)
 
 
 def predictions(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor]:
-    """`(logits, targets)` of a batch. Raises UserError for a model that returns something else than one tensor of
-    logits, unless `output` chooses a part of it: see `part_of_output`.
+    """Return `(logits, targets)` of a batch.
+
+    Raises UserError for a model that returns something else than one tensor of logits, unless `output` chooses a part
+    of it: see `part_of_output`.
     """
     _, targets = inputs_and_targets(batch)
     returned = call_model(model, batch, output)
@@ -341,11 +394,11 @@ def call_model(model: nn.Module, batch: Any, output: Output = None) -> Any:
     targets where its forward has an optional parameter of that name: without them, nanoGPT returns the logits of the
     last position alone.
     """
-    others = beside_inputs(model, batch)
+    options = beside_inputs(model, batch)
     targets = part_of(batch, "targets")
     if output is not None and targets is not None and _takes_optional_targets(type(model).forward):
-        others["targets"] = targets
-    return model(part_of(batch, "inputs"), **others)
+        options["targets"] = targets
+    return model(part_of(batch, "inputs"), **options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -390,7 +443,7 @@ def tensor_of_output(returned: Any, output: Output, reader: str) -> Tensor:
 
 
 def _parts(returned: Any) -> dict[Any, Any]:
-    """The parts of what a model returned, by what `task.output` may be."""
+    """Return the parts of what a model returned, by what `task.output` may be."""
     if isinstance(returned, Mapping):
         return dict(returned)
     if isinstance(returned, (tuple, list)):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.optim.precision import at_least_fp32
 from trainapp.validation import Bool, Fraction, PositiveFloat, PositiveInt
 
 INIT_STD = 0.02  # with unit-normal tied embeddings, denormals make the backward on a CPU 50 times slower
@@ -68,7 +69,7 @@ class Rotary(nn.Module):
                 self.float().init_tables()
         end = start + x.shape[-2]
         cos, sin = self.cos[start:end], self.sin[start:end]
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = at_least_fp32(x).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

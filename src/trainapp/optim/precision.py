@@ -34,6 +34,11 @@ MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and wil
 _AUTOCAST_DTYPES = {"fp32": None, "tf32": None, "fp16": torch.float16}  # by mode; bf16 in all others
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp32, in which losses are added up; a model in fp64 has its loss in fp64."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
 @dataclass
 class Precision:
     """A precision mode, with what forward and step need for it.

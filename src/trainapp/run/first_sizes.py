@@ -41,7 +41,8 @@ def changes_of_memory(session: Session, path: Path) -> list[str]:
     """Return what determines the memory of a micro-batch, except for the limit, and has changed since the checkpoint at
     `path` was saved, in words: the sizes that fitted then say nothing of those that fit now.
     """
-    manifest, world_size = read_manifest(path), session.ranks.world_size
+    manifest = read_manifest(path)
+    world_size = session.ranks.world_size
     changes = resume_rules.changes(manifest["config"], session.config.to_dict())
     texts = [str(change) for change in changes if determines_memory(change.name)]
     if session.config.parallel.strategy == "fsdp" and manifest["ranks"] != world_size:  # with other shards
@@ -52,7 +53,7 @@ def changes_of_memory(session: Session, path: Path) -> list[str]:
 def initial_sizes(
     session: Session, restart: Record | None = None, saved: Record | None = None, changed: Sequence[str] = ()
 ) -> Sizes:
-    """The sizes to start with. For training, the first of these that is known:
+    """Return the sizes to start with. For training, the first of these that is known:
 
     1. `restart`: from workers that ran out of memory. The size that it replaces has just failed.
     2. `batch.micro_schedule`: the entry for the coming attempt; its later entries override all the others.
@@ -66,86 +67,121 @@ def initial_sizes(
     The record of `saved` is continued; `restart` may lack the sizes of some work. Raises UserError for settings that
     would split a batch that must stay whole.
     """
-    config, world_size, progress = session.config, session.ranks.world_size, session.state.progress
-    batch, restart, saved = config.batch, restart or {}, saved or {}
+    config = session.config
+    batch = config.batch
+    progress = session.state.progress
+    restart = restart or {}
+    saved = saved or {}
     changed = [*_change_of_budget(saved, session.memory.budget), *changed]
-    whole = needs_whole_batch(session.task) and not config.activity.writes_rows
-    if whole and config.activity.trains:
-        require_uncut(config, world_size, session.batches.samples)
-    share, eval_share = -(-batch.global_size // world_size), -(-_samples_per_evaluation(session) // world_size)
-    is_fixed = whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
-    # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
-    given, grows = configured_size(config, share), session.retries_in_place and config.oom.grow and not is_fixed
+    must_stay_whole = needs_whole_batch(session.task) and not config.activity.writes_rows
+    if must_stay_whole and config.activity.trains:
+        require_uncut(config, session.ranks.world_size, session.batches.samples)
+    share = _share(batch.global_size, session)
+    configured = configured_size(config, share)
     attempt_number = progress.step + progress.skipped + 1  # the coming one
 
-    def new(start: int, smallest: int) -> MicroBatchSizes:
-        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest)
+    is_fixed = must_stay_whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
+    # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
+    grows = session.retries_in_place and config.oom.grow and not is_fixed
 
-    by_update, is_anew = {}, False
+    def new_sizes(start: int, smallest: int) -> MicroBatchSizes:
+        return MicroBatchSizes(
+            start, config.oom.clean_steps, grow=grows, smallest=start if must_stay_whole else smallest
+        )
+
+    begins_anew = False
+    by_update = {}
+    saved_for_training = saved if configured is None else {}
     for name in [update.name for update in config.updates] or [""]:
-        by_update[name] = own = new(given or share, smallest_micro_batch(session.state.model))
-        own.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
-        own.schedule = _from_attempt(batch.schedules.get(name, {}), attempt_number, share)
-        is_anew |= _begin(own, key_of(name), attempt_number, restart, saved if given is None else {}, changed)
-    most = batch.eval_micro_size
-    if not isinstance(most, int):
-        modules = {"model": session.state.model, **session.state.stateful.modules}
-        has_rows = bool(per_sample_buffers(modules))  # as many as training has samples
-        most = share if whole or has_rows else 2 * share
-    # At most this rank's samples: a size that is never reached is never validated.
-    evaluation = new(min(most, eval_share), 1)
+        sizes = new_sizes(configured or share, smallest_micro_batch(session.state.model))
+        sizes.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
+        sizes.schedule = _from_attempt(batch.schedules.get(name, {}), attempt_number, share)
+        begins_anew |= _begin(sizes, key_of(name), attempt_number, restart, saved_for_training, changed)
+        by_update[name] = sizes
+
+    evaluation = new_sizes(_size_of_evaluation(session, must_stay_whole), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
-    is_anew |= _begin(evaluation, EVALUATION, attempt_number, restart, saved_for_evaluation, changed)
-    if is_anew:
+    begins_anew |= _begin(evaluation, EVALUATION, attempt_number, restart, saved_for_evaluation, changed)
+    if begins_anew:
         log.info(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
             listed(changed),
         )
-    # The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
+    autotunes = session.state.device.type == "cuda" and not config.train.deterministic
+    return Sizes(by_update, evaluation, Autotuner(autotunes), *_recoveries_before(saved, restart))
+
+
+def _recoveries_before(saved: Record, restart: Record) -> tuple[int, int]:
+    """Return the numbers of recoveries from out-of-memory errors and of all recoveries so far.
+
+    The checkpoint predates the latest errors, which `restart` counts. Earlier versions wrote only `oom_restarts`.
+    """
     oom_restarts = max(record.get("oom_restarts", 0) for record in (saved, restart))
     recoveries = max(record.get("recoveries", 0) for record in (saved, restart))
-    autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    return Sizes(by_update, evaluation, Autotuner(autotunes), oom_restarts, max(oom_restarts, recoveries))
+    return oom_restarts, max(oom_restarts, recoveries)
+
+
+def _size_of_evaluation(session: Session, must_stay_whole: bool) -> int:
+    """Return the configured or otherwise the first size of evaluations; see `initial_sizes`."""
+    share = _share(session.config.batch.global_size, session)
+    size = session.config.batch.eval_micro_size
+    if not isinstance(size, int):
+        size = share if must_stay_whole or _has_per_sample_buffers(session) else 2 * share
+    # At most this rank's samples: a size that is never reached is never validated.
+    return min(size, _share(_samples_per_evaluation(session), session))
+
+
+def _share(samples: int, session: Session) -> int:
+    """Return this rank's share of the samples, rounded up."""
+    return -(-samples // session.ranks.world_size)
+
+
+def _has_per_sample_buffers(session: Session) -> bool:
+    """Return whether a module has buffers with a row per sample: as many rows as training has samples."""
+    return bool(per_sample_buffers({"model": session.state.model, **session.state.stateful.modules}))
 
 
 def _samples_per_evaluation(session: Session) -> int:
-    """Of the largest set, over all ranks: no limit if a set's length is unknown."""
+    """Return the samples of the largest set, over all ranks: no limit if a set's length is unknown."""
     if session.config.mode == "generate":
         return len(session.config.generate.prompts)
-    return max((own.samples or sys.maxsize for own in session.eval_sets.values()), default=1)
+    return max((batches.samples or sys.maxsize for batches in session.eval_sets.values()), default=1)
 
 
 def _change_of_budget(saved: Record, budget: int) -> list[str]:
     before = saved.get("budget", budget)
-    return [] if before == budget else [f"memory limit: {bytes_text(before)} before, {bytes_text(budget)} now"]
+    if before == budget:
+        return []
+    return [f"memory limit: {bytes_text(before)} before, {bytes_text(budget)} now"]
 
 
 def _begin(
-    own: MicroBatchSizes, key: str, attempt_number: int, restart: Record, saved: Record, changed: Sequence[str]
+    sizes: MicroBatchSizes, key: str, attempt_number: int, restart: Record, saved: Record, changed: Sequence[str]
 ) -> bool:
     """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything `changed`.
 
-    Returns whether the checkpoint's, smaller ones, are left out: larger sizes are tried than those that have fitted.
+    Return whether the checkpoint's, smaller ones, are left out: larger sizes are tried than those that have fitted.
     """
     buckets = saved[key]["buckets"] if key in saved else {}
     if key in restart:
-        own.load_state_dict(restart[key], is_lower=True)
-        own.schedule.pop(attempt_number, None)
-    elif own.schedule:
-        own.apply_schedule(attempt_number)
+        sizes.load_state_dict(restart[key], is_lower=True)
+        sizes.schedule.pop(attempt_number, None)
+    elif sizes.schedule:
+        sizes.apply_schedule(attempt_number)
     elif buckets and not changed:
-        own.load_state_dict(saved[key])
+        sizes.load_state_dict(saved[key])
     else:
-        return any(size < own.size for size, *_ in buckets.values())
+        return any(size < sizes.size for size, *_ in buckets.values())
     return False
 
 
 def _from_attempt(schedule: Mapping[int, ScheduledSizes], attempt_number: int, share: int) -> dict[int, ScheduledSizes]:
     """Return the entry in force at that attempt and the later ones. No size exceeds this rank's share."""
-    rest: dict[int, ScheduledSizes] = {}
-    for entry, plan in sorted(schedule.items()):
-        if isinstance(plan, int):
-            rest[max(entry, attempt_number)] = min(plan, share)
+    coming: dict[int, ScheduledSizes] = {}
+    for first_attempt, sizes in sorted(schedule.items()):
+        if isinstance(sizes, int):
+            at_most_share: ScheduledSizes = min(sizes, share)
         else:
-            rest[max(entry, attempt_number)] = {bucket: min(size, share) for bucket, size in plan.items()}
-    return rest
+            at_most_share = {bucket: min(size, share) for bucket, size in sizes.items()}
+        coming[max(first_attempt, attempt_number)] = at_most_share  # of earlier entries, the last one remains
+    return coming

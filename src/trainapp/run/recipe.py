@@ -97,7 +97,8 @@ def _model_text(recipe: dict[str, Any]) -> str:
         device += f" ({model['device_name']})"
     size = _count_text(model["parameters"])
     # report/run_files.py recognises this line by " parameters on ", which no other line may contain.
-    text = f"{model['class']} with {size} parameters on {device}, {recipe['precision']['mode']}"
+    precision = _dtypes_of_weights(recipe["precision"]) or recipe["precision"]["mode"]
+    text = f"{model['class']} with {size} parameters on {device}, {precision}"
     if "batch" in recipe and model["trained_parameters"] < model["parameters"]:
         share = 100 * model["trained_parameters"] / model["parameters"]
         text += f"; {model['trained_parameters']} of {model['parameters']} parameters are trained ({share:.2f}%)"
@@ -313,10 +314,17 @@ _COMPUTATION = {
 }
 
 
+def _dtypes_of_weights(precision: dict[str, Any]) -> str:
+    """Return the dtypes in which a model computes whose weights, without autocast, are not all in fp32; else empty."""
+    if precision["mode"] not in _WITHOUT_AUTOCAST or precision["weights"] in ([], ["float32"]):
+        return ""
+    return " and ".join(precision["weights"])
+
+
 def _precision_text(precision: dict[str, Any]) -> str:
     text = _COMPUTATION[precision["mode"]]
-    if precision["mode"] in _WITHOUT_AUTOCAST and precision["weights"] not in ([], ["float32"]):
-        text = f"no autocast: as the model's weights, in {' and '.join(precision['weights'])}"
+    if dtypes := _dtypes_of_weights(precision):
+        text = f"no autocast: as the model's weights, in {dtypes}"
     if precision["mode"] not in ("fp32", "tf32", "bf16_pure"):
         text += f"; weights in {' and '.join(precision['weights'])}"
     if precision["is_emulated"]:

@@ -21,134 +21,158 @@ log = logging.getLogger(__name__)
 
 
 def origin(config: Config, continues: bool) -> Path | None:
-    """The checkpoint that a run continues from, on rank 0. None: the run begins with initial weights.
+    """Return the checkpoint that a run continues from, on rank 0. None: the run begins with initial weights.
 
-    continues: whether the run's own newest checkpoint comes before the one that `checkpointing.resume` names. Raises
-    UserError for one that the run cannot continue from in its directory.
+    Raises UserError for one that the run cannot continue from in its directory.
+
+    Args:
+        config: of the run.
+        continues: whether the newest checkpoint in the run's directory comes before the one that
+            `checkpointing.resume` names.
     """
-    resume, trains = config.checkpointing.resume, config.activity.trains
-    own = CheckpointDirectory(Path(config.run_dir))
-    newest = own.newest() if continues or resume == "auto" else None
-    if newest is not None or resume in ("auto", "none"):
+    setting = config.checkpointing.resume
+    directory = CheckpointDirectory(Path(config.run_dir))
+    newest = directory.newest() if continues or setting == "auto" else None
+    if newest is not None or setting in ("auto", "none"):
         return newest
-    path, run_dir = resolve(resume), Path(config.run_dir).resolve()
-    if trains and own.newest_name() and not path.resolve().is_relative_to(run_dir):
-        if (newest := own.newest()) is not None:
-            began = read_manifest(newest)["config"]["checkpointing"]["resume"]
-            if began == resume or Path(began).is_relative_to(config.run_dir):  # of a restart after an OOM
-                return newest  # the same command again
-        raise UserError(
-            f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
-            "another run, which would be replaced; choose another directory, or checkpointing.resume=auto to continue "
-            "the run in this one"
-        )
-    return path
+
+    path = resolve(setting)
+    is_in_directory = path.resolve().is_relative_to(Path(config.run_dir).resolve())
+    if not config.activity.trains or is_in_directory or not directory.newest_name():
+        return path
+    # Another run's checkpoint, in a directory that has some: allowed where the same command continues.
+    newest = directory.newest()
+    if newest is not None:
+        began_from = read_manifest(newest)["config"]["checkpointing"]["resume"]
+        is_restart_after_oom = Path(began_from).is_relative_to(config.run_dir)
+        if began_from == setting or is_restart_after_oom:
+            return newest
+    raise UserError(
+        f"checkpointing.resume={setting} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
+        "another run, which would be replaced; choose another directory, or checkpointing.resume=auto to continue "
+        "the run in this one"
+    )
 
 
 def names_a_checkpoint(config: Config) -> bool:
-    """Whether there seems to be one, which is not read: for a signal before it is."""
-    resume = config.checkpointing.resume
-    if resume == "auto":
+    """Return whether there seems to be a checkpoint, without reading it: for a signal before it is read."""
+    setting = config.checkpointing.resume
+    if setting == "auto":
         return CheckpointDirectory(Path(config.run_dir)).newest_name() is not None
-    return resume != "none"
+    return setting != "none"
 
 
 def as_saved(config: Config, path: Path) -> Config:
-    """The configuration with the checkpoint's seed and way of drawing: another seed mid-epoch would repeat and omit
-    samples. A checkpoint of an earlier version has torch's own draws.
+    """Return the configuration with the checkpoint's seed and way of drawing: another seed mid-epoch would repeat and
+    omit samples. A checkpoint of an earlier version has torch's own draws.
 
-    In modes other than train also with its `ema` and the parts that the command line does not choose. Raises UserError
-    for another seed or way of drawing on the command line.
+    In modes other than train also with its `ema` and the sections that the command line does not choose. Raises
+    UserError for another seed or way of drawing on the command line.
     """
     saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
-    if not config.activity.trains:
-        config = _with_parts_of(config, path)
-        _require_same_adapter(config, path)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=saved["ema"]))
+    if config.activity.trains:
+        _require_same_draws(config, saved, path)
+        train = dataclasses.replace(config.train, seed=saved["seed"], draws=saved["draws"])
+        return dataclasses.replace(config, train=train)
+    config = _with_saved_sections(config, path)
+    _require_same_adapter(config, path)
+    draws = config.train.draws if config.chooses("train.draws") else saved["draws"]
+    train = dataclasses.replace(config.train, ema=saved["ema"], seed=saved["seed"], draws=draws)
+    return dataclasses.replace(config, train=train)
+
+
+def _require_same_draws(config: Config, saved: dict[str, Any], path: Path) -> None:
+    """Raise UserError if the command line names another seed or way of drawing than the checkpoint's."""
     for name in ("seed", "draws"):
-        own = getattr(config.train, name)
-        if config.activity.trains and saved[name] != own and config.chooses(f"train.{name}"):
+        value = getattr(config.train, name)
+        if saved[name] != value and config.chooses(f"train.{name}"):
             raise UserError(
-                f"train.{name}={own}: the run in {path} has {name} {saved[name]}, on which its samples and steps "
+                f"train.{name}={value}: the run in {path} has {name} {saved[name]}, on which its samples and steps "
                 f"depend; omit train.{name}, or start a new run from its weights with model.init_from=RUN"
             )
-    draws = config.train.draws if not config.activity.trains and config.chooses("train.draws") else saved["draws"]
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=saved["seed"], draws=draws))
 
 
 # What a run's model is built from. Without `user_packages`: a foreign checkpoint must not choose what is imported.
 BUILT_FROM = ("model", "data", "task", "task_arguments", "adapter", "optimizer", "updates", "precision")
 _MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
 # Settings below `data` that configure loading, not the data set.
-_LOADING = {own.name for own in dataclasses.fields(Data)} - {own.name for own in dataclasses.fields(Target)}
+_LOADING = {field.name for field in dataclasses.fields(Data)} - {field.name for field in dataclasses.fields(Target)}
 
 
-def _with_parts_of(config: Config, path: Path) -> Config:
-    """The configuration, with the parts that the command line does not name taken from the checkpoint.
+def _with_saved_sections(config: Config, path: Path) -> Config:
+    """Return the configuration, with the sections that the command line does not name taken from the checkpoint.
 
-    Raises UserError for parts unknown to this version.
+    Raises UserError for settings unknown to this version.
     """
     saved = read_manifest(path)["config"]
-    taken = {name: saved[name] for name in _missing(config) if name in saved}
-    if "data" in taken:
-        own, values = taken["data"], dataclasses.asdict(config.data)
+    sections = {name: saved[name] for name in _sections_left_to_checkpoint(config) if name in saved}
+    if "data" in sections:
+        values = dataclasses.asdict(config.data)
         for setting in _settings_of_data(config):
             names = setting.split(".")
-            _change(own, values, names if names[0] in _LOADING else ["arguments", *names])
-    if "task_arguments" in taken:
+            if names[0] not in _LOADING:
+                names = ["arguments", *names]
+            _change(sections["data"], values, names)
+    if "task_arguments" in sections:
         for setting in config.given:
             if setting.startswith("task."):
-                _change(taken["task_arguments"], config.task_arguments, setting.split(".")[1:])
-    return saved_config(path, dataclasses.asdict(config) | taken)
+                _change(sections["task_arguments"], config.task_arguments, setting.split(".")[1:])
+    return saved_config(path, dataclasses.asdict(config) | sections)
 
 
 def _require_same_adapter(config: Config, path: Path) -> None:
-    """Raises UserError for adapters of other shapes than the run's: its weights would not fit, tensor by tensor."""
+    """Raise UserError for adapters of other shapes than the run's: its weights would not fit, tensor by tensor."""
     saved = read_manifest(path)["config"].get("adapter") or {}
     for name in ("kind", "rank", "targets", "train"):
-        own = getattr(config.adapter, name)
-        if name in saved and saved[name] != own:
+        value = getattr(config.adapter, name)
+        if name in saved and saved[name] != value:
             raise UserError(
-                f"adapter.{name}={own}: the run in {path} has adapter.{name}={saved[name]}, and mode={config.mode} "
+                f"adapter.{name}={value}: the run in {path} has adapter.{name}={saved[name]}, and mode={config.mode} "
                 "uses its weights; leave out `adapter`, whose settings are then those of the run"
             )
 
 
 def _settings_of_data(config: Config) -> list[str]:
-    """Settings below `data` that the command line names."""
+    """Return the settings below `data` that the command line names."""
     return [name.removeprefix("data.") for name in config.given if name.startswith("data.")]
 
 
 def saved_config(path: Path, values: dict[str, Any]) -> Config:
-    """The configuration with these values from the checkpoint at `path`. Raises UserError if another version wrote
-    them.
+    """Return a configuration of these values from the checkpoint at `path`.
+
+    Raises UserError if another version wrote them.
     """
     try:
         return TypeAdapter(Config).validate_python(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
+        setting = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"checkpoint {path}: this version does not accept its setting {'.'.join(map(str, first['loc']))}: "
-            f"{first['msg']}"
+            f"checkpoint {path}: this version does not accept its setting {setting}: {first['msg']}"
         ) from None
 
 
-def _missing(config: Config) -> list[str]:
-    """The sections that the command line leaves to the checkpoint: a run's model may predict on other data. Single
-    settings change the run's own data. An experiment chooses everything.
+def _sections_left_to_checkpoint(config: Config) -> list[str]:
+    """Return the sections that the command line leaves to the checkpoint: a run's model may predict on other data.
+    Single settings change the data of the run. An experiment chooses everything.
     """
     if config.chooses("experiment"):
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
     is_other_task = "task" in config.given
-    chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
+    is_chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
     if config.activity.writes_rows:
-        chosen["metrics"] = True
+        is_chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
-            chosen["eval"] = True  # sets in `eval` are not opened
-    elif is_other_data or any(setting.partition(".")[0] not in _LOADING for setting in _settings_of_data(config)):
-        chosen["eval"] = True  # these sets belong to the run's own data
-    return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
+            is_chosen["eval"] = True  # sets in `eval` are not opened
+    elif is_other_data or _changes_data(config):
+        is_chosen["eval"] = True  # these sets belong to the data of the run
+    return [name for name in _MADE_OF if not is_chosen.get(name, config.chooses(name))]
+
+
+def _changes_data(config: Config) -> bool:
+    """Return whether the command line changes the data set itself, not only how it is loaded."""
+    return any(setting.partition(".")[0] not in _LOADING for setting in _settings_of_data(config))
 
 
 def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:
@@ -164,16 +188,18 @@ def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -
 
 
 def restore(session: Session, path: Path) -> dict[str, Any]:
-    """Load the checkpoint at `path` into the run. Returns its micro-batch sizes and the memory `budget` they were found
+    """Load the checkpoint at `path` into the run. Return its micro-batch sizes and the memory `budget` they were found
     in. A checkpoint of an earlier version knows no draws.
 
     Raises UserError if the checkpoint does not fit the model, or if the run cannot continue from it.
     """
     saved = checkpointer.restore(session.state, path, session.ranks)
     progress = session.state.progress
-    session.checkpointer.saved_at = session.checkpointer.committed_at = progress.step
+    session.checkpointer.saved_at = progress.step
+    session.checkpointer.committed_at = progress.step
     if session.objective.direction is None:  # an earlier version chose a best one nevertheless
-        progress.best = progress.best_step = None
+        progress.best = None
+        progress.best_step = None
     verb = "loaded"
     if session.config.activity.trains:
         verb = "resumed from"
@@ -199,23 +225,34 @@ def _follow_settings(session: Session, path: Path) -> None:
         return
     texts = (f"{change.name} {change.before} -> {change.now}" for change in changes)
     log.info("other settings than in the checkpoint: %s", listed(texts, most=8))
-    progress, sections = session.state.progress, {change.name.partition(".")[0] for change in changes}
+    progress = session.state.progress
+    sections = {change.name.partition(".")[0] for change in changes}
     if progress.stopped is not None and sections & {"stopping", "callbacks"}:
         log.info("the run had ended (%s); with these settings it continues", progress.stopped)
         progress.stopped = None
-    defined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
-    is_other = "objective" in sections or not defined.isdisjoint(session.objective.metric.split("/"))
-    if is_other and progress.best is not None:
-        log.info("the best %s so far (%.4g) no longer counts", session.objective.metric, progress.best)
-        progress.objective = progress.best = progress.best_step = None
+    metric = session.objective.metric
+    # An objective such as `test/f1` depends on the definitions of the set `test` and of the metric `f1`.
+    redefined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
+    is_other_objective = "objective" in sections or not redefined.isdisjoint(metric.split("/"))
+    if is_other_objective and progress.best is not None:
+        log.info("the best %s so far (%.4g) no longer counts", metric, progress.best)
+        progress.objective = None
+        progress.best = None
+        progress.best_step = None
 
 
 def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
     """Apply `data.on_change` if the data's length or order differs from the checkpoint's: its epoch cannot continue.
 
-    before: the checkpoint's `samples` and `order`. Raises UserError for `refuse`.
+    Raises UserError for `refuse`.
+
+    Args:
+        session: with the restored progress.
+        path: the checkpoint.
+        before: the checkpoint's `samples` and `order`.
     """
-    progress, batches = session.state.progress, session.batches
+    progress = session.state.progress
+    batches = session.batches
     change = batches.source.misfit
     if before["order"] != batches.source.order_name:
         change = (
@@ -231,8 +268,9 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
             f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or change its "
             "length; restore the data, use data.on_change=next_epoch, or start a new run (checkpointing.resume=none)"
         )
-    left = before["samples"] - progress.consumed if progress.consumed else 0
+    left = 0
     if progress.consumed:
+        left = before["samples"] - progress.consumed
         progress.begin_next_epoch()
     log.warning(
         "%s: training continues with epoch %d%s (data.on_change=next_epoch)",
@@ -244,16 +282,21 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
 
 
 def _require_steps_left(session: Session, path: Path) -> None:
-    """Raises UserError if the run would end before the checkpoint's step or, in a new directory, at it: its result
-    would be that of the other run. A finished run that is restarted returns its own result.
+    """Raise UserError if the run would end before the checkpoint's step or, in a new directory, at it: its result
+    would be that of the other run. A finished run that is restarted returns its result again.
     """
-    train, progress = session.config.train, session.state.progress
-    is_own = path.resolve().is_relative_to(Path(session.config.run_dir).resolve())
-    begun = session.batches.epochs(progress)
-    for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
-        if end is not None and (reached > end or (reached == end and not is_own)):
-            raise UserError(
-                f"train.max_{name}={end}: {path} has already trained {round(reached, 2):.10g} {name}, so none are "
-                "left; set a later end to continue it, or start a new run from its weights in another directory with "
-                "model.init_from=RUN"
-            )
+    train = session.config.train
+    progress = session.state.progress
+    is_in_directory = path.resolve().is_relative_to(Path(session.config.run_dir).resolve())
+    ends = [
+        ("steps", train.max_steps, progress.step),
+        ("epochs", train.max_epochs, session.batches.epochs(progress)),
+    ]
+    for name, end, trained in ends:
+        if end is None or trained < end or (trained == end and is_in_directory):
+            continue
+        raise UserError(
+            f"train.max_{name}={end}: {path} has already trained {round(trained, 2):.10g} {name}, so none are left; "
+            "set a later end to continue it, or start a new run from its weights in another directory with "
+            "model.init_from=RUN"
+        )

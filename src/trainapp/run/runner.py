@@ -27,7 +27,7 @@ from trainapp.run import directory, recipe, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
-from trainapp.sizes.record import take_restart
+from trainapp.sizes.record import EVALUATION, take_restart
 from trainapp.training import events, loop, stopping
 from trainapp.training.dependence import warn_of_padding
 from trainapp.training.evaluate import evaluate
@@ -47,7 +47,7 @@ class CarriedOver:
     memory: DeviceMemory  # limit and counters
     began: float  # see `Meter`
     written: list[str]  # parameters that the forward writes: see `Snapshot`
-    first: dict[str, Any] = field(default_factory=dict)  # states of the tasks when the run began
+    first_states: dict[str, Any] = field(default_factory=dict)  # of the tasks, when the run began
 
 
 def run(config: Config, ranks: Ranks | None = None) -> Result:
@@ -59,14 +59,14 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
     stop = StopRequest(deadline_of("train.max_time", config.train.max_time, config.started))
     stop.at_work = functools.partial(AtWork, is_saved=config.continues and resume.names_a_checkpoint(config))
     with stop:
-        ended = _run_session(config, stop, ranks, started)
-        while isinstance(ended, CarriedOver):
+        outcome = _run_session(config, stop, ranks, started)
+        while isinstance(outcome, CarriedOver):
             stop.at_work = AtWork
-            ended.memory.release()  # before the new model is built
-            ended = _run_session(ended.config, stop, ranks, ended.began, ended)
+            outcome.memory.release()  # before the new model is built
+            outcome = _run_session(outcome.config, stop, ranks, outcome.began, outcome)
     if stop.agreed:
         stop.leave(stop.agreed)
-    return ended
+    return outcome
 
 
 def _run_session(
@@ -74,40 +74,72 @@ def _run_session(
 ) -> Result | CarriedOver:
     """Run to the end, or to an error inside the commit, after which a new `Session` must be built.
 
-    began: see `prepare`.
+    Args:
+        config: of the run.
+        stop: the request to stop, shared by all sessions of the run.
+        ranks: all ranks of the run.
+        began: see `prepare`.
+        carried: what an earlier session of this process has left.
     """
     with recovery.out_of_memory_named(config, ranks):
-        current = prepare(config, stop, ranks, carried, began)
-    on_cpu = current.state.device.type == "cpu"
-    guarded = host.guarded(config.memory, current.memory.total) if on_cpu else contextlib.nullcontext()
-    stop.at_work = functools.partial(stopping.at_work, current)
-    with contextlib.closing(current), guarded:
-        first = _states_of_tasks(current) if carried is None else carried.first
-        if carried is not None and current.config.checkpointing.resume == "none":
-            for name, state in first.items():
-                current.state.stateful.owners[name].restore(state)
+        session = prepare(config, stop, ranks, carried, began)
+    is_on_cpu = session.state.device.type == "cpu"
+    guarded = host.guarded(config.memory, session.memory.total) if is_on_cpu else contextlib.nullcontext()
+    stop.at_work = functools.partial(stopping.at_work, session)
+    with contextlib.closing(session), guarded:
+        first_states = _first_states(session, carried)
         if carried is None:
-            _tell_recipe(current)
-            warn_of_padding(current)
+            _print_recipe(session)
+            warn_of_padding(session)
         try:
-            while (failure := run_until_oom(current)) is not None:
-                if (carried_over := recover(current, failure)) is not None:
-                    return dataclasses.replace(carried_over, first=first)
+            carried_over = _run_with_retries(session)
         except Interrupted:  # at once, since nothing is lost
-            print_command(current)
+            print_command(session)
             raise
         except Exception as error:
-            add_note(error, f"at step {current.state.progress.step + 1}")
-            if current.config.activity.trains and ranks.is_rank_zero:
-                write_failure(current, error)
+            add_note(error, f"at step {session.state.progress.step + 1}")
+            if session.config.activity.trains and ranks.is_rank_zero:
+                write_failure(session, error)
             raise
-    result = result_of(current)
+        if carried_over is not None:
+            return dataclasses.replace(carried_over, first_states=first_states)
+    result = result_of(session)
     if ranks.is_rank_zero:
-        report(current, result)
+        report(session, result)
     return result
 
 
-def _tell_recipe(session: Session) -> None:
+def _run_with_retries(session: Session) -> CarriedOver | None:
+    """Run to the end, recovering from errors in place. Return the state for a new session if one cannot be undone."""
+    while True:
+        failure = run_until_oom(session)
+        if failure is None:
+            return None
+        carried_over = recover(session, failure)
+        if carried_over is not None:
+            return carried_over
+
+
+def _first_states(session: Session, carried: CarriedOver | None) -> dict[str, Any]:
+    """Return the states that the tasks had when the run began, and restore them where it begins again.
+
+    A task may be an object of a user's module, which outlives the session. Copies, without modules' tensors.
+    """
+    owners = session.state.stateful.owners
+    if carried is not None:
+        if session.config.checkpointing.resume == "none":
+            for name, state in carried.first_states.items():
+                owners[name].restore(state)
+        return carried.first_states
+    states = {}
+    for name, owner in owners.items():
+        root = name.partition(".")[0]
+        if root.endswith("task") and not owner.is_held:
+            states[name] = owner.copy()
+    return states
+
+
+def _print_recipe(session: Session) -> None:
     """Print how the run trains, and write it to recipe.json."""
     facts = recipe.recipe_of(session)
     for line in recipe.lines_of(facts):
@@ -122,33 +154,47 @@ def _tell_recipe(session: Session) -> None:
 def prepare(
     config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None, began: float | None = None
 ) -> Session:
-    """A session ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open.
+    """Return a session ready for its next step: built, restored from a checkpoint, sizes chosen, files open.
 
-    began: `time.monotonic()` when this process began the run; None: now.
+    Args:
+        config: of the run.
+        stop: the request to stop.
+        ranks: all ranks of the run.
+        carried: what an earlier session of this process has left.
+        began: `time.monotonic()` when this process began the run; None: now.
     """
+    # The checkpoint, and the settings that it decides.
     has_restarted = any(ranks.all_gather_object(directory.has_restarted()))  # torchrun counts each node's own failures
     path = answered_by_rank_zero(ranks, lambda: resume.origin(config, has_restarted))
     if path is not None:
         config = resume.as_saved(config, path)
     stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
     config = config.with_inference_batch_size()
-    if config.activity.trains:
+    trains = config.activity.trains
+    if trains:
         config = with_modes(config, ranks)
-    session = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
+
+    # The live objects, in the checkpoint's state.
+    memory = carried.memory if carried is not None else None
+    session = build.build(config, stop, ranks, memory, resumes=path is not None)
     if carried is not None:
         session.snapshot.note(carried.written)
     saved = resume.restore(session, path) if path is not None else None
-    restart = carried.restart if carried else None
-    if restart is None and config.activity.trains:
+
+    # The micro-batch sizes.
+    restart = carried.restart if carried is not None else None
+    if restart is None and trains:
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    changed = changes_of_memory(session, path) if path is not None and config.activity.trains else []
+    changed = changes_of_memory(session, path) if path is not None and trains else []
     session.sizes = initial_sizes(session, restart, saved, changed)
+
+    # The clock, and the files.
     session.meter.began = began or session.meter.began
-    if carried is None and saved is not None and config.activity.trains:  # seconds of earlier processes
+    if carried is None and saved is not None and trains:  # seconds of earlier processes
         session.meter.began -= saved.get("seconds", 0.0)
     hooks.try_metrics(session)
     build.start_tracking(session)
-    if config.activity.trains and ranks.is_rank_zero:
+    if trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))
     return session
 
@@ -188,16 +234,10 @@ def work(session: Session) -> None:
         events.end(session)
 
 
-def _states_of_tasks(session: Session) -> dict[str, Any]:
-    """Copies, without modules' tensors: a task may be an object of a user's module, which outlives the session."""
-    owners = session.state.stateful.owners
-    return {n: own.copy() for n, own in owners.items() if n.partition(".")[0].endswith("task") and not own.is_held}
-
-
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
-    Returns the state for a new run if this one cannot continue. Raises TrainingStopped if no smaller size is left.
+    Return the state for a new session if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
     if not failure.by_peer:  # before the next line, which may end this worker: the restarted one resumes the counts
         _count(session, failure)
@@ -222,25 +262,33 @@ def _count(session: Session, failure: OomReport) -> None:
 
 
 def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
-    """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
+    """Restart from the last checkpoint, or from the start: parameters may be half updated, or written by a forward."""
     config = session.config
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
-    # Until it has saved one, its directory may have those of another branch, or of an earlier run.
-    is_own = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
-    path = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, is_own))
-    checkpoint_step = read_manifest(path)["step"] if path else 0
-    checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
-    place = f"the checkpoint of step {checkpoint_step}" if path else "the start"
+    # Until this run has saved one, its directory may have those of another branch, or of an earlier run.
+    has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
+    path = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, has_checkpoints))
+    if path is None:
+        checkpoint_step = 0
+        origin_text = "the start"
+    else:
+        checkpoint_step = read_manifest(path)["step"]
+        origin_text = f"the checkpoint of step {checkpoint_step}"
+    checkpointing = dataclasses.replace(config.checkpointing, resume="none" if path is None else str(path))
+
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.action = (
-        f"{failure.why_checkpoint}; restarting from {place} and repeating {repeated} finished steps, with micro-batch "
-        f"{failure.old_size} -> {failure.new_size}"
+        f"{failure.why_checkpoint}; restarting from {origin_text} and repeating {repeated} finished steps, with "
+        f"micro-batch {failure.old_size} -> {failure.new_size}"
     )
     recovery.report(session, failure)
+    restart = session.sizes.state_dict()
+    if not failure.evaluating:  # sizes of evaluations are then those of the checkpoint
+        del restart[EVALUATION]
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
-        restart={n: own for n, own in session.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
+        restart=restart,
         memory=session.memory,
         began=session.meter.began,
         written=session.snapshot.written,

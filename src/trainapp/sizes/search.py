@@ -108,7 +108,7 @@ class SizeSearch:
         """
         if not self.is_full_size(ran):
             return None
-        self.clean += 1
+        self.clean = min(self.clean + 1, self.clean_steps)
         self.clean_in_process += 1
         self.failures_in_a_row = 0
         self.last_failure = None

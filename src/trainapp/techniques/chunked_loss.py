@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of, last_layer
+from trainapp.optim.precision import at_least_fp32
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import has_forward_hooks
 
@@ -37,7 +38,8 @@ def linear_cross_entropy(
 
     Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` except for the order of additions: 1e-6
     in fp32. Computes in autocast's dtype inside autocast, otherwise in the weight's, and adds up the loss and the
-    weight's gradient in fp32. Not differentiable twice. Does not run hooks of the head.
+    weight's gradient in fp32, or in fp64 for a weight in fp64. Not differentiable twice. Does not run hooks of the
+    head.
 
     Args:
         features: [..., width].
@@ -154,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         ignored: int,
     ) -> tuple[Tensor, Tensor]:
-        loss = torch.zeros((), device=features.device)
+        loss = torch.zeros((), device=features.device, dtype=torch.promote_types(dtype, torch.float32))
         correct = torch.zeros((), dtype=torch.int64, device=features.device)
         log_sums = []  # the logarithm of each row's sum of exponentials
         with torch.autocast(features.device.type, enabled=False):
@@ -163,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for chunk, target in zip(features.split(rows), targets.split(rows), strict=True):
                 logits = F.linear(chunk.to(dtype), matmul_weight, matmul_bias)
                 correct += (logits.argmax(-1) == target).sum()
-                logits = logits.float()
+                logits = at_least_fp32(logits)
                 # The cross-entropy: the logarithm of the sum of exponentials, minus the target's logit.
                 log_sums.append(logits.logsumexp(-1))
                 target_logits = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
@@ -192,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk = features[rows].to(dtype)
                 target = targets[rows]
                 # The gradient by the logits: probabilities, minus 1 at the target, times the loss's gradient.
-                gradient = F.linear(chunk, matmul_weight, matmul_bias).float()
+                gradient = at_least_fp32(F.linear(chunk, matmul_weight, matmul_bias))
                 gradient.sub_(log_sum[:, None]).exp_()
                 gradient[torch.arange(len(target), device=target.device), _classes(target, ctx.ignored)] -= 1
                 gradient.mul_((scale * (target != ctx.ignored))[:, None])
