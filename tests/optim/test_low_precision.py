@@ -8,8 +8,9 @@ from torch import nn
 
 from trainapp.memory.live_tensors import Category
 from trainapp.optim import low_precision
-from trainapp.optim.low_precision import AdamW, Quantizer, copy_rounded
+from trainapp.optim.low_precision import AdamW, copy_rounded
 from trainapp.optim.optimizers import materialise_state
+from trainapp.optim.quantizer import Quantizer
 
 
 def net():
@@ -28,7 +29,7 @@ def steps(model, optimizer, count=20):
 
 @pytest.mark.parametrize("pieces", [1 << 18, 7])
 def test_with_fp32_states_it_is_torchs(monkeypatch, pieces):
-    monkeypatch.setattr(low_precision, "PIECES", {"cpu": pieces})
+    monkeypatch.setattr(low_precision, "PIECE_SIZES", {"cpu": pieces})
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     model, other = net(), net()
     own = steps(model, AdamW(model.parameters(), state_dtype="fp32", **options))

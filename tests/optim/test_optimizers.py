@@ -9,7 +9,8 @@ from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.models.gpt import GPT
 from trainapp.models.resnet import ResNet
-from trainapp.optim.optimizers import build_optimizer, materialise_state, parameter_groups
+from trainapp.optim.groups import parameter_groups
+from trainapp.optim.optimizers import build_optimizer, materialise_state
 from trainapp.training import loop
 
 CPU = torch.device("cpu")

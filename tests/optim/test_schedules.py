@@ -244,8 +244,8 @@ def test_it_follows_the_direction_of_the_objective(tmp_path):
     rising = schedule(own, "ReduceLROnPlateau", direction="max", patience=0, factor=0.5)
     falling = schedule(optimizers()[0], "ReduceLROnPlateau", direction="min", patience=0, factor=0.5)
     for value in (0.1, 0.2, 0.3):
-        rising.evaluated(value)
-        falling.evaluated(value)
+        rising.record_objective(value)
+        falling.record_objective(value)
     assert rising.state_dict()["rates"] == [0.1, 0.2]
     assert falling.state_dict()["rates"] == [0.025, 0.05]
 
@@ -269,7 +269,7 @@ def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
     schedule = run.state.update.schedule
     run.close()
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.1 / 4)  # two reductions so far
-    schedule.evaluated(1.0)
+    schedule.record_objective(1.0)
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.01 / 4)
 
 

@@ -132,7 +132,7 @@ def test_a_failed_forward_leaves_nothing():
     gc.collect()
     assert moving.stored
     assert not any(one() for _, one in moving.stored)
-    assert not moving._known
+    assert not moving._stored
 
 
 @pytest.mark.parametrize("mode", ["all", "inputs"])

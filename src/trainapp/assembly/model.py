@@ -28,7 +28,7 @@ from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import batchnorms, blocks_of, is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import emulated_kernels, matmuls
 from trainapp.optim.ema import WeightAverage
-from trainapp.optim.optimizers import matching
+from trainapp.optim.groups import match_names
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
@@ -132,7 +132,7 @@ def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Mod
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
-    for name in matching(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
+    for name in match_names(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
         model.get_parameter(name).requires_grad_(False)
     resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself

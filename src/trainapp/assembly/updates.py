@@ -14,7 +14,8 @@ from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.optim.optimizers import all_names, build_optimizer, divided, require_separable
+from trainapp.optim.groups import divide_names, parameters_by_name
+from trainapp.optim.optimizers import build_optimizer, require_separable
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import requires_grad_only
 from trainapp.units import listed
@@ -23,12 +24,12 @@ Names = list[list[str]]  # parameter names of each update, including frozen ones
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Each update's parameter names. Raises UserError as `divided` does, and for parameters in no update."""
-    parameters = all_names(model)
+    """Each update's parameter names. Raises UserError as `divide_names` does, and for parameters in no update."""
+    parameters = parameters_by_name(model)
     if not config.updates:
         return [list(parameters)]
     patterns = {f"updates.{number}.parameters": update.parameters for number, update in enumerate(config.updates)}
-    found = list(divided(model, patterns).values())
+    found = list(divide_names(model, patterns).values())
     taken = {id(parameters[name]) for names in found for name in names}
     if left := [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]:
         raise UserError(
@@ -39,7 +40,7 @@ def names_of(config: Config, model: nn.Module) -> Names:
 
 def parameters_of(model: nn.Module, names: Names) -> list[list[nn.Parameter]]:
     """The parameters that each update trains."""
-    parameters = all_names(model)
+    parameters = parameters_by_name(model)
     unique = [dict.fromkeys(parameters[name] for name in own) for own in names]
     return [[parameter for parameter in own if parameter.requires_grad] for own in unique]
 

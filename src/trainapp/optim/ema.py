@@ -11,15 +11,22 @@ from trainapp.torch_private import local_part
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: keeps no average."""
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step.
+
+    With `decay` None, no average is kept.
+    """
 
     def __init__(self, model: nn.Module, decay: float | None):
         self._update = get_ema_multi_avg_fn(1.0 if decay is None else decay)
-        named = [] if decay is None else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]  # as of now: what is frozen later keeps its average
-        self.weights: list[Tensor] = [weight for _, weight in named]
-        self.averages = [p.detach().clone() for p in self.weights]
-        self.step = 0
+        self.names: list[str] = []
+        self.weights: list[Tensor] = []
+        if decay is not None:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:  # as of now: a parameter that is frozen later keeps its average
+                    self.names.append(name)
+                    self.weights.append(parameter)
+        self.averages = [weight.detach().clone() for weight in self.weights]
+        self.step = 0  # of the weights that were averaged last
 
     def catch_up(self, step: int) -> None:
         """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
@@ -37,15 +44,15 @@ class WeightAverage:
     def in_place_of_weights(self) -> Iterator[None]:
         """Swap the averages into the model inside the block.
 
-        Shards are copied, by way of a buffer of the largest one, which is held meanwhile: swapping back needs no memory
-        that might be missing then.
+        Shards are copied through a buffer of the size of the largest one. The buffer stays allocated until the averages
+        are swapped back, which therefore cannot run out of memory.
         """
         pairs = list(zip(self.weights, self.averages, strict=True))
         buffers = _buffers_for([weight for weight in self.weights if _is_shard(weight)])
-        with contextlib.ExitStack() as swapped:  # swaps back, whatever happens inside
+        with contextlib.ExitStack() as undo:  # swaps back, whatever happens inside
             for weight, average in pairs:
                 _exchange(weight, average, buffers)
-                swapped.callback(_exchange, weight, average, buffers)
+                undo.callback(_exchange, weight, average, buffers)
             yield
 
 
@@ -58,15 +65,18 @@ def _is_shard(weight: Tensor) -> bool:
 
 def _buffers_for(shards: list[Tensor]) -> Buffers:
     """Return a buffer of the largest shard's size by device and dtype."""
-    largest: dict[tuple[torch.device, torch.dtype], int] = {}
+    elements_of_largest: dict[tuple[torch.device, torch.dtype], int] = {}
     for shard in map(local_part, shards):
         key = (shard.device, shard.dtype)
-        largest[key] = max(largest.get(key, 0), shard.numel())
-    return {(device, dtype): torch.empty(size, device=device, dtype=dtype) for (device, dtype), size in largest.items()}
+        elements_of_largest[key] = max(elements_of_largest.get(key, 0), shard.numel())
+    buffers = {}
+    for (device, dtype), elements in elements_of_largest.items():
+        buffers[device, dtype] = torch.empty(elements, device=device, dtype=dtype)
+    return buffers
 
 
 def _exchange(weight: Tensor, average: Tensor, buffers: Buffers) -> None:
-    """Swap two tensors; a shard by a copy, because FSDP gathers its memory, whatever `.data` of the DTensor is."""
+    """Swap two tensors. Shards are copied: FSDP gathers the memory of a shard, whatever `.data` of its DTensor is."""
     if not _is_shard(weight):
         weight.data, average.data = average.data, weight.data
         return

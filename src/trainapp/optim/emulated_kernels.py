@@ -23,17 +23,18 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 # All have their factors among the first three arguments.
 RETURNING = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", ATTENTION, f"{ATTENTION}_backward"),
-    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),  # nn.LSTM under autocast, which ends in an error otherwise
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    ATTENTION,
+    f"{ATTENTION}_backward",
+    "mkldnn_rnn_layer",  # nn.LSTM under autocast, which ends in an error otherwise
+    "mkldnn_rnn_layer_backward",
 )
-WRITING = (
-    "mm.out",
-    "addmm.out",
-    "bmm.out",
-    "baddbmm.out",
-    "addmm_",
-    "baddbmm_",
-)  # called by compiled graphs, among others
+WRITING = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out", "addmm_", "baddbmm_")  # compiled graphs call these, too
 
 
 def is_native(dtype: torch.dtype) -> bool:

@@ -37,19 +37,19 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        output = _Products.apply(input, self.weight, self.kind)
+        output = _QuantizedMatmul.apply(input, self.weight, self.kind)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class _Products(torch.autograd.Function):
-    """input [..., K] @ weight [N, K].T; like nn.Linear, saves only what its gradients need."""
+class _QuantizedMatmul(torch.autograd.Function):
+    """The product input [..., K] @ weight [N, K].T. Like nn.Linear, it saves only what its gradients need."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, kind: Kind) -> Tensor:
         needs_input, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         ctx.kind = kind
-        product = _product(input.reshape(-1, input.shape[-1]), weight.to(input.dtype), kind)
+        product = _multiply(input.reshape(-1, input.shape[-1]), weight.to(input.dtype), kind)
         return unsafe_view(product, [*input.shape[:-1], len(weight)])
 
     @staticmethod
@@ -62,38 +62,40 @@ class _Products(torch.autograd.Function):
             )
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_weight = None
+        input_gradient = None
+        weight_gradient = None
         if weight is not None:
             transposed = weight.to(gradient.dtype).t()
-            of_input = _product(rows, transposed, ctx.kind).view(*gradient.shape[:-1], len(transposed))
-        if input is not None:
-            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
-        return of_input, of_weight, None
+            input_gradient = _multiply(rows, transposed, ctx.kind).view(*gradient.shape[:-1], len(transposed))
+        if input is not None:  # in bf16: see the module
+            weight_gradient = rows.t() @ input.reshape(-1, input.shape[-1])
+        return input_gradient, weight_gradient, None
 
 
-def _product(left: Tensor, right: Tensor, kind: Kind) -> Tensor:
-    """left [M, K] @ right [N, K].T, in their dtype."""
+def _multiply(left: Tensor, right: Tensor, kind: Kind) -> Tensor:
+    """Return left [M, K] @ right [N, K].T, in their dtype."""
     count = len(left)
     if count < LEAST_ROWS:
         left = F.pad(left, (0, 0, 0, LEAST_ROWS - count))
     return _KERNELS[kind](left, right)[:count]
 
 
-def _int8(left: Tensor, right: Tensor) -> Tensor:
+def _multiply_int8(left: Tensor, right: Tensor) -> Tensor:
     from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
     from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
 
     rows, row_scale = quantize_int8_rowwise(left, eps=LEAST_SCALE)
     columns, column_scale = quantize_int8_rowwise(right, eps=LEAST_SCALE)
-    rows, columns = rows.contiguous(), columns.contiguous()
+    rows = rows.contiguous()
+    columns = columns.contiguous()
     if left.device.type == "cuda":
         return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)
     product = int8_product(rows, columns.t()).float()  # torchao's kernel is for CUDA
     return product.mul_(row_scale.float().unsqueeze(1)).mul_(column_scale.float()).to(left.dtype)
 
 
-def _fp8(left: Tensor, right: Tensor) -> Tensor:
-    """Adds up in bf16 results."""
+def _multiply_fp8(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply with fast accumulation: partial sums have fewer bits than in fp32."""
     from torchao.float8.float8_ops import addmm_float8_unwrapped
 
     rows, row_scale = _fp8_rows(left)
@@ -104,26 +106,40 @@ def _fp8(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _fp8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor in float8_e4m3fn, and each row's factor [rows, 1], a power of two: only the values are rounded."""
+    """Return the tensor in float8_e4m3fn, and each row's factor [rows, 1].
+
+    A factor is a power of two: only the values are rounded.
+    """
     from torchao.float8.config import ScalingGranularity, e4m3_dtype
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
-    by_row: dict[str, Any] = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
-    scale = tensor_to_scale(tensor, e4m3_dtype, round_scales_to_power_of_2=True, **by_row)
-    return to_fp8_saturated(tensor.float() * scale, e4m3_dtype).contiguous(), scale
+    scale = tensor_to_scale(
+        tensor,
+        e4m3_dtype,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
+        round_scales_to_power_of_2=True,
+    )
+    rows = to_fp8_saturated(tensor.float() * scale, e4m3_dtype).contiguous()
+    return rows, scale
 
 
-_KERNELS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _int8, "fp8": _fp8}
+_KERNELS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _multiply_int8, "fp8": _multiply_fp8}
 
 
 def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The linear layers in these blocks that support 8-bit matmuls: both dimensions are multiples of MULTIPLE.
+    """Return the linear layers in these blocks that support 8-bit matmuls: both dimensions are multiples of MULTIPLE.
 
     Subclasses of nn.Linear are excluded: their forward may differ.
     """
-    layers = dict.fromkeys(module for block in blocks for module in block.modules())
-    linear = [m for m in layers if isinstance(m, nn.Linear) and type(m) in (nn.Linear, QuantizedLinear)]
-    return [m for m in linear if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0]
+    layers: dict[nn.Linear, None] = {}  # a set in order: blocks may share a layer
+    for block in blocks:
+        for module in block.modules():
+            if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, QuantizedLinear):
+                continue
+            if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
+                layers[module] = None
+    return list(layers)
 
 
 def quantize(layers: Iterable[nn.Linear], kind: Kind) -> None:
@@ -137,10 +153,12 @@ def require_kernels(kind: Kind, device: torch.device) -> None:
     """Multiply two small matrices. Raises UserError without torchao, or if the device cannot multiply in `kind`."""
     try:
         ones = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
-        _product(ones, ones, kind)
+        _multiply(ones, ones, kind)
     except (ImportError, RuntimeError, AssertionError) as error:
-        reason, more = str(error).partition("\n")[0], "pip install 'trainapp[torchao]', or "
+        reason = str(error).partition("\n")[0]
+        advice = "use precision=bf16"
+        if isinstance(error, ImportError):
+            advice = f"pip install 'trainapp[torchao]', or {advice}"
         raise UserError(
-            f"precision={kind}: {device} cannot multiply matrices in {kind} here ({reason}); "
-            f"{more * isinstance(error, ImportError)}use precision=bf16"
+            f"precision={kind}: {device} cannot multiply matrices in {kind} here ({reason}); {advice}"
         ) from error

@@ -13,9 +13,13 @@ class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for embeddings, the head
     and all non-matrices.
 
-    Muon (kellerjordan.github.io/posts/muon) makes each update of a matrix nearly orthogonal, in bf16.
-    adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a learning rate; "original" is Keller Jordan's.
-    Raises ValueError if there is no hidden matrix.
+    Muon (kellerjordan.github.io/posts/muon) makes each update of a matrix nearly orthogonal, in bf16. Raises ValueError
+    if there is no hidden matrix.
+
+    Args:
+        params: groups made by `parameter_groups`.
+        adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a learning rate; "original" is Keller
+            Jordan's.
     """
 
     def __init__(
@@ -32,37 +36,65 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        of_muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        of_muon["adjust_lr_fn"] = adjust_lr_fn
-        of_adamw: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "fused": fused}
-        matrices = [group for group in self.param_groups if group.pop("is_matrix", False)]
-        others = [group for group in self.param_groups if not any(group is matrix for matrix in matrices)]
-        if not matrices:
+        matrix_groups = []
+        other_groups = []
+        for group in self.param_groups:
+            is_matrix = group.pop("is_matrix", False)
+            if is_matrix:
+                matrix_groups.append(group)
+            else:
+                other_groups.append(group)
+        if not matrix_groups:
             raise ValueError("optimizer=muon: the model has no hidden matrix; use optimizer=adamw")
-        self._parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr, **of_muon)]
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr, **of_adamw))
-        for part in self._parts:  # the groups are the same dictionaries in both; so is the state
-            part.state = self.state
+
+        muon = torch.optim.Muon(
+            matrix_groups, lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
+        )
+        self._optimizers: list[torch.optim.Optimizer] = [muon]
+        if other_groups:
+            adamw_options: dict[str, Any] = {
+                "betas": tuple(betas),
+                "eps": eps,
+                "fused": fused,
+            }  # a YAML file has a list
+            self._optimizers.append(torch.optim.AdamW(other_groups, lr, **adamw_options))
+        for optimizer in self._optimizers:  # they already share the dictionaries of the groups with this optimizer
+            optimizer.state = self.state
 
     @staticmethod
     def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """A model's parameter groups: hidden matrices; other weights; norms and biases, without weight decay."""
-        outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        head = getattr(model, "head", None)
-        outside |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in trained if p.ndim == 2 and id(p) not in outside]
-        others = [p for p in trained if p.ndim > 2 or (p.ndim == 2 and id(p) in outside)]
+        """Return a model's parameter groups: hidden matrices; other weights; norms and biases, without weight decay."""
+        not_hidden = _weights_of_embeddings_and_head(model)
+        matrices = []
+        other_weights = []
+        norms_and_biases = []
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim < 2:
+                norms_and_biases.append(parameter)
+            elif parameter.ndim == 2 and id(parameter) not in not_hidden:
+                matrices.append(parameter)
+            else:
+                other_weights.append(parameter)
         groups = [
             {"params": matrices, "weight_decay": weight_decay, "is_matrix": True},
-            {"params": others, "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": other_weights, "weight_decay": weight_decay},
+            {"params": norms_and_biases, "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update by both."""
+        """Take a step of both optimizers."""
         with sharded_muon_updates():
-            for part in self._parts:
-                part.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+
+def _weights_of_embeddings_and_head(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are matrices, but no weights of hidden layers."""
+    ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = getattr(model, "head", None)
+    if isinstance(head, nn.Module):
+        ids |= {id(parameter) for parameter in head.parameters()}
+    return ids

@@ -31,7 +31,7 @@ from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling,
 Number = Tensor | float
 MAX_SKIPPED = 100  # steps in a row; beyond this a run makes no progress and will not recover
 
-_AUTOCAST = {"fp32": None, "tf32": None, "fp16": torch.float16}  # bf16 in all other modes
+_AUTOCAST_DTYPES = {"fp32": None, "tf32": None, "fp16": torch.float16}  # by mode; bf16 in all others
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -41,9 +41,14 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Precision:
-    """`autocast` wraps forward and loss; `scaler` is disabled (every method passes through) unless the mode is fp16.
+    """A precision mode, with what forward and step need for it.
 
-    is_emulated: whether the device computes in `compute_dtype` only by way of fp32, see `emulated_kernels`.
+    Attributes:
+        mode: one of the table above.
+        compute_dtype: of matmuls.
+        autocast: a context manager for forward and loss.
+        scaler: the loss scale. It is disabled (every method passes through) unless the mode is fp16.
+        is_emulated: whether the device computes in `compute_dtype` only by way of fp32, see `emulated_kernels`.
     """
 
     mode: str
@@ -66,8 +71,9 @@ class Precision:
             all_reduce_found_inf(found_inf(self.scaler, optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer and adjust the loss scale. False, without a step, if the gradients overflowed. Call
-        `unscale` before.
+        """Step the optimizer and adjust the loss scale. Call `unscale` before.
+
+        Returns False, without a step, if the gradients overflowed.
 
         Waits for the device once, in fp16 only: the next step depends on whether this one counts. `scaler.step` reads
         the same flag if the optimizer is not fused; comparing the scale before and after would wait twice.
@@ -94,42 +100,41 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     """
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
-    dtype = _AUTOCAST.get(settings.mode, torch.bfloat16)
+    autocast_dtype = _AUTOCAST_DTYPES.get(settings.mode, torch.bfloat16)
     # On CUDA, torch itself disables nn.TransformerEncoder's fast path under autocast. The path is one operation that
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
     # would give another result.
-    torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or dtype is None)
-    compute_dtype = dtype or torch.float32
+    torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or autocast_dtype is None)
+    compute_dtype = autocast_dtype or torch.float32
     is_emulated = emulated_kernels.install_for(device, compute_dtype)
     if settings.mode in ("int8", "fp8"):
         matmuls.require_kernels(settings.mode, device)
-    return Precision(
-        mode=settings.mode,
-        compute_dtype=compute_dtype,
-        autocast=torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
-        scaler=torch.amp.GradScaler(
-            device.type,
-            enabled=settings.mode == "fp16",
-            init_scale=settings.initial_scale,
-            growth_interval=settings.growth_interval,
-        ),
-        is_emulated=is_emulated,
+    autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if autocast_dtype is not None:
+        autocast = torch.autocast(device.type, dtype=autocast_dtype)
+    scaler = torch.amp.GradScaler(
+        device.type,
+        enabled=settings.mode == "fp16",
+        init_scale=settings.initial_scale,
+        growth_interval=settings.growth_interval,
     )
+    return Precision(settings.mode, compute_dtype, autocast, scaler, is_emulated)
 
 
 # --- gradients
 
 
 def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The 2-norm of all gradients together, a scalar tensor on their device. dtype: accumulation dtype."""
+    """Return the 2-norm of all gradients together, a scalar tensor on their device. dtype: accumulation dtype."""
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
 
 
 def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The 2-norm of each gradient. dtype: accumulation dtype."""
-    return list(foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in gradients], 2, dtype))
+    """Return the 2-norm of each gradient. dtype: accumulation dtype."""
+    real_gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    return list(foreach_norm(real_gradients, 2, dtype))
 
 
 def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
@@ -141,38 +146,46 @@ def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
     # several dtypes, CUDA launches a kernel per gradient, and also rounds the factor to the gradient's dtype
     # (ForeachBinaryOpScalarTensor.cu at pytorch's commit 0eb8214).
     for dtype in {gradient.dtype for gradient in gradients}:
-        foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
+        same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+        foreach_mul_(same_dtype, factor.to(dtype))
 
 
 # --- steps without a usable update
 
 
 class NonFiniteCheck:
-    """Decides whether a step may update the parameters.
-
-    policy: "stop" ends the run with an error that names the step and the metric; "skip" skips the step.
-    scaled: whether a loss scaler is in use, which itself skips a step whose scaled gradients overflow.
-    last_checkpoint: names the last checkpoint, for the message.
+    """The check whether a step may update the parameters: of its count, loss and gradient norm.
 
     On the CPU, and for "skip", the values are read before every update; on a GPU that waits for the device in each
     step. On a GPU, "stop" records the first bad step on the device instead, and `check` reads it. It is called before
     anything is logged or saved, so no bad step reaches a checkpoint.
+
+    Args:
+        policy: "stop" ends the run with an error that names the step and the metric; "skip" skips the step.
+        device: of the values.
+        scaled: whether a loss scaler is in use, which itself skips a step whose scaled gradients overflow.
+        last_checkpoint: names the last checkpoint, for the message.
     """
 
     def __init__(
         self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None] = lambda: None
     ):
-        self.policy, self.scaled, self.last_checkpoint = policy, scaled, last_checkpoint
+        self.policy = policy
+        self.scaled = scaled
+        self.last_checkpoint = last_checkpoint
         self._reads_every_step = device.type == "cpu" or policy == "skip"
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)  # step
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)  # -1: none
         self._skipped: Counter[str] = Counter()  # steps in a row, by update
 
     def allows_update(self, step: int, loss: Number, norm: Number, count: Number, update: str = "") -> bool:
-        """Whether the step may be applied.
+        """Return whether the step may be applied. Raises TrainingStopped for "stop", or after too many skipped steps.
 
-        step: steps applied before this one. count: the divisor of loss and gradients; a step with count 0 is skipped
-        under either policy. update: the update's name, if a step has several. Raises TrainingStopped for "stop", or
-        after too many skipped steps.
+        Args:
+            step: steps applied before this one.
+            loss: the step's loss.
+            norm: of its gradients.
+            count: the divisor of loss and gradients; a step with count 0 is skipped under either policy.
+            update: the update's name, if a step has several.
         """
         unread = {}
         for name, value in (("count", count), ("loss", loss), ("gradient norm", 0.0 if self.scaled else norm)):
@@ -180,53 +193,72 @@ class NonFiniteCheck:
                 unread[name] = value
                 continue
             number = float(value)  # some values are plain numbers even on a GPU, readable without a wait
-            if name == "count" and number == 0:
-                why = "because the loss's count, which the task returns with the loss, was 0"
-                self.count(False, step, why, update)
+            is_count = name == "count"
+            if is_count and number == 0:
+                reason = "because the loss's count, which the task returns with the loss, was 0"
+                self.record_outcome(False, step, reason, update)
                 return False
-            if not math.isfinite(number) or (name == "count" and number < 0):
-                if self.policy == "stop" or (name == "count" and number < 0):
-                    what = "negative" if math.isfinite(number) else "not finite"
-                    self._stop(step, f"the {name} is {what} ({number:g})", update)
-                self.count(False, step, update=update)
-                return False
+            is_negative_count = is_count and number < 0
+            if math.isfinite(number) and not is_negative_count:
+                continue
+            if self.policy == "stop" or is_negative_count:
+                problem = "negative" if math.isfinite(number) else "not finite"
+                self._stop(step, f"the {name} is {problem} ({number:g})", update)
+            self.record_outcome(False, step, update=update)
+            return False
         if unread:
-            self._record(step, unread)
+            self._check_on_device(step, unread)
         return True
 
-    def _record(self, step: int, values: Mapping[str, Tensor]) -> None:
-        good = [torch.isfinite(value) & (value > 0 if name == "count" else True) for name, value in values.items()]
+    def _check_on_device(self, step: int, values: Mapping[str, Tensor]) -> None:
+        """Record on the device whether the step is the first one with unusable values."""
+        flags = []
+        for name, value in values.items():
+            is_finite = torch.isfinite(value)
+            is_in_range = value > 0 if name == "count" else True
+            flags.append(is_finite & is_in_range)
         # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
-        all_good = torch.stack([flag.to(self._first_bad.device, non_blocking=True) for flag in good]).all()
-        self._first_bad = torch.where(all_good | (self._first_bad >= 0), self._first_bad, step)
+        flags_on_device = [flag.to(self._first_bad_step.device, non_blocking=True) for flag in flags]
+        is_good = torch.stack(flags_on_device).all()
+        had_bad_step = self._first_bad_step >= 0
+        self._first_bad_step = torch.where(is_good | had_bad_step, self._first_bad_step, step)
 
-    def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
-        """Count steps that were not applied. reason: why, if not for their gradients. Raises TrainingStopped after more
-        than MAX_SKIPPED in a row.
+    def record_outcome(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
+        """Count the steps in a row that were not applied. Raises TrainingStopped beyond MAX_SKIPPED.
+
+        Args:
+            applied: whether this step was.
+            step: steps applied before this one.
+            reason: why it was not, if not for its gradients.
+            update: the update's name, if a step has several.
         """
         self._skipped[update] = 0 if applied else self._skipped[update] + 1
         if self._skipped[update] > MAX_SKIPPED:
-            advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
-            reason = reason or f"because gradients were not finite; {advice}"
+            if reason is None:
+                advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
+                reason = f"because gradients were not finite; {advice}"
             raise TrainingStopped(
-                f"step {step + 1}{_of(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
+                f"step {step + 1}{_suffix(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
             )
 
     def check(self) -> None:
-        """Raises TrainingStopped if a step since the last call was not finite. Waits for the device on a GPU."""
-        if not self._reads_every_step and (step := int(self._first_bad)) >= 0:
-            self._stop(step, "loss or gradients are not finite, or the count is 0, negative or not finite")
+        """Raise TrainingStopped if a step since the last call was not finite. Waits for the device on a GPU."""
+        if self._reads_every_step:
+            return
+        first_bad_step = int(self._first_bad_step)
+        if first_bad_step >= 0:
+            self._stop(first_bad_step, "loss or gradients are not finite, or the count is 0, negative or not finite")
 
     def _stop(self, step: int, problem: str, update: str = "") -> NoReturn:
         raise NotFinite(
-            f"step {step + 1}{_of(update)}: {problem}; {self._saved()}. A lower optimizer.lr, a longer schedule.warmup "
-            "or train.grad_clip may help; train.nonfinite=skip skips such steps; debug=nonfinite finds where it "
-            "comes from. A count is the number of samples or tokens, or the sum of their weights"
+            f"step {step + 1}{_suffix(update)}: {problem}; {self._saved()}. A lower optimizer.lr, a longer "
+            "schedule.warmup or train.grad_clip may help; train.nonfinite=skip skips such steps; debug=nonfinite finds "
+            "where it comes from. A count is the number of samples or tokens, or the sum of their weights"
         )
 
     def _saved(self) -> str:
         return f"the last good checkpoint is {self.last_checkpoint() or 'none'}"
 
 
-def _of(update: str) -> str:
+def _suffix(update: str) -> str:
     return f" ({update})" if update else ""

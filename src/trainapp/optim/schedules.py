@@ -30,13 +30,16 @@ class Schedule:
     follows_evaluations = False
 
     def __init__(self, factor: Factor = lambda step: 1.0, warmup: int = 0):
-        self._factor, self.warmup_steps = factor, warmup
+        self._factor = factor
+        self.warmup_steps = warmup
 
     def __call__(self, step: int) -> float:
-        return self._warmed_up(step) * self._factor(max(0, step - self.warmup_steps))
+        return self._warmup_factor(step) * self._factor(max(0, step - self.warmup_steps))
 
-    def _warmed_up(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+    def _warmup_factor(self, step: int) -> float:
+        if not self.warmup_steps:
+            return 1.0
+        return min(1.0, (step + 1) / self.warmup_steps)
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Set the rates for the update that follows `step` applied steps."""
@@ -44,15 +47,15 @@ class Schedule:
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def evaluated(self, objective: float) -> None:
-        """Report the objective of an evaluation, equal on all ranks."""
+    def record_objective(self, objective: float) -> None:
+        """Record the objective of an evaluation, equal on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; empty for a function of the step."""
+        """Return plain values; none for a function of the step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore what `state_dict` has returned."""
 
 
 def for_optimizer(
@@ -93,7 +96,7 @@ def for_optimizer(
     return TorchSchedule(scheduler, warmup)
 
 
-def rebuilt(
+def rebuild(
     schedule: Schedule,
     settings: schema.Schedule,
     run: RunLength,
@@ -103,37 +106,50 @@ def rebuilt(
 ) -> Schedule:
     """Return the schedule for another run length, with the state of the former one. Raises as `for_optimizer`."""
     state = schedule.state_dict()
-    options = [{name: group[name] for name in optimizer.defaults if name in group} for group in optimizer.param_groups]
-    new = for_optimizer(settings, run, optimizer, user_packages, direction)
+    options_by_group = [_options(group, optimizer) for group in optimizer.param_groups]
+    new_schedule = for_optimizer(settings, run, optimizer, user_packages, direction)
     if state:  # torch's, whose constructor has reset options, such as momentum, to their initial values
-        for group, options_before in zip(optimizer.param_groups, options, strict=True):
-            group.update(options_before)
-        new.load_state_dict(state)
-    return new
+        for group, options in zip(optimizer.param_groups, options_by_group, strict=True):
+            group.update(options)
+        new_schedule.load_state_dict(state)
+    return new_schedule
+
+
+def _options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options of a group that the optimizer's class defines."""
+    return {name: group[name] for name in optimizer.defaults if name in group}
 
 
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The learning rates as logged: `lr` for parameters in no group, `lr/NAME` for each group."""
+    """Return the learning rates as logged: `lr` for parameters in no group, `lr/NAME` for each group."""
     groups = optimizer.param_groups
-    plain = next((group for group in groups if "label" not in group), groups[0])
-    return {"lr": plain["lr"]} | {f"lr/{group['label']}": group["lr"] for group in groups if "label" in group}
+    unnamed_group = next((group for group in groups if "label" not in group), groups[0])
+    rates_by_name = {"lr": unnamed_group["lr"]}
+    for group in groups:
+        if "label" in group:
+            rates_by_name[f"lr/{group['label']}"] = group["lr"]
+    return rates_by_name
 
 
 # --- functions of the step
 
 
 def build(settings: schema.Schedule, run: RunLength) -> Schedule:
-    """A built-in shape. Raises UserError if warm-up and decay do not fit into the run."""
-    total, final = run.total_steps, settings.final
+    """Return a schedule of a built-in shape. Raises UserError if warm-up and decay do not fit into the run."""
+    total = run.total_steps
+    final = settings.final
     warmup = to_steps("schedule.warmup", settings.warmup, run)
     decay = to_steps("schedule.decay", settings.decay, run) if settings.shape == "wsd" else 0
-    if parse_duration(settings.warmup)[1] == parse_duration(settings.decay)[1] == "percent":
+    _, unit_of_warmup = parse_duration(settings.warmup)
+    _, unit_of_decay = parse_duration(settings.decay)
+    if unit_of_warmup == unit_of_decay == "percent":
         decay = min(decay, max(0, total - warmup))  # each was rounded up to at least one step
     if warmup + decay > total:
         raise UserError(
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
             "steps; make them shorter"
         )
+    # In steps since the warm-up: `factor` falls from `start` to `length`.
     length = total - warmup
     start = length - decay if settings.shape == "wsd" else 0
 
@@ -153,12 +169,15 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
 def _function(
     target: Any, settings: schema.Schedule, user_packages: Sequence[str], provided: dict[str, Any]
 ) -> Callable[[int], Any]:
-    """A function whose first parameter is the step, or an instance of a class that is called like that."""
-    first = next(iter(inspect.signature(target).parameters), None)
-    if inspect.isclass(target) or first not in (None, *settings.arguments):
-        found: Any = targets.function_of(target, settings.arguments, "schedule", user_packages, 1, provided)
-        if callable(found):
-            return found
+    """Return a function whose first parameter is the step, or an instance of a class that is called like that.
+
+    Raises UserError for a target that is neither.
+    """
+    first_parameter = next(iter(inspect.signature(target).parameters), None)
+    if inspect.isclass(target) or first_parameter not in (None, *settings.arguments):
+        function: Any = targets.function_of(target, settings.arguments, "schedule", user_packages, 1, provided)
+        if callable(function):
+            return function
     raise UserError(
         f"schedule._target_={settings.target}: must be a function whose first parameter is the step and which returns "
         "the factor of the learning rate, a class whose instances are called like that, or have a parameter "
@@ -167,7 +186,7 @@ def _function(
 
 
 def _checked(function: Callable[[int], Any], name: str) -> Factor:
-    """The function, but raises UserError for a factor that is negative or not finite."""
+    """Return the function with a check: it raises UserError for a factor that is negative or not finite."""
 
     def factor(step: int) -> float:
         value = float(function(step))
@@ -186,7 +205,7 @@ def _checked(function: Callable[[int], Any], name: str) -> Factor:
 
 
 class TorchSchedule(Schedule):
-    """Wraps one of torch's schedulers. warmup: steps of linear warm-up before it.
+    """One of torch's schedulers, after a linear warm-up.
 
     A scheduler changes its optimizer whenever it is stepped: here only when an update is committed, once per step
     applied since the warm-up, so a rolled-back or skipped step does not advance it. ReduceLROnPlateau is stepped once
@@ -195,25 +214,31 @@ class TorchSchedule(Schedule):
 
     def __init__(self, scheduler: LRScheduler, warmup: int):
         super().__init__(warmup=warmup)
-        self._scheduler, self._steps = scheduler, 0
+        self._scheduler = scheduler
+        self._steps = 0  # of the scheduler, since the warm-up
         self._groups = scheduler.optimizer.param_groups
         self._rates = [group["lr"] for group in self._groups]  # the scheduler's rates, without the warm-up factor
         self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """Step the scheduler for the steps applied since the last call, and set the rates."""
-        while not self.follows_evaluations and self._steps < step - self.warmup_steps:
-            self._step()
-            self._steps += 1
+        if not self.follows_evaluations:
+            while self._steps < step - self.warmup_steps:
+                self._step()
+                self._steps += 1
         for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate * self._warmed_up(step)
+            group["lr"] = rate * self._warmup_factor(step)
 
-    def evaluated(self, objective: float) -> None:
+    def record_objective(self, objective: float) -> None:
         if self.follows_evaluations:
             self._step(objective)
 
     def _step(self, *objective: float) -> None:
-        """Raises UserError for a ValueError, such as that of OneCycleLR beyond its last step."""
+        """Step the scheduler. Raises UserError for its ValueError, such as that of OneCycleLR beyond its last step.
+
+        Args:
+            objective: of an evaluation, for ReduceLROnPlateau.
+        """
         for group, rate in zip(self._groups, self._rates, strict=True):
             group["lr"] = rate
         try:
@@ -225,7 +250,7 @@ class TorchSchedule(Schedule):
         self._rates = [group["lr"] for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state and rates. Other options that it sets are in the optimizer's state."""
+        """Return the scheduler's state and rates. Other options that it sets are in the optimizer's state."""
         return {
             "scheduler": self._scheduler.state_dict(),
             "steps": self._steps,
@@ -235,16 +260,21 @@ class TorchSchedule(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the state's rates. The scheduler's settings (its constructor's parameters) stay as configured.
+
         The state of another class of scheduler is ignored. Raises ValueError for another number of groups.
         """
         if state["class"] != type(self._scheduler).__name__:
             return
-        saved = state.get("rates", ())
-        if len(saved) != len(self._rates):
-            raise ValueError(f"a schedule of {len(saved)} parameter groups instead of {len(self._rates)}")
-        # `_schedule_phases` are OneCycleLR's, which follow from its length.
+        saved_rates = state.get("rates", ())
+        if len(saved_rates) != len(self._rates):
+            raise ValueError(f"a schedule of {len(saved_rates)} parameter groups instead of {len(self._rates)}")
         parameters = inspect.signature(type(self._scheduler)).parameters
-        configured = {"base_lrs", "_schedule_phases", *parameters} - {"last_epoch"}
-        kept = {name: value for name, value in self._scheduler.state_dict().items() if name in configured}
-        self._scheduler.load_state_dict(state["scheduler"] | kept)
-        self._steps, self._rates = state["steps"], list(saved)
+        # `_schedule_phases` are OneCycleLR's, which follow from its length.
+        names_of_settings = {"base_lrs", "_schedule_phases", *parameters} - {"last_epoch"}
+        scheduler_state = dict(state["scheduler"])
+        for name, value in self._scheduler.state_dict().items():
+            if name in names_of_settings:
+                scheduler_state[name] = value
+        self._scheduler.load_state_dict(scheduler_state)
+        self._steps = state["steps"]
+        self._rates = list(saved_rates)

@@ -24,15 +24,22 @@ from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import batchnorms, blocks_of, instead_of_batchnorm
 from trainapp.techniques import chunked_loss
 
-SGD, IN_FEWER_BITS = "torch.optim.SGD", "trainapp.optim.low_precision.AdamW"
+SGD = "torch.optim.SGD"
+ADAMW = "torch.optim.AdamW"
+ADAMW_IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
 RESULTS = ("same", "rounded", "other")  # effect on the training, least change first: see `Technique`
-_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}  # its other settings are arguments of the class
+# Settings of an optimizer that are not in here are arguments of its class.
+_OPTIMIZER_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that decide whether a technique applies: the configuration, the model built from it, and whether its
-    loss is built in.
+    """The facts that decide whether a technique applies.
+
+    Attributes:
+        config: the configuration.
+        model: the model built from it.
+        knows_loss: whether its loss is built in.
     """
 
     config: Config
@@ -44,12 +51,17 @@ class Situation:
 class Technique:
     """A setting that saves memory at a price.
 
-    setting: as on the command line. saves, costs: texts for users. needs: raises UserError for a model to
-    which it cannot be applied. For settings: `config.excludes`. helps: whether it has an effect for a configuration
-    without it; only then is it offered. in_force: whether a configuration uses the technique; by default, if it has the
-    first of the changes. offered: whether advice and plans propose it. result: effect on the training's result: "same"
-    (except for the order of additions), "rounded" (the same algorithm at lower precision), "other": another optimizer,
-    model or task, proposed only if nothing else fits.
+    Attributes:
+        setting: as on the command line.
+        saves: what it saves, for users.
+        costs: its price, for users.
+        needs: raises UserError for a model to which it cannot be applied. For settings: `config.excludes`.
+        helps: whether it has an effect for a configuration without it; only then is it offered.
+        in_force: whether a configuration uses the technique; by default, if it has the first of the changes.
+        offered: whether advice and plans propose it.
+        result: effect on the training's result: "same" (except for the order of additions), "rounded" (the same
+            algorithm at lower precision), "other": another optimizer, model or task, proposed only if nothing else
+            fits.
     """
 
     setting: str
@@ -65,100 +77,121 @@ class Technique:
     def changes(self) -> dict[str, Any]:
         """The effect of the setting: values by dotted names of `Config`."""
         changes: dict[str, Any] = {}
-        for name, text in (part.split("=") for part in self.setting.split()):
-            value, option = yaml.safe_load(text), name.removeprefix("optimizer.")
+        for override in self.setting.split():
+            name, text = override.split("=")
+            value = yaml.safe_load(text)
+            option = name.removeprefix("optimizer.")
             if name == "optimizer":
-                changes |= _optimizer(value)
-            elif option != name and option not in _FIELDS:
+                changes |= _changes_by_optimizer(value)
+            elif option != name and option not in _OPTIMIZER_FIELDS:
                 changes["optimizer.arguments"][option] = value
             else:
                 changes[excludes.OF_GROUP.get(name, name)] = value
         return changes
 
     def is_set(self, config: Config) -> bool:
-        """Whether the configuration has this technique."""
+        """Return whether the configuration has this technique."""
         if self.in_force is not None:
             return self.in_force(config)
         name, value = next(iter(self.changes.items()))
         return bool(excludes.value_of(config, name) == value)
 
     def suits(self, situation: Situation) -> bool:
-        """Whether to offer the technique for a configuration that lacks it."""
-        own = situation.config
-        if own.updates and any(name.startswith("optimizer.") for name in self.changes):
+        """Return whether to offer the technique for a configuration that lacks it."""
+        config = situation.config
+        if config.updates and any(name.startswith("optimizer.") for name in self.changes):
             return False  # with several optimizers, it would not change those with their own settings
-        with_it = with_techniques(own, [self])
-        if not self.helps(situation) or set(excludes.conflicts(with_it)) - set(excludes.conflicts(own)):
+        if not self.helps(situation):
+            return False
+        changed_config = with_techniques(config, [self])
+        new_conflicts = set(excludes.conflicts(changed_config)) - set(excludes.conflicts(config))
+        if new_conflicts:
             return False
         try:
-            self.needs(dataclasses.replace(situation, config=with_it))
+            self.needs(dataclasses.replace(situation, config=changed_config))
         except UserError:
             return False
         return True
 
 
-def with_techniques(config: Config, techniques: Iterable[Technique]) -> Config:
-    """The configuration with the techniques' changes."""
-    for technique in techniques:
-        for name, value in technique.changes.items():
-            config = _replaced(config, name.split("."), value)
-    return config
-
-
-def overrides_of(techniques: Iterable[Technique]) -> list[str]:
-    """The overrides that set these techniques. If two set the same setting, the later one's."""
-    parts = (part for technique in techniques for part in technique.setting.split())
-    return list({part.partition("=")[0]: part for part in parts}.values())
-
-
-def _optimizer(option: str) -> dict[str, Any]:
-    """The changes of `optimizer=option` that affect memory."""
+def _changes_by_optimizer(option: str) -> dict[str, Any]:
+    """Return the changes of `optimizer=option` that affect memory."""
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
     for name in ("lr", "weight_decay", "fused"):
         values.pop(name, None)
-    return {"optimizer.target": values.pop("_target_"), "optimizer.arguments": values}
+    target = values.pop("_target_")
+    return {"optimizer.target": target, "optimizer.arguments": values}
 
 
-def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
-    return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
+def with_techniques(config: Config, techniques: Iterable[Technique]) -> Config:
+    """Return the configuration with the techniques' changes."""
+    for technique in techniques:
+        for name, value in technique.changes.items():
+            config = _with_value(config, name.split("."), value)
+    return config
 
 
-def _replaced(node: Any, path: list[str], value: Any) -> Any:
+def _with_value(settings: Any, path: list[str], value: Any) -> Any:
+    """Return a copy of the settings, a dataclass, with another value at the path."""
     if not path:
         return value
-    first, *rest = path
-    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value)})
+    name, *rest = path
+    return dataclasses.replace(settings, **{name: _with_value(getattr(settings, name), rest, value)})
+
+
+def overrides_of(techniques: Iterable[Technique]) -> list[str]:
+    """Return the overrides that set these techniques. If two set the same setting, the later one's."""
+    override_by_name = {}
+    for technique in techniques:
+        for override in technique.setting.split():
+            name = override.partition("=")[0]
+            override_by_name[name] = override
+    return list(override_by_name.values())
 
 
 def require_suited(situation: Situation) -> None:
-    """Raises UserError, with all messages, for techniques that are set but not supported by the model."""
-    errors = []
-    for technique in (one for one in TECHNIQUES if one.is_set(situation.config)):
-        try:
-            technique.needs(situation)
-        except UserError as error:
-            errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(dict.fromkeys(errors)))
+    """Raise UserError, with all messages, for techniques that are set but not supported by the model."""
+    messages = []
+    for technique in TECHNIQUES:
+        if technique.is_set(situation.config):
+            try:
+                technique.needs(situation)
+            except UserError as error:
+                messages.append(str(error))
+    if messages:
+        raise UserError("\n".join(dict.fromkeys(messages)))
 
 
 def available(situation: Situation) -> list[Technique]:
-    """The techniques that apply and are not in use."""
-    own = situation.config
-    found = [one for one in TECHNIQUES if one.offered and not one.is_set(own) and one.suits(situation)]
-    if own.optimizer.target in ("torch.optim.AdamW", IN_FEWER_BITS) and not own.optimizer.arguments.get("amsgrad"):
-        return found  # low-precision AdamW is the same algorithm only for AdamW
-    return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
+    """Return the techniques that apply and are not in use."""
+    config = situation.config
+    techniques = []
+    for technique in TECHNIQUES:
+        if technique.offered and not technique.is_set(config) and technique.suits(situation):
+            techniques.append(technique)
+
+    # AdamW in fewer bits is the same algorithm only for AdamW.
+    is_adamw = config.optimizer.target in (ADAMW, ADAMW_IN_FEWER_BITS)
+    if is_adamw and not config.optimizer.arguments.get("amsgrad"):
+        return techniques
+    return [_with_other_result(technique) for technique in techniques]
 
 
-# Requirements of techniques on the model: UserError if it does not meet them
+def _with_other_result(technique: Technique) -> Technique:
+    """Return the technique, with another result if it is an optimizer."""
+    if "optimizer.target" not in technique.changes:
+        return technique
+    return dataclasses.replace(technique, result="other")
 
 
-def _blocks(situation: Situation) -> None:
+# --- requirements of techniques on the model: each function raises UserError if they are not met
+
+
+def _require_blocks(situation: Situation) -> None:
     blocks_of(situation.model, f"activation_checkpointing={situation.config.activation_checkpointing.mode}")
 
 
-def _head(situation: Situation) -> None:
+def _require_head(situation: Situation) -> None:
     if not situation.knows_loss:
         raise UserError(
             f"{chunked_loss.SETTING}={situation.config.memory.loss_chunk}: the task computes its own loss; call "
@@ -167,8 +200,9 @@ def _head(situation: Situation) -> None:
     chunked_loss.require_head(situation.config, situation.model)
 
 
-def _weights_in_bf16(situation: Situation) -> None:
-    config, setting = situation.config, "precision=bf16_pure"
+def _require_weights_in_bf16(situation: Situation) -> None:
+    config = situation.config
+    setting = "precision=bf16_pure"
     if batchnorms(situation.model):
         remedy = instead_of_batchnorm(config.model)
         raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use precision=bf16, or {remedy}")
@@ -180,12 +214,12 @@ def _weights_in_bf16(situation: Situation) -> None:
         )
 
 
-def _linear_layers(situation: Situation) -> None:
+def _require_linear_layers(situation: Situation) -> None:
     if situation.config.adapter.targets == "auto":
         linear_layers(situation.model)
 
 
-def _init_weights(situation: Situation) -> None:
+def _require_init_weights(situation: Situation) -> None:
     if not callable(getattr(situation.model, "init_weights", None)):
         raise UserError(
             f"parallel.fsdp.meta_init=true: {type(situation.model).__name__} has no method `init_weights()` that draws "
@@ -193,22 +227,25 @@ def _init_weights(situation: Situation) -> None:
         )
 
 
-# Whether techniques have an effect
+# --- whether techniques have an effect
 
 
 def _is_on_a_gpu(situation: Situation) -> bool:
-    """For offloading: on the CPU it may be set, and moves nothing."""
+    """Return whether parameters are on a GPU. Offloading may be set on the CPU, but moves nothing."""
     return any(p.device.type == "cuda" for p in situation.model.parameters())
 
 
 def _computes_in_bf16(situation: Situation) -> bool:
-    """Whether the device computes in bf16; GPUs before Ampere only emulate it."""
-    is_here = _is_on_a_gpu(situation) and torch.cuda.is_available()
-    return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
+    """Return whether the device computes in bf16; GPUs before Ampere only emulate it."""
+    if not _is_on_a_gpu(situation):  # a plan's times show what it costs on a CPU
+        return True
+    if not torch.cuda.is_available():  # the GPU is a simulated one
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _has_ranks_and_blocks(situation: Situation) -> bool:
-    """For FSDP: several ranks, or GPUs for them, and blocks to gather one by one."""
+    """Return whether there are several ranks, or GPUs for them, and blocks that FSDP can gather one by one."""
     try:
         blocks_of(situation.model, "parallel=fsdp")
     except UserError:
@@ -216,6 +253,19 @@ def _has_ranks_and_blocks(situation: Situation) -> bool:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return True
     return _is_on_a_gpu(situation) and torch.cuda.device_count() > 1
+
+
+# --- the list
+
+
+def _adamw_in_fewer_bits(state_dtype: str, share: str, bits: str) -> Technique:
+    return Technique(
+        f"optimizer=adamw_{state_dtype}",
+        saves=f"{share} of AdamW's state",
+        costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
+        in_force=lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype,
+        result="rounded",
+    )
 
 
 TECHNIQUES = (
@@ -230,7 +280,7 @@ TECHNIQUES = (
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="weights and gradient sums keep only 8 bits of precision; a slower optimizer step",
-        needs=_weights_in_bf16,
+        needs=_require_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
     ),
@@ -238,21 +288,21 @@ TECHNIQUES = (
         "activation_checkpointing=full",
         saves="all activations of the blocks except their inputs",
         costs="a second forward of the blocks: about a third more time",
-        needs=_blocks,
+        needs=_require_blocks,
         result="same",
     ),
     Technique(
         "activation_checkpointing=selective",
         saves="activations that are cheap to recompute",
         costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
-        needs=_blocks,
+        needs=_require_blocks,
         result="same",
     ),
     Technique(
         "activation_checkpointing=auto",
         saves="as many activations as the limit requires: each block is `none`, `selective` or `full`",
         costs="from nothing, if all fits, to that of `full`; some seconds for three plans before the model is built",
-        needs=_blocks,
+        needs=_require_blocks,
         result="same",
     ),
     Technique(
@@ -266,7 +316,7 @@ TECHNIQUES = (
         "memory.offload_activations=inputs activation_checkpointing=full",
         saves="all activations of the blocks",
         costs="a second forward of the blocks; host memory; little time for copies",
-        needs=_blocks,
+        needs=_require_blocks,
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -275,7 +325,7 @@ TECHNIQUES = (
         saves="all logits except one chunk's, and their gradients",
         costs="one more matmul with the last layer's weight",
         in_force=lambda config: config.memory.loss_chunk is not None,
-        needs=_head,
+        needs=_require_head,
         result="same",
     ),
     Technique(
@@ -289,20 +339,9 @@ TECHNIQUES = (
         costs="another optimizer, which needs its own learning rate",
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
     ),
-    *(
-        Technique(
-            f"optimizer=adamw_{state_dtype}",
-            saves=f"{share} of AdamW's state",
-            costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
-            in_force=_has_moments_in(state_dtype),
-            result="rounded",
-        )
-        for state_dtype, share, bits in (
-            ("bf16", "half", "only 8 bits of precision"),
-            ("8bit", "three quarters", "8 bits and a scale per 256 values"),
-            ("4bit", "six sevenths", "4 bits and a scale per 128 values"),
-        )
-    ),
+    _adamw_in_fewer_bits("bf16", "half", "only 8 bits of precision"),
+    _adamw_in_fewer_bits("8bit", "three quarters", "8 bits and a scale per 256 values"),
+    _adamw_in_fewer_bits("4bit", "six sevenths", "4 bits and a scale per 128 values"),
     Technique(
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
@@ -343,7 +382,7 @@ TECHNIQUES = (
         costs="the model's own weights stay frozen: another result",
         offered=False,  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
-        needs=_linear_layers,
+        needs=_require_linear_layers,
     ),
     Technique(
         "parallel=fsdp",
@@ -362,7 +401,7 @@ TECHNIQUES = (
         "parallel.fsdp.meta_init=true",
         saves="the whole model on each device before it is sharded",
         costs="other initial weights from the same distribution",
-        needs=_init_weights,
+        needs=_require_init_weights,
     ),
 )
 # The settings and groups that techniques set, as on the command line: the first of each is the technique itself.

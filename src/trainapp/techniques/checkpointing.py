@@ -26,41 +26,52 @@ from trainapp.torch_private import ATTENTION_OPERATORS, draws_numbers, set_activ
 Mode = Literal["none", "selective", "full"]
 # Cost of a mode relative to recomputing a block in full: for choosing, not for predicting time.
 _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm")  # the last: torchao's
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_GLOBAL = {  # torch's own are handled by its `checkpoint`
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm")  # the last: torchao's
+_SAVED_OPERATIONS = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})  # by `selective`
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a forward and its recomputation
+_GLOBAL_GENERATORS = {  # torch's own are handled by its `checkpoint`
     "python": Owner(random.getstate, random.setstate, "generator"),
     "numpy": Owner(np.random.get_state, np.random.set_state, "generator"),
 }
 
 
 def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mode]:
-    """A mode for each of `blocks` blocks: the cheapest modes whose peak stays within the limit, otherwise the lowest
-    peak.
+    """Return a mode for each block: the cheapest modes whose peak stays within the limit, or else the lowest peak.
 
-    peaks: bytes of a step with all blocks in one mode; every block is assumed to have an equal share of the difference.
-    The last blocks are kept first: backward frees their activations before it recomputes earlier blocks.
+    Every block is assumed to have an equal share of the difference between the peaks. The first blocks are recomputed
+    the most, the last ones not at all: backward frees their activations before it recomputes earlier blocks.
+
+    Args:
+        peaks: bytes of a step with all blocks in one mode.
+        limit: bytes.
+        blocks: number of blocks.
     """
-    less = {mode: peaks["none"] - peaks[mode] for mode in _COST}
-    mixes = [(full, selective) for full in range(blocks + 1) for selective in range(blocks + 1 - full)]
+    savings = {mode: peaks["none"] - peaks[mode] for mode in _COST}  # of all blocks together
+    best_mix = (0, 0)
+    best_score: tuple[int, float] | None = None  # excess over the limit and cost; lower is better
+    for full in range(blocks + 1):
+        for selective in range(blocks + 1 - full):
+            # Bytes times `blocks`, so that it is an integer.
+            excess = blocks * (peaks["none"] - limit) - full * savings["full"] - selective * savings["selective"]
+            score = (max(0, excess), full * _COST["full"] + selective * _COST["selective"])
+            if best_score is None or score < best_score:
+                best_score = score
+                best_mix = (full, selective)
 
-    def excess_and_cost(mix: tuple[int, int]) -> tuple[int, float]:
-        full, selective = mix
-        excess = blocks * (peaks["none"] - limit) - full * less["full"] - selective * less["selective"]
-        return max(0, excess), full * _COST["full"] + selective * _COST["selective"]
-
-    full, selective = min(mixes, key=excess_and_cost)
-    modes: list[list[Mode]] = [["full"] * full, ["selective"] * selective, ["none"] * (blocks - full - selective)]
-    return [mode for part in modes for mode in part]
+    full, selective = best_mix
+    modes: list[Mode] = []
+    modes.extend(["full"] * full)
+    modes.extend(["selective"] * selective)
+    modes.extend(["none"] * (blocks - full - selective))
+    return modes
 
 
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
-    """Checkpoint the model's blocks by the settings. Parameter names are unchanged. `auto` must be resolved before, see
-    `choose_modes`; here it means none.
+    """Checkpoint the model's blocks as the settings say. Parameter names are unchanged.
 
-    Raises UserError for a model without blocks, and for `modes` for another number of blocks.
+    `auto` must be resolved before, see `choose_modes`; here it means none. Raises UserError for a model without blocks,
+    and for `modes` for another number of blocks.
     """
     _set_compiled_budget(model, settings.compiled_budget)
     if settings.mode == "none" and settings.modes is None:
@@ -83,40 +94,45 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
 def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
     """Set the budget for everything that `train.compile` compiles from now on, in this process."""
     if budget is not None and budget < 1:
-        dropping = [name for name, m in model.named_modules() if isinstance(m, _DROPOUT) and m.p]
-        if dropping:  # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758)
-            raise UserError(
-                f"activation_checkpointing.compiled_budget={budget}: torch would recompute dropout ({dropping[0]}) "
-                "with other random numbers and give wrong gradients; use dropout 0, or activation_checkpointing=full"
-            )
+        for name, module in model.named_modules():
+            if isinstance(module, _DROPOUT) and module.p:
+                # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758).
+                raise UserError(
+                    f"activation_checkpointing.compiled_budget={budget}: torch would recompute dropout ({name}) with "
+                    "other random numbers and give wrong gradients; use dropout 0, or activation_checkpointing=full"
+                )
     set_activation_memory_budget(budget)
 
 
 def _checkpointed(
     recomputed: "Recomputed", forward: Callable[..., Any], mode: Mode, /, *inputs: Any, **options: Any
 ) -> Any:
-    """`forward(*inputs, **options)`, recomputed in backward except for results that the mode keeps. Positional: a block
-    may have arguments of the same names.
+    """Call `forward(*inputs, **options)`, recomputed in backward except for results that the mode saves.
+
+    The first arguments are positional: a block may have arguments of the same names.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     called = functools.partial(forward, **options) if options else forward  # `checkpoint` has its own options
-    select = functools.partial(create_selective_checkpoint_contexts, policy) if mode == "selective" else None
+    make_contexts = None
+    if mode == "selective":
+        make_contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     if torch.compiler.is_compiling():  # a compiled graph performs its writes once, even if it recomputes
-        if select is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
+        if make_contexts is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
             return checkpoint(called, *inputs, use_reentrant=False)
-        return checkpoint(called, *inputs, use_reentrant=False, context_fn=select)
-    contexts = functools.partial(recomputed.contexts, (*inputs, *options.values()), select or noop_context_fn)
+        return checkpoint(called, *inputs, use_reentrant=False, context_fn=make_contexts)
+    contexts = functools.partial(recomputed.contexts, (*inputs, *options.values()), make_contexts or noop_context_fn)
     # Stopping early spares the recomputation of the last matmul, but RReLU's noise is saved before it is drawn (2.13).
     early_stop = not any(isinstance(module, nn.RReLU) for module in recomputed.block.modules())
     return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts, early_stop=early_stop)
 
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether `selective` keeps an operation's result."""
+    """Return whether `selective` saves an operation's result or recomputes it."""
     # Attention with dropout is recomputed: later operations draw the same numbers only if it draws its own again.
-    kept = operation.overloadpacket.__name__ in _KEPT and not draws_numbers(operation, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    if operation.overloadpacket.__name__ in _SAVED_OPERATIONS and not draws_numbers(operation, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # --- the state from which a block is recomputed: that at the start of its forward
@@ -131,35 +147,40 @@ class Recomputed:
     @functools.cached_property
     def _snapshot(self) -> Snapshot:
         stateful = Stateful(model=self.block)
-        stateful.owners |= _GLOBAL
+        stateful.owners |= _GLOBAL_GENERATORS
         return Snapshot.of(stateful, verified=0)
 
-    def contexts(self, inputs: Sequence[Any], select: Callable[[], Contexts]) -> Contexts:
-        """The contexts of a forward and of its recomputation, for `context_fn` of torch's `checkpoint`.
+    def contexts(self, inputs: Sequence[Any], make_contexts: Callable[[], Contexts]) -> Contexts:
+        """Return the contexts of a forward and of its recomputation, for `context_fn` of torch's `checkpoint`.
 
-        inputs: the forward's inputs. select: makes contexts to use inside these, so that the selection of operations to
-        keep does not see the copies.
+        Args:
+            inputs: the forward's inputs.
+            make_contexts: makes contexts to use inside these, so that the selection of operations to save does not see
+                the copies.
         """
         self._snapshot.take()
-        state, (forward, recomputation) = self._snapshot.released(), select()
+        state = self._snapshot.released()
+        inside_forward, inside_recomputation = make_contexts()
         versions = [(tensor, version_of(tensor)) for tensor in inputs if isinstance(tensor, Tensor)]
         return (
-            _Reusable(functools.partial(self._forward, state, versions, forward)),
-            _Reusable(functools.partial(self._recomputation, state, recomputation)),
+            _Reusable(functools.partial(self._forward, state, versions, inside_forward)),
+            _Reusable(functools.partial(self._recomputation, state, inside_recomputation)),
         )
 
     @contextlib.contextmanager
     def _forward(
-        self, state: State, inputs: list[tuple[Tensor, int]], selecting: AbstractContextManager[Any]
+        self, state: State, input_versions: list[tuple[Tensor, int]], inside: AbstractContextManager[Any]
     ) -> Iterator[None]:
-        """Raises TrainingStopped for a block that has modified the state from which its recomputation starts."""
-        with selecting:
+        """Raise TrainingStopped if the block has modified the state from which its recomputation starts."""
+        with inside:
             yield
-        written = "a tensor that it is called with" if any(version_of(t) != version for t, version in inputs) else None
-        inputs.clear()  # they must not live as long as the graph
+        written = None
+        if any(version_of(tensor) != version for tensor, version in input_versions):
+            written = "a tensor that it is called with"
+        input_versions.clear()  # the tensors must not live as long as the graph
         if state.versions != state.structure.versions():
             written = "a parameter"
-        if written:
+        if written is not None:
             raise TrainingStopped(
                 f"activation_checkpointing: the forward of a {type(self.block).__name__} writes in place to {written}, "
                 "so it cannot be recomputed; write to a copy (a first `inplace=True` often writes to the input), "
@@ -168,14 +189,15 @@ class Recomputed:
         state.drop_unwritten()
 
     @contextlib.contextmanager
-    def _recomputation(self, state: State, selecting: AbstractContextManager[Any]) -> Iterator[None]:
+    def _recomputation(self, state: State, inside: AbstractContextManager[Any]) -> Iterator[None]:
+        """Restore the state for the recomputation. Raises TrainingStopped if it was written since the forward."""
         if state.has_lost():
             raise TrainingStopped(
                 f"activation_checkpointing: a tensor of a {type(self.block).__name__} was written by something "
                 "else between its forward and its backward, so it cannot be recomputed; register it as a "
                 "buffer of the block, or use activation_checkpointing=none"
             )
-        with self._snapshot.replayed(state), selecting:
+        with self._snapshot.replayed(state), inside:
             yield
 
 
@@ -183,7 +205,8 @@ class _Reusable:
     """A context that can be entered once per backward: a retained graph has several."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]):
-        self._make, self._stack = make, contextlib.ExitStack()
+        self._make = make
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._make())

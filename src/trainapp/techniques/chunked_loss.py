@@ -34,24 +34,31 @@ LEAST_ROWS = 128
 def linear_cross_entropy(
     features: Tensor, head: nn.Linear, targets: Tensor, rows: int | Literal["auto"] = "auto", ignored: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """`(loss, correct)`: the sum of the cross-entropy of `head(features)`, and the number of correct predictions.
+    """Return the sum of the cross-entropy of `head(features)`, and the number of correct predictions.
 
-    features: [..., width]; targets: int64 [...], `ignored` for ignored positions. rows: number of targets whose logits
-    exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` except for the order
-    of additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, otherwise in the weight's, and adds up the
-    loss and the weight's gradient in fp32, or in fp64 for a weight in fp64. Not differentiable twice. Does not run
-    hooks of the head.
+    Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` except for the order of additions: 1e-6
+    in fp32. Computes in autocast's dtype inside autocast, otherwise in the weight's, and adds up the loss and the
+    weight's gradient in fp32, or in fp64 for a weight in fp64. Not differentiable twice. Does not run hooks of the
+    head.
+
+    Args:
+        features: [..., width].
+        head: the last layer.
+        targets: int64 [...].
+        rows: number of targets whose logits exist at a time.
+        ignored: the target of positions that do not count.
     """
-    flat, flat_targets = features.flatten(0, -2), targets.flatten()
+    flat_features = features.flatten(0, -2)
+    flat_targets = targets.flatten()
     if rows == "auto":
-        rows = auto_rows(len(flat), head)
+        rows = auto_rows(len(flat_features), head)
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    return _LinearCrossEntropy.apply(flat, head.weight, head.bias, flat_targets, max(1, rows), dtype, ignored)
+    return _LinearCrossEntropy.apply(flat_features, head.weight, head.bias, flat_targets, max(1, rows), dtype, ignored)
 
 
 def auto_rows(count: int, head: nn.Linear) -> int:
-    """A power of two for which a chunk's logits take about as much memory as all features, as in Liger Kernel.
+    """Return a power of two for which a chunk's logits take about as much memory as all features, as in Liger Kernel.
 
     At least LEAST_ROWS: each chunk reads the whole weight, which dominates for few rows.
     """
@@ -61,27 +68,29 @@ def auto_rows(count: int, head: nn.Linear) -> int:
 
 @contextlib.contextmanager
 def features_only(model: nn.Module) -> Iterator[Any]:
-    """Inside the block, calling the model returns its `features()`, which the yielded head turns into logits. For
-    models that `require_head` accepts.
+    """Make calls of the model return its `features()` inside the block. Yields the head, which turns them into logits.
 
-    Goes through the model's forward rather than `features`, so that hooks and compilation see a call of the model.
+    For models that `require_head` accepts. Goes through the model's forward rather than `features`, so that hooks and
+    compilation see a call of the model.
     """
     parts = last_layer(model)
     assert parts is not None, "see require_head"
+    features, head = parts
     attributes = vars(model)
-    own = attributes.pop("forward", None)
-    attributes["forward"], head = parts
+    replaced_forward = attributes.pop("forward", None)  # set on this object, if any; not the class's
+    attributes["forward"] = features
     try:
         yield head
     finally:
         attributes.pop("forward")
-        if own is not None:
-            attributes["forward"] = own
+        if replaced_forward is not None:
+            attributes["forward"] = replaced_forward
 
 
 def require_head(config: Config, model: nn.Module) -> None:
-    """Raises UserError for a model whose last layer this loss cannot replace."""
-    name, setting = type(model).__name__, f"{SETTING}={config.memory.loss_chunk}"
+    """Raise UserError for a model whose last layer this loss cannot replace."""
+    name = type(model).__name__
+    setting = f"{SETTING}={config.memory.loss_chunk}"
     parts = last_layer(model)
     if parts is None:
         raise UserError(
@@ -97,30 +106,34 @@ def require_head(config: Config, model: nn.Module) -> None:
             f"spectral_norm; without an adapter, if it has one), or set {SETTING}=null"
         )
     if config.parallel.strategy == "fsdp":
-        inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
-        if any(m is head for m in inside):
-            raise UserError(
-                f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside of "
-                "which only a shard of it exists; take it out of blocks()"
-            )
+        for block in blocks_of(model, "parallel=fsdp"):
+            if any(module is head for module in block.modules()):
+                raise UserError(
+                    f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside "
+                    "of which only a shard of it exists; take it out of blocks()"
+                )
 
 
 @torch.no_grad()
 def require_same_forward(
-    model: nn.Module, inputs: Tensor, setting: Any, others: Mapping[str, Tensor] = MappingProxyType({})
+    model: nn.Module, inputs: Tensor, setting: Any, other_arguments: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
-    """Raises UserError for a model whose forward is not `head(features(inputs))`.
+    """Raise UserError for a model whose forward is not `head(features(inputs))`. Buffers and generators are unchanged.
 
-    inputs: inputs of some samples; others: the model's other arguments. Buffers and generators are unchanged.
+    Args:
+        model: the model.
+        inputs: the inputs of some samples.
+        setting: the value of the setting, for the message.
+        other_arguments: the model's other arguments.
     """
-    before = [buffer.clone() for buffer in model.buffers()]
+    buffers_before = [buffer.clone() for buffer in model.buffers()]
     with preserved_rng(inputs.device):
-        output = model(inputs, **others)
+        output = model(inputs, **other_arguments)
         logits = getattr(output, "logits", output)
     with preserved_rng(inputs.device), features_only(model) as head:
-        expected = F.linear(model(inputs, **others), head.weight, head.bias)  # without hooks, as in the loss
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
+        expected = F.linear(model(inputs, **other_arguments), head.weight, head.bias)  # without hooks, as in the loss
+    for buffer, buffer_before in zip(model.buffers(), buffers_before, strict=True):
+        buffer.copy_(buffer_before)
     if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):
         raise UserError(
             f"{SETTING}={setting}: {type(model).__name__}'s forward(inputs) is not head(features(inputs)), which the "
@@ -130,6 +143,8 @@ def require_same_forward(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss and the number of correct predictions, in chunks of `rows` rows; see `linear_cross_entropy`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -143,56 +158,69 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         loss = torch.zeros((), device=features.device, dtype=torch.promote_types(dtype, torch.float32))
         correct = torch.zeros((), dtype=torch.int64, device=features.device)
-        sums = []  # the logarithm of each row's sum of exponentials
+        log_sums = []  # the logarithm of each row's sum of exponentials
         with torch.autocast(features.device.type, enabled=False):
-            product, own = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for x, target in zip(features.split(rows), targets.split(rows), strict=True):
-                logits = F.linear(x.to(dtype), product, own)
+            matmul_weight = weight.to(dtype)
+            matmul_bias = None if bias is None else bias.to(dtype)
+            for chunk, target in zip(features.split(rows), targets.split(rows), strict=True):
+                logits = F.linear(chunk.to(dtype), matmul_weight, matmul_bias)
                 correct += (logits.argmax(-1) == target).sum()
                 logits = at_least_fp32(logits)
-                sums.append(logits.logsumexp(-1))
-                chosen = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
-                loss += (sums[-1] - chosen).masked_fill(target == ignored, 0).sum()
-        ctx.save_for_backward(features, weight, bias, targets, *sums)
-        ctx.rows, ctx.dtype, ctx.ignored = rows, dtype, ignored
+                # The cross-entropy: the logarithm of the sum of exponentials, minus the target's logit.
+                log_sums.append(logits.logsumexp(-1))
+                target_logits = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
+                loss += (log_sums[-1] - target_logits).masked_fill(target == ignored, 0).sum()
+        ctx.save_for_backward(features, weight, bias, targets, *log_sums)
+        ctx.rows = rows
+        ctx.dtype = dtype
+        ctx.ignored = ignored
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, targets, *sums = ctx.saved_tensors
-        dtype, total = ctx.dtype, torch.promote_types(ctx.dtype, torch.float32)  # bf16 would lose later chunks
-        by_features = torch.empty_like(features) if ctx.needs_input_grad[0] else None
-        by_weight = torch.zeros_like(weight, dtype=total) if ctx.needs_input_grad[1] else None
-        by_bias = torch.zeros_like(bias, dtype=total) if ctx.needs_input_grad[2] else None
+        features, weight, bias, targets, *log_sums = ctx.saved_tensors
+        dtype = ctx.dtype
+        sum_dtype = torch.promote_types(dtype, torch.float32)  # bf16 would lose later chunks
+        features_gradient = torch.empty_like(features) if ctx.needs_input_grad[0] else None
+        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        bias_gradient = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
         with torch.autocast(features.device.type, enabled=False):
-            product, own = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start, log_sum in zip(range(0, len(targets), ctx.rows), sums, strict=True):
-                here = slice(start, start + ctx.rows)
-                x, target = features[here].to(dtype), targets[here]
-                gradient = at_least_fp32(F.linear(x, product, own))
-                gradient.sub_(log_sum[:, None]).exp_()  # the probabilities
+            matmul_weight = weight.to(dtype)
+            matmul_bias = None if bias is None else bias.to(dtype)
+            for start, log_sum in zip(range(0, len(targets), ctx.rows), log_sums, strict=True):
+                rows = slice(start, start + ctx.rows)
+                chunk = features[rows].to(dtype)
+                target = targets[rows]
+                # The gradient by the logits: probabilities, minus 1 at the target, times the loss's gradient.
+                gradient = at_least_fp32(F.linear(chunk, matmul_weight, matmul_bias))
+                gradient.sub_(log_sum[:, None]).exp_()
                 gradient[torch.arange(len(target), device=target.device), _classes(target, ctx.ignored)] -= 1
                 gradient.mul_((scale * (target != ctx.ignored))[:, None])
                 gradient = gradient.to(dtype)
-                if by_features is not None:
-                    by_features[here] = gradient @ product
-                if by_weight is not None and dtype == total:
-                    by_weight.addmm_(gradient.T, x)
-                elif by_weight is not None:
-                    by_weight += gradient.T @ x
-                if by_bias is not None:
-                    by_bias += gradient.sum(0, dtype=total)
-        grads = (by_features, _like(by_weight, weight), _like(by_bias, bias))
-        return (*grads, None, None, None, None)
+                # From it, those by the layer's input and parameters.
+                if features_gradient is not None:
+                    features_gradient[rows] = gradient @ matmul_weight
+                if weight_gradient is not None and dtype == sum_dtype:
+                    weight_gradient.addmm_(gradient.T, chunk)
+                elif weight_gradient is not None:
+                    weight_gradient += gradient.T @ chunk
+                if bias_gradient is not None:
+                    bias_gradient += gradient.sum(0, dtype=sum_dtype)
+        gradients = (features_gradient, _in_dtype_of(weight, weight_gradient), _in_dtype_of(bias, bias_gradient))
+        return (*gradients, None, None, None, None)
 
 
 def _classes(targets: Tensor, ignored: int) -> Tensor:
-    """Class 0 where a target is ignored. Indexing fails for other targets that are no class, on CUDA by an assert
-    on the device, as in `F.cross_entropy`."""
+    """Return the targets, with class 0 where they are ignored.
+
+    Indexing fails for other targets that are no class, on CUDA by an assert on the device, as in `F.cross_entropy`.
+    """
     return targets.masked_fill(targets == ignored, 0)
 
 
-def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)
+def _in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None or parameter is None:
+        return gradient
+    return gradient.to(parameter.dtype)

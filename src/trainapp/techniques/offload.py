@@ -21,41 +21,48 @@ LEAST = 2**20  # bytes; smaller tensors are not worth copying
 
 
 def apply(model: nn.Module, config: Config) -> "Offload | None":
-    """With `memory.offload_activations=all`, returns the object that moves a forward's activations: see
-    `Offload.wrap_compute`.
+    """Move activations to the host, as `memory.offload_activations` says.
 
-    With "inputs", only the inputs of the model's checkpointed blocks are moved, whose forwards are wrapped. Raises
-    UserError for a model without blocks.
+    With "all", returns the object that moves a forward's activations: see `Offload.wrap_compute`. With "inputs", wraps
+    the forwards of the model's checkpointed blocks instead, of which only the inputs are moved. Raises UserError for a
+    model without blocks.
     """
     mode = config.memory.offload_activations
+    if mode == "all":
+        return Offload(model)
     if mode == "inputs":
         blocks = blocks_of(model, "memory.offload_activations=inputs")
-        moving = Offload(model)
-        for block in blocks[:: config.activation_checkpointing.every]:
-            block.forward = moving.wrap_compute(block.forward)
-    return Offload(model) if mode == "all" else None
+        checkpointed_blocks = blocks[:: config.activation_checkpointing.every]
+        offload = Offload(model)
+        for block in checkpointed_blocks:
+            block.forward = offload.wrap_compute(block.forward)
+    return None
 
 
 class Offload:
-    """Moves tensors that a forward saves for backward to the host, and fetches them back in backward.
+    """Storage on the host of the tensors that a forward saves for backward, which fetches them back.
 
-    device_type: device type whose tensors are moved; on the CPU nothing moves. Parameters and buffers are not moved,
-    nor tensors in storages below LEAST bytes, nor tensors that are not strided.
+    Parameters and buffers are not moved, nor tensors in storages below LEAST bytes, nor tensors that are not strided.
+
+    Args:
+        model: the model whose parameters and buffers stay.
+        device_type: device type whose tensors are moved; on the CPU nothing moves.
     """
 
     def __init__(self, model: nn.Module, device_type: str = "cuda"):
-        self._model, self.device_type = model, device_type
-        self._stream: Any = None  # for copies
+        self._model = model
+        self.device_type = device_type
+        self._copy_stream: Any = None
         self._persistent: set[int] = set()  # by storage_id
         # By storage and version, while the forward runs: a tensor written since it was saved is stored again.
-        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
-        self._last: Callable[[], _Stored | None] = lambda: None
+        self._stored: dict[tuple[int, int], tuple[weakref.ref[Any], _Stored]] = {}
+        self._last: Callable[[], _Stored | None] = _nothing  # the storage that was stored last, while alive
 
     def wrap_compute(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a model, or of a part of one, whose activations move."""
 
         @functools.wraps(forward)
-        def moving(*inputs: Any, **options: Any) -> Any:
+        def offloaded(*inputs: Any, **options: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs, **options)
             tensors = (*self._model.parameters(), *self._model.buffers())
@@ -64,11 +71,12 @@ class Offload:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                     return forward(*inputs, **options)
             finally:
-                self._known.clear()
+                self._stored.clear()
 
-        return moving
+        return offloaded
 
     def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Return what the graph keeps of a saved tensor: the tensor, or a function that returns it from its copy."""
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -76,15 +84,23 @@ class Offload:
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
         if is_parameter or storage.nbytes() < LEAST or storage_id(storage) in self._persistent:
             return tensor
-        key = storage_id(storage), version_of(tensor)
-        known, stored = self._known.get(key, (lambda: None, None))
-        if known() is not storage or stored is None:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stored = _Stored(self, flat, self._last)
-            self._last = weakref.ref(stored)
-            self._known[key] = weakref.ref(storage), stored
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return functools.partial(stored.view, tensor.dtype, tensor.device, *place)
+        stored = self._store(tensor)
+        layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return functools.partial(stored.view, tensor.dtype, tensor.device, *layout)
+
+    def _store(self, tensor: Tensor) -> "_Stored":
+        """Copy the tensor's storage to the host, unless this version of it is there."""
+        storage = tensor.untyped_storage()
+        key = (storage_id(storage), version_of(tensor))
+        if key in self._stored:
+            storage_of_copy, stored = self._stored[key]
+            if storage_of_copy() is storage:  # otherwise it was freed, and another one has its id
+                return stored
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        stored = _Stored(self, flat, self._last)
+        self._last = weakref.ref(stored)
+        self._stored[key] = (weakref.ref(storage), stored)
+        return stored
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
         """Start a copy, after the device's work so far. Returns an event to wait for, if any."""
@@ -92,51 +108,69 @@ class Offload:
             to.copy_(source)
             return None
         on_device = source if source.is_cuda else to
-        self._stream = self._stream or torch.cuda.Stream(on_device.device)
-        self._stream.wait_stream(torch.cuda.current_stream(on_device.device))
-        with torch.cuda.stream(self._stream):
+        self._copy_stream = self._copy_stream or torch.cuda.Stream(on_device.device)
+        self._copy_stream.wait_stream(torch.cuda.current_stream(on_device.device))
+        with torch.cuda.stream(self._copy_stream):
             to.copy_(source, non_blocking=True)
-        on_device.record_stream(self._stream)  # once freed, its memory is used again only after the copy
-        return self._stream.record_event()
+        on_device.record_stream(self._copy_stream)  # once freed, its memory is used again only after the copy
+        return self._copy_stream.record_event()
 
 
 class _Stored:
     """A storage whose bytes are on the host. Owned by the graph that needs it.
 
-    before: the previously stored one, which backward needs next.
+    Args:
+        offload: copies the bytes.
+        flat: all bytes of the storage on the device.
+        before: returns the previously stored one, which backward needs next, while it is alive.
     """
 
     def __init__(self, offload: Offload, flat: Tensor, before: "Callable[[], _Stored | None]"):
-        self._offload, self._device, self._before = offload, flat.device, before
+        self._offload = offload
+        self._device = flat.device
+        self._before = before
         self._host = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=offload.device_type == "cuda")
         offload.copy(self._host, flat)
-        self._coming: tuple[Tensor, Any] | None = None  # fetched, but not used yet
-        self._used: Callable[[], torch.UntypedStorage | None] = lambda: None  # its storage, while alive
+        self._fetched: tuple[Tensor, Any] | None = None  # on its way to the device, and the copy's event; not used yet
+        self._used: Callable[[], torch.UntypedStorage | None] = _nothing  # the storage on the device, while alive
 
     def fetch(self) -> None:
         """Start to copy the storage to the device, unless it is there or being copied."""
-        if self._coming is None and self._used() is None:
+        if self._fetched is None and self._used() is None:
             flat = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._device)
-            self._coming = flat, self._offload.copy(flat, self._host)
+            arrival = self._offload.copy(flat, self._host)
+            self._fetched = (flat, arrival)
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage on the device. Starts to fetch the one that backward needs next."""
+        """Return the storage on the device. Starts to fetch the one that backward needs next."""
         self.fetch()
         storage = self._used()
-        if self._coming is not None:
-            flat, arrival = self._coming
+        if self._fetched is not None:
+            flat, arrival = self._fetched
             storage = flat.untyped_storage()
-            self._coming, self._used = None, weakref.ref(storage)
+            self._fetched = None
+            self._used = weakref.ref(storage)
             if arrival is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrival)
-        if (before := self._before()) is not None:
+        before = self._before()
+        if before is not None:
             before.fetch()
         assert storage is not None, "it is on the device, or was being copied"
         return storage
 
-    def view(self, dtype: torch.dtype, device: torch.device, *place: Any) -> Tensor:
-        """A saved tensor. device: the tensor's, since a storage's is "meta" without data."""
-        return torch.empty(0, dtype=dtype, device=device).set_(self.storage(), *place)
+    def view(self, dtype: torch.dtype, device: torch.device, *layout: Any) -> Tensor:
+        """Return a saved tensor.
+
+        Args:
+            dtype: the tensor's.
+            device: the tensor's, since a storage's is "meta" without data.
+            layout: its offset in the storage, size and strides.
+        """
+        return torch.empty(0, dtype=dtype, device=device).set_(self.storage(), *layout)
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference to an object that is not alive."""
 
 
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -349,7 +349,7 @@ class Engine:
         if applied:
             with self.at(Phase.COMMIT):
                 applied = update.precision.step(update.optimizer)
-                self.nonfinite.count(applied, progress.step, update=update.name)
+                self.nonfinite.record_outcome(applied, progress.step, update=update.name)
         self.is_first = False
         return applied
 

@@ -289,7 +289,7 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     progress.objective = value
     if session.limits.evaluation_is_scheduled(progress):
         for update in session.state.updates:
-            update.schedule.evaluated(value)
+            update.schedule.record_objective(value)
 
     only_checks = session.config.activity.trains and progress.step == 0
     if direction is None or only_checks or not math.isfinite(value):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.optim.optimizers import step_alone
+from trainapp.optim.optimizers import step_parameter
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
 from trainapp.rng import SampleDraws
 from trainapp.training.engine import Engine, Totals, count_factor
@@ -92,7 +92,7 @@ class InBackward(Engine):
                 if self._factor is not None:
                     scale_gradients([parameter.grad], self._factor)
                 with SampleDraws.suspended():  # what an optimizer draws does not belong to samples
-                    step_alone(self.state.optimizer, parameter, self._groups[id(parameter)])
+                    step_parameter(self.state.optimizer, parameter, self._groups[id(parameter)])
                 # torch's fused kernels do not bump the version (2.13): a graph that saved the old values would not
                 # notice.
                 torch.autograd.graph.increment_version(parameter)
@@ -118,7 +118,7 @@ class InBackward(Engine):
     def commit(self, totals: Totals, norm: Tensor) -> bool:
         """Count the step: the parameters have been updated in the backward."""
         if self._applies:
-            self.nonfinite.count(True, self.state.progress.step)
+            self.nonfinite.record_outcome(True, self.state.progress.step)
         else:
             self.skip_step()
             self.is_partly_applied = True  # until `finish_update`: progress changes

@@ -201,7 +201,7 @@ class Session:
         Raises UserError if the schedule does not fit the run.
         """
         for update in self.state.updates:
-            update.schedule = schedules.rebuilt(
+            update.schedule = schedules.rebuild(
                 update.schedule,
                 self.config.schedule,
                 self.limits.length,
