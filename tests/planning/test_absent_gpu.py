@@ -18,8 +18,9 @@ from torch import nn
 import trainapp
 from trainapp.config import compose
 from trainapp.errors import UserError
+from trainapp.memory.cuda import HEADROOM
 from trainapp.planning import absent_gpu, planner, pretend
-from trainapp.planning.absent_gpu import COMMUNICATOR, CONTEXT, DEVICES, HEADROOM, MIB
+from trainapp.planning.absent_gpu import COMMUNICATOR, CONTEXT, DEVICES, MIB
 from trainapp.planning.process import NoAnswer
 
 needs_cuda = pytest.mark.skipif(not pretend.can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")

@@ -19,7 +19,7 @@ from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.measured import MeasuredEstimator
 from trainapp.planning.process import MemoryPlan, call_in_subprocess
 from trainapp.planning.recorder import Breakdown
-from trainapp.planning.simulated_ranks import world_of
+from trainapp.planning.simulated_ranks import planned_world_size
 from trainapp.planning.traced import TracedEstimator
 from trainapp.sizes.record import configured_size
 from trainapp.sizes.search import PeakSample, SizeSearch
@@ -181,7 +181,7 @@ def answer(config: Config, picture: Path | None, only_modes: bool, method: str) 
 
 def estimator_of(config: Config, method: str) -> Estimator:
     """The estimator for a method. Raises UserError for settings that contradict each other."""
-    world_size, gpu = world_of(config), None
+    world_size, gpu = planned_world_size(config), None
     if config.plan.device is not None:
         gpu, config = absent_gpu.find(config), absent_gpu.on_cpu(config)
     targets = resolve_targets(config)

@@ -14,7 +14,7 @@ from trainapp.planning.measured import MeasuredEstimator
 from trainapp.planning.planner import Facts, Planner, with_modes
 from trainapp.planning.process import MemoryPlan
 from trainapp.planning.recorder import Breakdown
-from trainapp.planning.simulated_ranks import world_of
+from trainapp.planning.simulated_ranks import planned_world_size
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, with_techniques
 
 MOST_STACKS = 5  # number of combinations tried
@@ -139,7 +139,9 @@ def measured(config: Config, facts: Facts) -> Facts:
     """With `plan.measure`: adds `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps
     run for real in this process.
     """
-    estimator = MeasuredEstimator(resolve_targets(config), world_of(config), choose_device(config.train.device))
+    estimator = MeasuredEstimator(
+        resolve_targets(config), planned_world_size(config), choose_device(config.train.device)
+    )
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])
     config = dataclasses.replace(config, activation_checkpointing=settings)
     known = {technique.setting: technique for technique in TECHNIQUES}

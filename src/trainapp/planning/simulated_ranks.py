@@ -14,7 +14,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
-def world_of(config: Config) -> int:
+def planned_world_size(config: Config) -> int:
     """The number of ranks to plan for: `plan.world`, otherwise as many as the run would have on this machine.
 
     Raises UserError for settings that conflict or leave it open.

@@ -16,7 +16,8 @@ from trainapp.config.schema import Config
 from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import is_of_transformers
 from trainapp.optim import precision
-from trainapp.planning.absent_gpu import AbsentGpu, EngineOnCuda
+from trainapp.planning.absent_gpu import AbsentGpu
+from trainapp.planning.cuda_kernels import EngineOnCuda
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
