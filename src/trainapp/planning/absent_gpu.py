@@ -95,7 +95,7 @@ class AbsentGpu:
             raise NotImplementedError("what cuDNN keeps for a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
-    def completed(self, breakdown: Breakdown, engine: Engine, config: Config) -> Breakdown:
+    def with_untraced_memory(self, breakdown: Breakdown, engine: Engine, config: Config) -> Breakdown:
         """Return a trace's breakdown with what no trace shows: cuBLAS's workspaces, the whole model before FSDP shards
         it, and a note on convolutions.
         """
@@ -200,12 +200,12 @@ def device_spec(device: torch.device) -> str:
     return f"{properties.total_memory}@{properties.major}.{properties.minor}"
 
 
-def named(config: Config, device: torch.device) -> Config:
+def with_device_spec(config: Config, device: torch.device) -> Config:
     """Return the configuration to plan for this machine's GPU in a process that does not see it."""
     plan_settings = replace(config.plan, device=device_spec(device), world=planned_world_size(config))
     return replace(config, plan=plan_settings, train=replace(config.train, device="auto"))
 
 
-def on_cpu(config: Config) -> Config:
+def with_data_on_cpu(config: Config) -> Config:
     """Return the configuration with its data and numerics opened on the CPU."""
     return replace(config, train=replace(config.train, device="cpu"))

@@ -181,6 +181,7 @@ class EngineOnCuda(DispatchMode):
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:
             return args[0].device
+        # In place if only the engine holds the tensor, as it does itself for tensors with data.
         if func in _IN_PLACE and graph_task() != -1 and _called_by_engine():
             target = args[0]
             second = args[1] if func is _aten.add.Tensor else target

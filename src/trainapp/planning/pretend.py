@@ -87,17 +87,23 @@ def _replace(instance: int | None, methods: list[str], codes: dict[str, str]) ->
         methods: names in vtable order.
         codes: machine code in hexadecimal digits, by the name of the method.
     """
-    vtable_address = ctypes.c_void_p.from_address(instance or 0)
+    # A copy that may be written to: the original is shared by all objects of the class, and read-only.
+    address = ctypes.c_void_p.from_address(instance or 0)
+    start = (address.value or 0) - _POINTER * _BEFORE_VTABLE
     length = _BEFORE_VTABLE + _MOST_METHODS
-    start = (vtable_address.value or 0) - _POINTER * _BEFORE_VTABLE
-    vtable = (ctypes.c_void_p * length).from_buffer_copy(ctypes.string_at(start, _POINTER * length))
+    content = ctypes.string_at(start, _POINTER * length)
+    vtable = (ctypes.c_void_p * length).from_buffer_copy(content)
+
+    # Each method's code in memory of its own that may be executed.
     for name, code in codes.items():
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         page.write(bytes.fromhex(code))
-        vtable[_BEFORE_VTABLE + methods.index(name)] = ctypes.addressof(ctypes.c_char.from_buffer(page))
         _kept_alive.append(page)
-    vtable_address.value = ctypes.addressof(vtable) + _POINTER * _BEFORE_VTABLE
+        entry = _BEFORE_VTABLE + methods.index(name)
+        vtable[entry] = ctypes.addressof(ctypes.c_char.from_buffer(page))
+
     _kept_alive.append(vtable)
+    address.value = ctypes.addressof(vtable) + _POINTER * _BEFORE_VTABLE
 
 
 # --- what Python sees of the device
