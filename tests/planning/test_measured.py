@@ -169,7 +169,7 @@ def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(monkeypat
             raise process.NoAnswer(f"NeedsValues: {error}") from error
 
     monkeypatch.setattr(process, "call_in_subprocess", call_in_subprocess)
-    facts = process.ask(compose.from_command_line(own(Branches)))
+    facts = process.plan_in_subprocess(compose.from_command_line(own(Branches)))
     assert (facts["method"], facts["margin"]) == ("traced", 0.3)
     assert facts["notes"][0].startswith("not traced: NeedsValues")
     assert "made up" in facts["notes"][1]

@@ -19,8 +19,8 @@ from trainapp.planning.traced import TracedEstimator
 
 
 def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method: str) -> Facts:
-    """Return the facts of `plan`, for `process.ask`. A trace for this machine's GPU is taken in a process
-    that does not see it. Raises as `plan`.
+    """Return the facts of `plan`: what `process.plan_in_subprocess` calls. A trace for this machine's GPU is taken in a
+    process that does not see it. Raises as `plan`.
 
     Args:
         config: the configuration.

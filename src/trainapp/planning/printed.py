@@ -6,7 +6,7 @@ from pathlib import Path
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write, strict_json
-from trainapp.planning.process import Facts, ask, modes_text
+from trainapp.planning.process import Facts, modes_text, plan_in_subprocess
 from trainapp.units import bytes_text
 
 PLAN = "plan.json"
@@ -19,7 +19,7 @@ _HEADINGS = {"rounded": "at lower precision", "other": "with another training re
 def print_plan(config: Config) -> float | None:
     """Plan, print the plan and write it. Return the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
     run_dir = Path(config.run_dir)
-    facts = ask(config, picture=run_dir / PICTURE)
+    facts = plan_in_subprocess(config, picture=run_dir / PICTURE)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json(facts, indent=1) + "\n")

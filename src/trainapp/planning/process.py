@@ -68,7 +68,7 @@ class NoAnswer(Exception):
 # --- plans
 
 
-def ask(config: Config, picture: Path | None = None, only_modes: bool = False) -> Facts:
+def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: bool = False) -> Facts:
     """Return the plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
     If no method succeeds, `method` is None and `notes` have the reasons. Raises UserError for mistakes in the
@@ -157,7 +157,7 @@ def _planned_modes(config: Config, world_size: int) -> "list[Mode] | None":
     config = replace(config, plan=schema.PlanSettings(techniques=False, world=world_size))
     if device.type == "cuda":
         config = with_device_spec(config, device)
-    facts = ask(config, only_modes=True)
+    facts = plan_in_subprocess(config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])
         log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)
