@@ -532,6 +532,6 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     file = Path(private.__file__)
-    own = {file, *(file.parent / "planning" / f"{name}.py" for name in ("pretend", "absent_gpu"))}  # see their tests
+    own = {file, *(file.parent / "planning" / f"{name}.py" for name in ("pretend", "cuda_kernels"))}  # see their tests
     found = {path.name: list(private_uses(path.read_text())) for path in file.parent.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}

@@ -67,10 +67,10 @@ def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) ->
     config_dir: as `--config-dir`, a folder with your own options and modules. Raises UserError for mistakes in the
     configuration, with the message of the command line.
     """
-    from trainapp.planning.process import ask
+    from trainapp.planning.process import plan_in_subprocess
 
     with _imports(config_dir):
-        return ask(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir))
+        return plan_in_subprocess(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir))
 
 
 def load(

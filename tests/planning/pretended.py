@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.planning import absent_gpu, pretend
+from trainapp.planning import absent_gpu, cuda_kernels, pretend
 from trainapp.planning.absent_gpu import DEVICES, MIB, AbsentGpu
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues
@@ -35,7 +35,7 @@ def inside(gpu=A100, engine=True):
         gpu.pretended(),
         fake_tensor_mode(),
         MadeUpValues(),
-        absent_gpu.EngineOnCuda() if engine and not gpu.on_cpu else contextlib.nullcontext(),
+        cuda_kernels.EngineOnCuda() if engine and not gpu.on_cpu else contextlib.nullcontext(),
     ):
         yield
 
@@ -80,7 +80,7 @@ def bytes_of_attention():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             with inside(gpu, engine=False):
                 q, k, v = (tensor(2, 4, 256, 64, dtype=dtype) for _ in range(3))
-                with LiveTensors(devices=("cuda",)) as counter, absent_gpu.EngineOnCuda():
+                with LiveTensors(devices=("cuda",)) as counter, cuda_kernels.EngineOnCuda():
                     result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                     kept = counter.live
                     result.backward(torch.empty_like(result))

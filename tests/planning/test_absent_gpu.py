@@ -18,8 +18,9 @@ from torch import nn
 import trainapp
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.planning import absent_gpu, planner, pretend
-from trainapp.planning.absent_gpu import COMMUNICATOR, CONTEXT, DEVICES, HEADROOM, MIB
+from trainapp.memory.cuda import HEADROOM
+from trainapp.planning import absent_gpu, fitting, planner, pretend
+from trainapp.planning.absent_gpu import COMMUNICATOR, CONTEXT, DEVICES, MIB
 from trainapp.planning.process import NoAnswer
 
 needs_cuda = pytest.mark.skipif(not pretend.can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
@@ -180,7 +181,7 @@ def test_the_largest_size_leaves_the_margin():
 
     def planned(*more):
         config = compose.from_command_line([*base, *more])
-        return planner.Planner(config, planner.estimator_of(config, "traced as on the CPU"))
+        return fitting.Planner(config, planner.estimator_of(config, "traced as on the CPU"))
 
     peak = functools.cache(lambda size: planned().peak(size).total)
     limit = (peak(4) + peak(64)) // 2
@@ -259,8 +260,8 @@ def test_a_gpu_of_this_machine_is_planned_where_nothing_sees_it(monkeypatch):
     monkeypatch.setattr(planner, "choose_device", lambda setting: torch.device("cuda", 0))
     monkeypatch.setattr(absent_gpu, "device_spec", lambda device: "a100-40gb")
     config = compose.from_command_line(GPT)
-    facts = planner.answer(config, None, False, "traced")
+    facts = planner.plan_and_draw(config, None, False, "traced")
     assert facts["peak_bytes"] == plan("plan.device=a100-40gb")["peak_bytes"] != on_the_cpu()["peak_bytes"]
     config.train.compile = True
     with pytest.raises(NoAnswer, match=r"^NeedsValues: no trace knows"):
-        planner.answer(config, None, False, "traced")
+        planner.plan_and_draw(config, None, False, "traced")

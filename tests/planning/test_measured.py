@@ -11,7 +11,7 @@ from trainapp.assembly.resolved_targets import resolve_targets
 from trainapp.config import compose
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.planning import planner, process
-from trainapp.planning.measured import MeasuredEstimator, _at
+from trainapp.planning.measured import MeasuredEstimator, _on_the_line
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.values import NeedsValues
 
@@ -115,10 +115,10 @@ def test_each_phase_has_a_line_of_its_own():
         2: Breakdown(100, "clip", phases={"forward": 20, "clip": 100}, categories={"parameters": 100}),
         8: Breakdown(110, "forward", phases={"forward": 110, "clip": 100}, seconds=1.0),
     }
-    found = _at(16, known)
+    found = _on_the_line(16, known)
     assert (found.phases, found.phase, found.total) == ({"forward": 230, "clip": 100}, "forward", 230)
     assert found.seconds == 2.0
-    assert _at(4, known).phases == {"forward": 50, "clip": 100}
+    assert _on_the_line(4, known).phases == {"forward": 50, "clip": 100}
 
 
 def test_no_more_than_a_share_of_the_memory_is_used():
@@ -164,12 +164,12 @@ def test_what_cannot_be_measured_either_is_traced_with_made_up_answers(monkeypat
         if method == "measured":
             raise process.NoAnswer("too large")
         try:
-            return planner.answer(config, picture, only_modes, method)
+            return planner.plan_and_draw(config, picture, only_modes, method)
         except NeedsValues as error:
             raise process.NoAnswer(f"NeedsValues: {error}") from error
 
     monkeypatch.setattr(process, "call_in_subprocess", call_in_subprocess)
-    facts = process.ask(compose.from_command_line(own(Branches)))
+    facts = process.plan_in_subprocess(compose.from_command_line(own(Branches)))
     assert (facts["method"], facts["margin"]) == ("traced", 0.3)
     assert facts["notes"][0].startswith("not traced: NeedsValues")
     assert "made up" in facts["notes"][1]

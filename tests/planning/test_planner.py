@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainapp.config import compose
-from trainapp.planning import planner
+from trainapp.planning import fitting, planner
 
 SIZES = ("batch.global_size=16", "batch.micro_size=8")
 OVER = (*runs.TINY, "every.eval=null", "checkpointing=off", "oom.grow=false", "plan.techniques=false")
@@ -114,7 +114,7 @@ def searched(peak_of, limit, top):
         asked.append(size)
         return peak_of(size)
 
-    return planner.largest_size(peak, limit, top, 1), asked
+    return fitting.largest_size(peak, limit, top, 1), asked
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -8,7 +8,7 @@ from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
-from trainapp.planning.simulated_ranks import simulated, world_of
+from trainapp.planning.simulated_ranks import planned_world_size, simulated
 
 OVER = (*runs.TINY, "checkpointing=off", "plan.techniques=false")
 
@@ -18,23 +18,23 @@ def configure(*overrides):
 
 
 def test_the_number_of_ranks():
-    assert world_of(configure()) == 1
-    assert world_of(configure("parallel=fsdp", "parallel.devices=3")) == 3
-    assert world_of(configure("parallel=fsdp", "parallel.devices=4", "plan.world=512")) == 512
-    assert world_of(configure("parallel=ddp", "parallel.devices=1")) == 1
-    assert world_of(configure("parallel=fsdp", "parallel.devices=1", "plan.world=2")) == 2
+    assert planned_world_size(configure()) == 1
+    assert planned_world_size(configure("parallel=fsdp", "parallel.devices=3")) == 3
+    assert planned_world_size(configure("parallel=fsdp", "parallel.devices=4", "plan.world=512")) == 512
+    assert planned_world_size(configure("parallel=ddp", "parallel.devices=1")) == 1
+    assert planned_world_size(configure("parallel=fsdp", "parallel.devices=1", "plan.world=2")) == 2
 
 
 @pytest.mark.parametrize("given", ["plan.world=1", "parallel.devices=1"])
 def test_no_plan_of_fsdp_on_one_rank(given):
     with pytest.raises(UserError, match=f"parallel=fsdp with {given}: .*; start more ranks, or use parallel=single"):
-        world_of(configure("parallel=fsdp", given))
+        planned_world_size(configure("parallel=fsdp", given))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs says")
 def test_a_number_of_ranks_that_nothing_says():
     with pytest.raises(UserError, match=r"set plan\.world=N"):
-        world_of(configure("parallel=ddp"))
+        planned_world_size(configure("parallel=ddp"))
 
 
 def test_replicas_must_divide_the_ranks():

@@ -27,6 +27,13 @@ def refused_allocations() -> int:
     return torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
 
 
+def without_headroom(available: int) -> int:
+    """Return the bytes that a run without a limit may use of those available: all but HEADROOM, or an eighth if that is
+    less.
+    """
+    return available - min(HEADROOM, available // 8)
+
+
 class CudaMemory(DeviceMemory):
     """Reads the caching allocator's counters; the limit is the allocator's own cap.
 
@@ -54,14 +61,12 @@ class CudaMemory(DeviceMemory):
         return self._cap
 
     def enforce(self) -> None:
-        """Set the cap to the limit or, without one, to the memory that is now reserved or free, less HEADROOM (or an
-        eighth, if that is smaller).
-        """
+        """Set the cap to the limit or, without one, to the memory that is now reserved or free, less the headroom."""
         if self.limit is not None:
             self._cap = self.limit
         else:
             available = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-            self._cap = available - min(HEADROOM, available // 8)
+            self._cap = without_headroom(available)
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
 
     def lap(self) -> tuple[int, int] | None:

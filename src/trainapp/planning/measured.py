@@ -1,11 +1,11 @@
 """Real steps at small sizes, and the line through their peaks: for models that cannot be traced, and for times."""
 
+import bisect
 import contextlib
 import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -13,14 +13,13 @@ from trainapp.assembly.model import assemble
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import open_resources
 from trainapp.config.schema import Config, Memory
-from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
 from trainapp.memory import device as device_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
-from trainapp.planning.work import Work, planned_config
+from trainapp.planning.work import Work, largest_share, planned_config
 
 SIZES = (2, 8)  # two points determine the line
 STEPS = 2  # at each size
@@ -33,8 +32,13 @@ MOST_MICRO_BATCHES = 8  # in a timed step
 class MeasuredEstimator:
     """The estimator that runs small real steps, on one rank whose peers exchange nothing.
 
-    instead_of: an absent GPU that steps on the CPU stand in for.
     Raises the model's errors; MemoryLimitExceeded if two sizes do not fit into MEMORY_SHARE.
+
+    Args:
+        targets: the classes and data sets of the configuration.
+        world_size: number of ranks to plan for.
+        device: on which the steps run.
+        instead_of: an absent GPU that steps on the CPU stand in for.
     """
 
     method = "measured"
@@ -42,71 +46,98 @@ class MeasuredEstimator:
     def __init__(
         self, targets: ResolvedTargets, world_size: int, device: torch.device, instead_of: AbsentGpu | None = None
     ):
-        self.targets, self.world_size, self.device, self._instead_of = targets, world_size, device, instead_of
-        self.margin = self.spare = 0.1 if instead_of is None else 0.3
-        self._known: dict[tuple[Any, ...], dict[int, Breakdown]] = {}
+        self.targets = targets
+        self.world_size = world_size
+        self.device = device
+        self.margin = 0.1 if instead_of is None else 0.3  # relative error of a peak
+        self.spare = self.margin  # the fraction of a peak that must stay free for it to fit
+        self._instead_of = instead_of
+        # By configuration and whether the step accumulates; then by size.
+        self._measured: dict[tuple[str, bool], dict[int, Breakdown]] = {}
 
     def limit(self, config: Config) -> int:
-        """The bytes that a run may use."""
+        """Return the bytes that a run may use."""
         if self._instead_of is not None:
             return self._instead_of.limit(config)
         return device_memory.build(config.memory, self.device).enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
-        """As `TracedEstimator.peak`. Measured if that is cheap, otherwise on the line through two sizes."""
-        accumulates = size < -(-at_most(config.batch.global_size, self.targets.train_data) // self.world_size)
-        known = self._known.setdefault((repr(config), accumulates), {})
-        for small in (small for small in SIZES if small < size):
-            if small not in known:
-                known[small] = self._run(config, small, accumulates)
-        line = known.get(size) or _at(size, known)
-        has_room = self.device.type != "cpu" or line.total <= MEMORY_SHARE * available_bytes()
-        if size in known or (len(known) > 1 and not (has_room and line.seconds <= LONGEST)):
-            return line
+        """Return the peak, as `TracedEstimator.peak`: measured if cheap, otherwise on the line through two sizes."""
+        # The line is the same for all sizes that accumulate; the whole share in one micro-batch has another.
+        accumulates = size < largest_share(config, self.targets, self.world_size)
+        by_size = self._measured.setdefault((repr(config), accumulates), {})
+        for small in SIZES:
+            if small < size and small not in by_size:
+                by_size[small] = self._run(config, small, accumulates)
+        if size in by_size:
+            return by_size[size]
+
+        estimate = _on_the_line(size, by_size)
+        has_line = len(by_size) > 1
+        if has_line and not self._is_cheap(estimate):
+            return estimate
         try:
-            known[size] = self._run(config, size, accumulates)
+            by_size[size] = self._run(config, size, accumulates)
         except UserError:
             raise
         except Exception:
-            if len(known) < len(SIZES):
+            if len(by_size) < len(SIZES):
                 raise
-            return line
-        return known[size]
+            return estimate
+        return by_size[size]
+
+    def _is_cheap(self, estimate: Breakdown) -> bool:
+        """Return whether steps that need as much as this may run."""
+        has_room = self.device.type != "cpu" or estimate.total <= MEMORY_SHARE * available_bytes()
+        return has_room and estimate.seconds <= LONGEST
 
     def _run(self, config: Config, size: int, accumulates: bool) -> Breakdown:
-        """accumulates: measure a step of two micro-batches, the second with gradients already in memory."""
+        """Run STEPS steps of a size.
+
+        Args:
+            config: the configuration.
+            size: of a micro-batch.
+            accumulates: measure a step of two micro-batches, the second with gradients already in memory.
+        """
+        # The host keeps most of its memory, whether or not storages can be counted.
         most = int(MEMORY_SHARE * available_bytes())
-        left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
-        with guarded(left, total_bytes()), self._running(config, size, 1 + accumulates, most) as work:
+        guard = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
+        micro_batches = 2 if accumulates else 1
+        with guarded(guard, total_bytes()), self._open_work(config, size, micro_batches, most) as work:
             started = time.monotonic()
             if isinstance(work.memory, Recorder):
-                found = work.peak(work.memory, steps=STEPS)
+                breakdown = work.peak(work.memory, steps=STEPS)
             else:
-                found = _by_counters(work)
-            return dataclasses.replace(found, seconds=(time.monotonic() - started) / STEPS)
+                breakdown = _peak_by_counters(work)
+            return dataclasses.replace(breakdown, seconds=(time.monotonic() - started) / STEPS)
 
     def seconds(self, config: Config, size: int) -> float:
-        """Seconds of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first
-        one.
+        """Return the seconds of a whole step of the configuration with micro-batches of `size`: the median of TIMED
+        after a first one.
 
         Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
-        share = -(-at_most(config.batch.global_size, self.targets.train_data) // self.world_size)
-        parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
-        with self._running(config, size, parts) as work:
-            taken = []
+        share = largest_share(config, self.targets, self.world_size)
+        micro_batches = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
+        with self._open_work(config, size, micro_batches) as work:
+            step_seconds = []
             for _ in range(1 + TIMED):
-                work.memory.synchronize()
+                work.memory.synchronize()  # the device must be idle when a step starts, and have finished it
                 started = time.monotonic()
                 work.train_step()
                 work.memory.synchronize()
-                taken.append(time.monotonic() - started)
-        return statistics.median(taken[1:]) * share / (parts * size)
+                step_seconds.append(time.monotonic() - started)
+        return statistics.median(step_seconds[1:]) * share / (micro_batches * size)
 
     @contextlib.contextmanager
-    def _running(self, config: Config, size: int, micro_batches: int, most: int | None = None) -> Iterator[Work]:
-        """The engine of the configuration, really built, with these samples per micro-batch and micro-batches per step.
-        most: limit in bytes; if given, CPU storages are counted.
+    def _open_work(self, config: Config, size: int, micro_batches: int, most: int | None = None) -> Iterator[Work]:
+        """Yield the engine of the configuration, really built.
+
+        Args:
+            config: the configuration.
+            size: samples per micro-batch.
+            micro_batches: per step.
+            most: limit in bytes; if given, CPU storages are counted.
         """
         planned = planned_config(config, size, micro_batches * size * self.world_size)
         with simulated(0, self.world_size, self.device) as ranks:
@@ -117,35 +148,56 @@ class MeasuredEstimator:
                 yield Work(planned, assemble(planned, resources, ranks), resources, size)
 
 
-def _by_counters(work: Work) -> Breakdown:
-    """The breakdown by the device's own counters, without phases: reserved bytes, if known."""
+def _peak_by_counters(work: Work) -> Breakdown:
+    """Return the breakdown of STEPS steps by the device's own counters, without phases: reserved bytes, if known."""
     work.memory.window()
     for _ in range(STEPS):
         work.train_step()
     work.memory.synchronize()
     peaks = work.memory.window()
-    allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
-    total = max(allocated, reserved)
-    categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
-    return work.described(Breakdown(total, "training", phases={"training": total}, categories=categories))
+    allocated = int(peaks["memory/peak"])
+    total = max(allocated, int(peaks["memory/peak_reserved"]))
+    categories = {"allocated": allocated}
+    if total > allocated:
+        categories["cache"] = total - allocated
+    return work.with_model_facts(Breakdown(total, "training", phases={"training": total}, categories=categories))
 
 
-def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
-    """The breakdown at a size, by phase, on the line through the two neighbouring or nearest known sizes."""
-    points = sorted(known.items())
-    if len(points) < 2:
-        return points[0][1] if points else Breakdown()
-    above = next((number for number, (other, _) in enumerate(points) if other > size), len(points) - 1)
-    (a, low), (b, high) = points[max(1, above) - 1], points[max(1, above)]
+def _on_the_line(size: int, by_size: dict[int, Breakdown]) -> Breakdown:
+    """Return the breakdown at a size, by phase, on the line through the two neighbouring or nearest measured sizes.
+    With only one, that one; empty without any.
+    """
+    sizes = sorted(by_size)
+    if not sizes:
+        return Breakdown()
+    if len(sizes) == 1:
+        return by_size[sizes[0]]
+    # The first measured size above and the one below it; outside of all, the two nearest.
+    above = min(max(1, bisect.bisect_right(sizes, size)), len(sizes) - 1)
+    small = sizes[above - 1]
+    large = sizes[above]
+    at_small = by_size[small]
+    at_large = by_size[large]
 
-    def line(from_a: int, from_b: int) -> int:
-        return max(0, from_b + round((size - b) * (from_b - from_a) / (b - a)))
+    def bytes_at_size(small_bytes: int, large_bytes: int) -> int:
+        return max(0, large_bytes + round((size - large) * (large_bytes - small_bytes) / (large - small)))
 
-    phases = {name: line(low.phases.get(name, value), value) for name, value in high.phases.items()}
+    phases = {}
+    for name, large_bytes in at_large.phases.items():
+        phases[name] = bytes_at_size(at_small.phases.get(name, large_bytes), large_bytes)
     phase = max(phases, key=lambda name: phases[name])
-    categories: dict[str, int] = {}
-    if low.phase == high.phase == phase:
-        names = dict.fromkeys([*high.categories, *low.categories])
-        categories = {name: line(low.categories.get(name, 0), high.categories.get(name, 0)) for name in names}
-    found = dataclasses.replace(high, total=phases[phase], phase=phase, module="", phases=phases, events=[])
-    return dataclasses.replace(found, categories=categories, seconds=high.seconds * size / b)
+
+    categories = {}
+    if at_small.phase == at_large.phase == phase:  # otherwise they are of other moments of the step
+        for name in dict.fromkeys([*at_large.categories, *at_small.categories]):
+            categories[name] = bytes_at_size(at_small.categories.get(name, 0), at_large.categories.get(name, 0))
+    return dataclasses.replace(
+        at_large,
+        total=phases[phase],
+        phase=phase,
+        module="",
+        phases=phases,
+        categories=categories,
+        events=[],
+        seconds=at_large.seconds * size / large,
+    )

@@ -2,22 +2,24 @@
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write, strict_json
-from trainapp.planning.process import ask, modes_text
+from trainapp.planning.process import Facts, modes_text, plan_in_subprocess
 from trainapp.units import bytes_text
 
-PLAN, PICTURE = "plan.json", "plan.png"
+PLAN = "plan.json"
+PICTURE = "plan.png"
 WIDTH = 100
+BAR = 40  # characters of the longest bar
+_HEADINGS = {"rounded": "at lower precision", "other": "with another training result"}
 
 
 def print_plan(config: Config) -> float | None:
     """Plan, print the plan and write it. Return the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
     run_dir = Path(config.run_dir)
-    facts = ask(config, picture=run_dir / PICTURE)
+    facts = plan_in_subprocess(config, picture=run_dir / PICTURE)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json(facts, indent=1) + "\n")
@@ -26,92 +28,107 @@ def print_plan(config: Config) -> float | None:
     return None if peak is None else float(peak)
 
 
-def plan_text(facts: dict[str, Any], config: Config) -> str:
-    """The plan as text; if something fits, the last line has the overrides to paste."""
+def plan_text(facts: Facts, config: Config) -> str:
+    """Return the plan as text; if something fits, the last line has the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
-    limit, largest = bytes_text(facts["limit_bytes"]), facts["largest_micro_size"]
-    fits = f"largest that fits {limit}: micro-batch {largest}" if largest else f"no micro-batch fits {limit}"
-    lines = [*_peak(facts), fits]
+    limit = bytes_text(facts["limit_bytes"])
+    largest = facts["largest_micro_size"]
+    lines = _peak_lines(facts)
+    if largest:
+        lines.append(f"largest that fits {limit}: micro-batch {largest}")
+    else:
+        lines.append(f"no micro-batch fits {limit}")
     if facts["best"] is not None:
-        lines += [*_techniques(facts), *_best(facts)]
+        lines += _technique_lines(facts)
+        lines += _best_lines(facts)
     elif largest:
         lines.append(" ".join(size_overrides(config, largest)))
     return "\n".join(lines)
 
 
-def summary(facts: dict[str, Any]) -> str:
-    """The peak, its method and its margin: `47.9 MiB (traced, +-1%)`."""
+def summary(facts: Facts) -> str:
+    """Return the peak, its method and its margin: `47.9 MiB (traced, +-1%)`."""
     return f"{bytes_text(facts['peak_bytes'])} ({facts['method']}, +-{100 * facts['margin']:.0f}%)"
 
 
-def _peak(facts: dict[str, Any]) -> list[str]:
+def _peak_lines(facts: Facts) -> list[str]:
+    limit = bytes_text(facts["limit_bytes"])
+    phase = facts["phase"].replace("_", " ")
     module = f" ({facts['module']})" if facts["module"] else ""
-    ranks, of_ranks = facts["ranks"], list[str]()
-    if ranks["world"] > 1:
-        copies = f", {ranks['replicas']} replicas" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
-        of_ranks.append(f"{ranks['world']} ranks, {ranks['strategy']}{copies}: rank 0, which has the most")
-    lines = [
-        f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {bytes_text(facts['limit_bytes'])}, "
-        f"in {facts['phase'].replace('_', ' ')}{module}",
-        *of_ranks,
-        *([f"activation checkpointing: {modes_text(facts['modes'])}"] if facts["modes"] else []),
-        *facts["notes"],
-    ]
+    lines = [f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {limit}, in {phase}{module}"]
+    if facts["ranks"]["world"] > 1:
+        lines.append(_ranks_line(facts["ranks"]))
+    if facts["modes"]:
+        lines.append(f"activation checkpointing: {modes_text(facts['modes'])}")
+    lines += facts["notes"]
     if facts["step_seconds"] is not None:
-        peak = bytes_text(facts["measured_bytes"])
-        lines.append(f"measured: {peak}, {facts['step_seconds']:.3g} s per step")
-    lines += ["peak by phase", *_rows(facts["phases"])]
-    return [*lines, *(["at the peak", *_rows(facts["categories"])] if facts["categories"] else [])]
+        lines.append(f"measured: {bytes_text(facts['measured_bytes'])}, {facts['step_seconds']:.3g} s per step")
+    lines += ["peak by phase", *_bars(facts["phases"])]
+    if facts["categories"]:
+        lines += ["at the peak", *_bars(facts["categories"])]
+    return lines
 
 
-def _techniques(facts: dict[str, Any]) -> list[str]:
-    """A table at most WIDTH characters wide."""
+def _ranks_line(ranks: Facts) -> str:
+    text = f"{ranks['world']} ranks, {ranks['strategy']}"
+    if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1:
+        text += f", {ranks['replicas']} replicas"
+    return f"{text}: rank 0, which has the most"
+
+
+def _bars(sizes: dict[str, int]) -> list[str]:
+    """Return a line per name, with its bytes and a bar."""
+    name_width = max((len(name) for name in sizes), default=0)
+    most = max(sizes.values(), default=1)
+    lines = []
+    for name, size in sizes.items():
+        label = name.replace("_", " ")
+        bar = "#" * round(BAR * size / most)
+        lines.append(f"  {label:<{name_width}} {bytes_text(size):>11}  {bar}".rstrip())
+    return lines
+
+
+def _technique_lines(facts: Facts) -> list[str]:
+    """Return a table at most WIDTH characters wide, with a heading before each result but the same."""
     is_measured = any("measured_bytes" in entry for entry in facts["techniques"])
-    more = f"  {'measured':>10}  {'time':>7}" if is_measured else ""
-    lines = [f"{'peak':>10}{more}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
-    harm = {"same": "", "rounded": "at lower precision", "other": "with another training result"}
-    last = "same"
+    measured_columns = f"  {'measured':>10}  {'time':>7}" if is_measured else ""
+    lines = [f"{'peak':>10}{measured_columns}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
+    result = "same"
     for entry in facts["techniques"]:
-        if entry["result"] != last:
-            last = entry["result"]
-            lines.append(harm[last])
-        start = f"{bytes_text(entry['peak_bytes']):>10}{_measured(entry, facts) if is_measured else ''}"
+        if entry["result"] != result:
+            result = entry["result"]
+            lines.append(_HEADINGS[result])
+        columns = f"{bytes_text(entry['peak_bytes']):>10}"
+        if is_measured:
+            columns += _measured_columns(entry, facts)
         largest = "-" if entry["largest_micro_size"] is None else str(entry["largest_micro_size"])
-        start += f"  {largest:>7}  "
+        columns += f"  {largest:>7}  "
         lines += textwrap.wrap(
             entry["overrides"],
             WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
+            initial_indent=columns,
+            subsequent_indent=" " * len(columns),
             break_long_words=False,
             break_on_hyphens=False,
         )
     return lines
 
 
-def _measured(entry: dict[str, Any], facts: dict[str, Any]) -> str:
+def _measured_columns(entry: Facts, facts: Facts) -> str:
+    """Return the measured peak, and the time relative to the plan's."""
     if entry.get("step_seconds") is None or not facts["step_seconds"]:
         return f"  {'-':>10}  {'-':>7}"
     time = f"x {entry['step_seconds'] / facts['step_seconds']:.2f}"
     return f"  {bytes_text(entry['measured_bytes']):>10}  {time:>7}"
 
 
-def _best(facts: dict[str, Any]) -> list[str]:
-    best, limit = facts["best"], bytes_text(facts["limit_bytes"])
+def _best_lines(facts: Facts) -> list[str]:
+    best = facts["best"]
+    limit = bytes_text(facts["limit_bytes"])
     peak = bytes_text(best["peak_bytes"])
     if best["missing_bytes"]:
-        line = f"nothing fits {limit}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
-    else:
-        changes = ", though it changes the training" if best["result"] == "other" else ""
-        line = f"the least change that fits {limit}: peak {peak}{changes}:"
-    return [line, best["overrides"]]
-
-
-def _rows(sizes: dict[str, int]) -> list[str]:
-    width = max((len(name) for name in sizes), default=0)
-    most = max(sizes.values(), default=1)
-    return [
-        f"  {name.replace('_', ' '):<{width}} {bytes_text(size):>11}  {'#' * round(40 * size / most)}".rstrip()
-        for name, size in sizes.items()
-    ]
+        missing = bytes_text(best["missing_bytes"])
+        return [f"nothing fits {limit}; the closest needs {peak}, {missing} too much:", best["overrides"]]
+    changes = ", though it changes the training" if best["result"] == "other" else ""
+    return [f"the least change that fits {limit}: peak {peak}{changes}:", best["overrides"]]

@@ -23,26 +23,25 @@ from trainapp.errors import UserError, summary_of
 
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
+    from trainapp.techniques.checkpointing import Mode
 
 # Tried in this order: a trace; for an absent GPU, a trace on the CPU with CUDA's rules; real steps; a trace with
 # made-up answers when the model reads values.
 METHODS = ("traced", "traced as on the CPU", "measured", "made up")
-_PLANNER = "trainapp.planning.planner.answer"
+_PLANNER = "trainapp.planning.planner.plan_and_draw"
+_MEASUREMENTS = "trainapp.planning.ranking.add_measurements"
 # Variables that tell a process its rank: the planner would wait for the others.
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 120.0  # seconds that a run waits for its modes
+Facts = dict[str, Any]  # the content of plan.json
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class MemoryPlan:
-    """The content of plan.json. Sizes are samples per rank, bytes are per rank. docs/memory.md explains the fields.
+    """The content of plan.json. Sizes are samples per rank, bytes are per rank. docs/memory.md explains the fields."""
 
-    method: None if no estimator succeeded; `notes` then have the reasons. modes: each block's mode, with
-    `activation_checkpointing=auto`. measured_bytes, step_seconds: for training, with `plan.measure`.
-    """
-
-    method: str | None
+    method: str | None  # None if no estimator succeeded; `notes` then have the reasons
     margin: float | None = None
     notes: list[str] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -54,11 +53,11 @@ class MemoryPlan:
     micro_size: int | None = None
     largest_micro_size: int | None = None
     limit_bytes: int | None = None
-    modes: Sequence[str] | None = None
+    modes: Sequence[str] | None = None  # each block's, with `activation_checkpointing=auto`
     techniques: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
-    measured_bytes: int | None = None
-    step_seconds: float | None = None
+    measured_bytes: int | None = None  # for training, with `plan.measure`
+    step_seconds: float | None = None  # for training, with `plan.measure`
     seconds: float | None = None
 
 
@@ -66,113 +65,170 @@ class NoAnswer(Exception):
     """The planner's process failed, died or took too long, as the message says."""
 
 
-def ask(config: Config, picture: Path | None = None, only_modes: bool = False) -> dict[str, Any]:
-    """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
+# --- plans
 
-    picture: also draw the step to this PNG. only_modes: only choose the blocks' modes, within PATIENCE. Raises
-    UserError for mistakes in the configuration. If no method succeeds, `method` is None and `notes` have the reasons.
+
+def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: bool = False) -> Facts:
+    """Return the plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
+
+    If no method succeeds, `method` is None and `notes` have the reasons. Raises UserError for mistakes in the
+    configuration.
+
+    Args:
+        config: the configuration.
+        picture: also draw the step to this PNG.
+        only_modes: only choose the blocks' modes, within PATIENCE.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE if only_modes else None
 
-    def call(function: str, own: Config, *arguments: Any) -> Any:
-        left = max(0.0, deadline - time.monotonic()) if only_modes else None
-        # For a named device, tensors only claim to be on it.
-        return call_in_subprocess(function, own, *arguments, patience=left, sees_devices=own.plan.device is None)
-
-    reasons = list[str]()
+    # The first method that succeeds.
+    facts: Facts | None = None
+    reasons: list[str] = []  # why earlier methods did not
     for method in METHODS:
         if method == "traced as on the CPU" and config.plan.device is None:
             continue
         try:
-            facts: dict[str, Any] = call(_PLANNER, config, picture, only_modes, method)
+            facts = _call_planner(_PLANNER, config, picture, only_modes, method, deadline=deadline)
             break
         except NoAnswer as error:
             reasons.append(str(error))
-    else:
-        return asdict(MemoryPlan(None, notes=list(dict.fromkeys(reasons))))
-    facts["notes"] = [*(f"not traced: {reason}" for reason in reasons[:1]), *facts["notes"]]
+    if facts is None:
+        distinct_reasons = list(dict.fromkeys(reasons))
+        return asdict(MemoryPlan(None, notes=distinct_reasons))
+    if reasons:
+        facts["notes"] = [f"not traced: {reasons[0]}", *facts["notes"]]
+
     if config.plan.measure and facts["micro_size"]:
+        on_this_machine = replace(config, plan=replace(config.plan, device=None))
         try:
-            here = replace(config, plan=replace(config.plan, device=None))
-            return call("trainapp.planning.ranking.measured", here, facts)
+            return _call_planner(_MEASUREMENTS, on_this_machine, facts, deadline=deadline)
         except NoAnswer as error:
             facts["notes"].append(f"not measured: {error}")
     return facts
 
 
+def _call_planner(function: str, config: Config, *arguments: Any, deadline: float | None) -> Facts:
+    """Return the result of `function(config, *arguments)`, called in a separate process.
+
+    Args:
+        function: its dotted name.
+        config: the configuration. If it names a device, tensors only claim to be on it, and the process sees none.
+        arguments: the function's.
+        deadline: in time.monotonic(); None waits.
+    """
+    patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+    sees_devices = config.plan.device is None
+    facts: Facts = call_in_subprocess(function, config, *arguments, patience=patience, sees_devices=sees_devices)
+    return facts
+
+
+# --- modes of activation checkpointing
+
+
+def has_open_modes(config: Config) -> bool:
+    """Return whether `activation_checkpointing=auto` leaves the blocks' modes to a plan."""
+    settings = config.activation_checkpointing
+    return settings.mode == "auto" and settings.modes is None
+
+
 def with_modes(config: Config, ranks: "Ranks") -> Config:
-    """The run's configuration with a mode for each block, if `activation_checkpointing=auto` leaves them open: all
-    blocks are recomputed if memory cannot be estimated. Takes some seconds. Collective.
+    """Return the run's configuration with a mode for each block, if they are open: all blocks are recomputed if memory
+    cannot be estimated. Takes some seconds. Collective.
 
     Raises UserError for a model without blocks, and for mistakes in the configuration, on all ranks.
     """
     from trainapp.parallel.ranks import answered_by_rank_zero
 
-    settings = config.activation_checkpointing
-    if settings.mode != "auto" or settings.modes is not None:
+    if not has_open_modes(config):
         return config
-    modes = answered_by_rank_zero(ranks, lambda: _modes(config, ranks.world_size))
-    changes = {"mode": "full"} if modes is None else {"modes": modes}
-    return replace(config, activation_checkpointing=replace(settings, **changes))
+    modes = answered_by_rank_zero(ranks, lambda: _planned_modes(config, ranks.world_size))
+    settings = config.activation_checkpointing
+    if modes is None:
+        return replace(config, activation_checkpointing=replace(settings, mode="full"))
+    return replace(config, activation_checkpointing=replace(settings, modes=modes))
 
 
-def _modes(config: Config, world_size: int) -> list[str] | None:
-    """Choose modes for this process's device, which the planner's process need not see."""
+def _planned_modes(config: Config, world_size: int) -> "list[Mode] | None":
+    """Choose modes for this process's device, which the planner's process need not see. None without an estimate."""
     from trainapp.assembly.resolved_targets import choose_device
-    from trainapp.planning.absent_gpu import named
+    from trainapp.planning.absent_gpu import with_device_spec
 
     device = choose_device(config.train.device)
     config = replace(config, plan=schema.PlanSettings(techniques=False, world=world_size))
-    facts = ask(named(config, device) if device.type == "cuda" else config, only_modes=True)
+    if device.type == "cuda":
+        config = with_device_spec(config, device)
+    facts = plan_in_subprocess(config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])
         log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)
         return None
-    modes: list[str] = facts["modes"]
+    modes: list[Mode] = facts["modes"]
     log.info("activation checkpointing: %s, as planned (%s)", modes_text(modes), facts["method"])
     return modes
 
 
 def modes_text(modes: Sequence[str]) -> str:
-    """The number of blocks per mode: `2 full, 4 none`."""
+    """Return the number of blocks per mode: `2 full, 4 none`."""
     return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())
 
 
-def call_in_subprocess(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
-    """The result of the function with this dotted name, called in a separate process. Importing torch there takes
-    seconds.
+# --- the separate process
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. sees_devices: False hides CUDA, whose context
-    would take some hundred MiB of a device that may be full. Raises NoAnswer, and the function's UserError.
+
+def call_in_subprocess(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
+    """Return the result of a function, called in a separate process. Importing torch there takes seconds.
+
+    Raises NoAnswer, and the function's UserError.
+
+    Args:
+        function: its dotted name.
+        arguments: pickled, as is the answer.
+        patience: seconds; None waits.
+        sees_devices: False hides CUDA, whose context would take some hundred MiB of a device that may be full.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
-    if not sees_devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     # Files rather than pipes, whose end comes only after every process that the function has left behind.
     with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors:
         pickle.dump((function, arguments), request)
         request.seek(0)
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
         try:
-            done = subprocess.run(
-                command, env=environment, stdin=request, stdout=answer, stderr=errors, timeout=patience, check=False
+            completed = subprocess.run(
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                env=_environment(sees_devices),
+                stdin=request,
+                stdout=answer,
+                stderr=errors,
+                timeout=patience,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
         except OSError as problem:  # out of memory, or of processes
             raise NoAnswer(f"the planner's process cannot start: {problem}") from None
         answer.seek(0)
-        errors.seek(0)
-        code, content = done.returncode, answer.read()
-        if code or not content:
+        content = answer.read()
+        if completed.returncode or not content:
+            errors.seek(0)
             last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise NoAnswer(f"the planner's process ended with {ending}: {last_line}".removesuffix(": "))
+            raise NoAnswer(_death(completed.returncode, last_line))
     outcome = pickle.loads(content)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def _environment(sees_devices: bool) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
+    if not sees_devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _death(returncode: int, last_line: str) -> str:
+    """Return how the process ended, in words, with the last line of its errors."""
+    ending = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+    text = f"the planner's process ended with {ending}"
+    return f"{text}: {last_line}" if last_line else text
 
 
 def main() -> None:
@@ -181,16 +237,16 @@ def main() -> None:
     """
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of users' modules and data sets
-    function, arguments = pickle.load(sys.stdin.buffer)
+    name, arguments = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
-    called = pkgutil.resolve_name(function)
+    function = pkgutil.resolve_name(name)
     gc.freeze()  # walking all of torch in every collection took a tenth of a large plan's time
     try:
-        outcome = called(*arguments)
+        outcome = function(*arguments)
     except (UserError, NoAnswer) as error:
         outcome = error
     except Exception as error:
-        log.debug("%s: no answer", function, exc_info=True)
+        log.debug("%s: no answer", name, exc_info=True)
         outcome = NoAnswer(summary_of(error))
     pickle.dump(outcome, answer)
     answer.close()

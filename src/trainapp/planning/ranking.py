@@ -1,6 +1,7 @@
 """The techniques in a plan: the savings of each and of combinations, and the best plan."""
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -10,14 +11,14 @@ from trainapp.assembly.resolved_targets import choose_device, resolve_targets
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.planning.fitting import Planner, with_cheapest_modes
 from trainapp.planning.measured import MeasuredEstimator
-from trainapp.planning.planner import Facts, Planner, with_modes
-from trainapp.planning.process import MemoryPlan
+from trainapp.planning.process import Facts, MemoryPlan
 from trainapp.planning.recorder import Breakdown
-from trainapp.planning.simulated_ranks import world_of
+from trainapp.planning.simulated_ranks import planned_world_size
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, with_techniques
 
-MOST_STACKS = 5  # number of combinations tried
+MOST_COMBINATIONS = 5  # number of combinations tried
 MOST_SEARCHES = 3  # number of variants whose largest micro-batch is searched
 MOST_MEASURED = 4  # number of variants run with plan.measure
 LEAST_SAVING = 0.01  # smallest relative saving for adding a technique to a combination
@@ -31,7 +32,12 @@ class Variant:
 
     techniques: tuple[Technique, ...]
     planner: Planner
-    found: Breakdown
+    breakdown: Breakdown  # at the planned size
+
+    @property
+    def peak(self) -> int:
+        """The peak at the planned size, in bytes."""
+        return self.breakdown.total
 
     @property
     def harm(self) -> int:
@@ -43,50 +49,81 @@ class Variant:
         """How the training's result changes."""
         return RESULTS[self.harm]
 
-    def entry(self, is_searched: bool) -> Facts:
-        """The variant's entry in plan.json."""
+    def facts(self, is_searched: bool) -> Facts:
+        """Return the variant's entry in plan.json. is_searched: whether its largest micro-batch is searched."""
         return {
             "names": [technique.setting for technique in self.techniques],
             "overrides": " ".join(overrides_of(self.techniques)),
-            "peak_bytes": self.found.total,
+            "peak_bytes": self.peak,
             "largest_micro_size": self.planner.largest if is_searched else None,
             "result": self.result,
         }
 
 
-def ranked(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Facts | None]:
-    """`techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration."""
+MakeVariant = Callable[[Sequence[Technique]], Variant | None]
+
+
+def rank_techniques(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Facts | None]:
+    """Return `techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration."""
     size = plan.micro_size or 1
-    own = Variant((), planner, planner.peak(size))
-    end = time.monotonic() + (PATIENCE if planner.estimator.method == "measured" else math.inf)
+    unchanged = Variant((), planner, planner.peak(size))
+    patience = PATIENCE if planner.estimator.method == "measured" else math.inf
+    make_variant = functools.partial(_make_variant, planner, size, time.monotonic() + patience)
 
-    def tried(techniques: Sequence[Technique]) -> Variant | None:
-        """The variant; None if the configuration is refused, or its memory unknown."""
-        if time.monotonic() > end:
-            return None
-        try:
-            changed = Planner(with_modes(_with(planner.config, techniques), planner.estimator), planner.estimator)
-            changed.smallest = planner.smallest  # of the same model
-            return Variant(tuple(techniques), changed, changed.peak(size))
-        except UserError as error:
-            log.debug("not with this model: %s", error)
-        except Exception:
-            log.debug("no estimate of %s", [technique.setting for technique in techniques], exc_info=True)
+    # Each technique by itself, least harm first, then the largest saving; then their combinations, in that order.
+    single = []
+    for technique in _applicable_techniques(unchanged):
+        variant = make_variant([technique])
+        if variant is not None:
+            single.append(variant)
+    single.sort(key=lambda variant: (variant.harm, variant.peak))
+    combinations = _combine(unchanged, [variant for variant in single if variant.result != "other"], make_variant)
+    variants = [*single, *combinations]
+    variants.sort(key=lambda variant: (variant.harm, variant.peak, len(variant.techniques)))
+
+    # The largest micro-batch only of the first: a search is several estimates.
+    most = (1 - LEAST_SAVING) * unchanged.peak
+    worthwhile = [variant for variant in variants if variant.peak < most and variant.result != "other"]
+    searched = worthwhile[:MOST_SEARCHES]
+    techniques = [variant.facts(is_searched=variant in searched) for variant in variants]
+
+    # The best plan changes as little as it can, so it looks at fewer techniques before lower peaks.
+    fewest_first = sorted(variants, key=lambda variant: (variant.harm, len(variant.techniques), variant.peak))
+    return techniques, _best([unchanged, *fewest_first])
+
+
+def _applicable_techniques(unchanged: Variant) -> list[Technique]:
+    """Return the techniques that a plan tries: of one process, none that needs several."""
+    techniques = list(unchanged.breakdown.techniques)
+    if unchanged.planner.config.parallel.strategy != "single":
+        return techniques
+    return [technique for technique in techniques if not _needs_ranks(technique)]
+
+
+def _needs_ranks(technique: Technique) -> bool:
+    return any(name.startswith("parallel.") for name in technique.changes)
+
+
+def _make_variant(planner: Planner, size: int, deadline: float, techniques: Sequence[Technique]) -> Variant | None:
+    """Return a variant of the planner's configuration; None if the configuration is refused, its memory unknown, or the
+    deadline (in time.monotonic()) has passed.
+    """
+    if time.monotonic() > deadline:
         return None
-
-    shown = list(own.found.techniques)
-    if planner.config.parallel.strategy == "single":
-        shown = [one for one in shown if not any(name.startswith("parallel.") for name in one.changes)]
-    alone = sorted(filter(None, (tried([one]) for one in shown)), key=lambda one: (one.harm, one.found.total))
-    stacks = _stacked(own, [one for one in alone if one.result != "other"], tried)
-    variants = sorted([*alone, *stacks], key=lambda one: (one.harm, one.found.total, len(one.techniques)))
-    least = (1 - LEAST_SAVING) * own.found.total
-    searched = [one for one in variants if one.found.total < least and one.result != "other"][:MOST_SEARCHES]
-    by_harm = sorted(variants, key=lambda one: (one.harm, len(one.techniques), one.found.total))
-    return [one.entry(one in searched) for one in variants], _best([own, *by_harm])
+    try:
+        config = with_cheapest_modes(_with(planner.config, techniques), planner.estimator)
+        changed = Planner(config, planner.estimator)
+        changed.smallest = planner.smallest  # of the same model
+        return Variant(tuple(techniques), changed, changed.peak(size))
+    except UserError as error:
+        log.debug("not with this model: %s", error)
+    except Exception:
+        log.debug("no estimate of %s", [technique.setting for technique in techniques], exc_info=True)
+    return None
 
 
 def _with(config: Config, techniques: Sequence[Technique]) -> Config:
+    """Return the configuration with these techniques."""
     changed = with_techniques(config, techniques)
     settings = changed.activation_checkpointing
     if settings.mode != config.activation_checkpointing.mode:  # otherwise the modes chosen by `auto` would apply
@@ -94,62 +131,77 @@ def _with(config: Config, techniques: Sequence[Technique]) -> Config:
     return changed
 
 
-def _stacked(
-    own: Variant, alone: Sequence[Variant], tried: Callable[[Sequence[Technique]], Variant | None]
-) -> list[Variant]:
-    """Combinations: one technique after the other, in the order of `alone`, while each lowers the peak; a technique
-    replaces those that set the same settings.
+def _combine(unchanged: Variant, single: Sequence[Variant], make_variant: MakeVariant) -> list[Variant]:
+    """Return combinations: one technique after the other, in the order of `single`, while each lowers the peak; a
+    technique replaces those that set the same settings.
     """
-    stack, made, count = own, list[Variant](), 0
-    for variant in alone:
+    combinations: list[Variant] = []
+    best = unchanged  # the techniques that have lowered the peak so far
+    tried = 0
+    for variant in single:
         technique = variant.techniques[0]
-        others = [one for one in stack.techniques if not one.changes.keys() <= technique.changes.keys()]
-        if others and count == MOST_STACKS:
+        compatible = [earlier for earlier in best.techniques if not earlier.changes.keys() <= technique.changes.keys()]
+        if not compatible:  # no combination: the technique by itself
+            if _lowers(variant, best):
+                best = variant
+            continue
+        if tried == MOST_COMBINATIONS:
             break
-        count += bool(others)
-        found = tried([*others, technique]) if others else variant
-        if found is not None and found.found.total < (1 - LEAST_SAVING) * stack.found.total:
-            stack = found
-            made += [found] if others else []
-    return made
+        tried += 1
+        combination = make_variant([*compatible, technique])
+        if combination is not None and _lowers(combination, best):
+            best = combination
+            combinations.append(combination)
+    return combinations
+
+
+def _lowers(variant: Variant, earlier: Variant) -> bool:
+    """Return whether a variant's peak is lower than an earlier one's by at least LEAST_SAVING."""
+    return variant.peak < (1 - LEAST_SAVING) * earlier.peak
 
 
 def _best(variants: Sequence[Variant]) -> Facts:
-    """`best` of plan.json: the first variant that fits, otherwise the one with the lowest peak."""
-    for variant in variants:
-        planner = variant.planner
-        if planner.fits(planner.smallest):
-            size = planner.largest
-            break
+    """Return `best` of plan.json: the first variant that fits, otherwise the one with the lowest peak."""
+    best = next((variant for variant in variants if variant.planner.fits(variant.planner.smallest)), None)
+    if best is not None:
+        planner = best.planner
+        size = planner.largest
     else:
-        variant = min(variants, key=lambda variant: variant.found.total)
-        planner = variant.planner
+        best = min(variants, key=lambda variant: variant.peak)
+        planner = best.planner
         size = planner.smallest
     peak = planner.peak(size).total
     return {
-        "overrides": " ".join([*overrides_of(variant.techniques), *size_overrides(planner.config, size)]),
+        "overrides": " ".join([*overrides_of(best.techniques), *size_overrides(planner.config, size)]),
         "peak_bytes": peak,
         "missing_bytes": max(0, math.ceil(peak * (1 + planner.estimator.spare)) - planner.limit),
         "micro_size": size,
-        "result": variant.result,
+        "result": best.result,
     }
 
 
-def measured(config: Config, facts: Facts) -> Facts:
-    """With `plan.measure`: adds `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps
-    run for real in this process.
+def add_measurements(config: Config, facts: Facts) -> Facts:
+    """Add `measured_bytes` and `step_seconds` to the plan and its first techniques, whose steps run for real in this
+    process: for `plan.measure`. Return the plan.
+
+    Args:
+        config: the configuration.
+        facts: the content of plan.json. What cannot be measured gets a note.
     """
-    estimator = MeasuredEstimator(resolve_targets(config), world_of(config), choose_device(config.train.device))
+    device = choose_device(config.train.device)
+    estimator = MeasuredEstimator(resolve_targets(config), planned_world_size(config), device)
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])
     config = dataclasses.replace(config, activation_checkpointing=settings)
-    known = {technique.setting: technique for technique in TECHNIQUES}
-    least = (1 - LEAST_SAVING) * facts["peak_bytes"]
-    saving = [entry for entry in facts["techniques"] if entry["peak_bytes"] < least and entry["result"] != "other"]
-    for entry in (facts, *saving[:MOST_MEASURED]):
-        own = _with(config, [known[name] for name in entry.get("names", [])])
+    technique_of = {technique.setting: technique for technique in TECHNIQUES}
+
+    # The plan itself, and the first techniques that save something.
+    most = (1 - LEAST_SAVING) * facts["peak_bytes"]
+    worthwhile = [entry for entry in facts["techniques"] if entry["peak_bytes"] < most and entry["result"] != "other"]
+    for entry in (facts, *worthwhile[:MOST_MEASURED]):  # the plan itself has no `names`
+        changed = _with(config, [technique_of[name] for name in entry.get("names", [])])
         try:
-            entry["measured_bytes"] = estimator.peak(own, facts["micro_size"]).total
-            entry["step_seconds"] = round(estimator.seconds(own, facts["micro_size"]), 4)
+            entry["measured_bytes"] = estimator.peak(changed, facts["micro_size"]).total
+            entry["step_seconds"] = round(estimator.seconds(changed, facts["micro_size"]), 4)
         except (RuntimeError, MemoryError, UserError) as error:
             log.debug("not measured", exc_info=True)
             facts["notes"].append(f"not measured: {entry.get('overrides', 'the plan')} ({error})")

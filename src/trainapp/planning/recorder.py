@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +33,21 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The highest point of some work, in bytes.
+    """The highest point of some work, in bytes, and what the work has shown of the model.
 
-    phases: the peak of each phase. categories: bytes by category at the highest peak; they sum to `total`, unless
-    unknown. module: the module of the peak, "" outside of all. events, numbered: for a plot. seconds: duration of a
-    step, if measured. notes: remarks on the figures. About the model: smallest, the fewest samples it accepts; blocks,
-    their number; techniques, those that apply and are not in use.
+    Attributes:
+        total: the peak.
+        phase: of the peak.
+        module: of the peak; "" outside of all modules.
+        phases: the peak of each phase.
+        categories: bytes by category at the peak; they sum to `total`, unless unknown.
+        events: allocations and frees up to the end of the work, for a plot.
+        kinds: the category of each storage in `events`, for a plot.
+        seconds: duration of a step, if measured.
+        notes: remarks on the figures.
+        smallest: the fewest samples that the model accepts.
+        blocks: the number of the model's blocks.
+        techniques: those that apply and are not in use.
     """
 
     total: int = 0
@@ -47,7 +56,7 @@ class Breakdown:
     phases: dict[str, int] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
     events: Events = field(default_factory=list)
-    numbered: Kinds = field(default_factory=dict)
+    kinds: Kinds = field(default_factory=dict)
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     smallest: int = 1
@@ -55,7 +64,7 @@ class Breakdown:
     techniques: tuple[Technique, ...] = ()
 
     def joined(self, other: "Breakdown") -> "Breakdown":
-        """The higher of both, with the phases of both."""
+        """Return the higher of both, with the phases of both."""
         names = dict.fromkeys([*self.phases, *other.phases])
         phases = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
         return replace(self if self.total >= other.total else other, phases=phases)
@@ -65,7 +74,9 @@ class Recorder(CpuMemory):
     """Stands in for the device's memory. Counts storages, fake or real: all on the CPU, otherwise those that claim to
     be on the device. `highest` covers all watched blocks.
 
-    most: bytes above which a real step ends with MemoryLimitExceeded.
+    Args:
+        device: that of the recorded work.
+        most: bytes above which a real step ends with MemoryLimitExceeded.
     """
 
     counter: "_Counter"
@@ -84,17 +95,24 @@ class Recorder(CpuMemory):
     def measuring(self, resident: Resident) -> Iterator[None]:
         with super().measuring(resident):
             yield
-        for kind, tensors in self.resident().items():
+        for category, tensors in self.resident().items():
             for tensor in tensors:
-                self.counter.label(kind, tensor)
+                self.counter.label(category, tensor)
         self.highest = self.highest.joined(_breakdown(self.counter))
 
     def bytes_between_steps(self) -> int:
-        """Bytes of the tensors that exist now, and of those that the last block has left."""
+        """Return the bytes of the tensors that exist now, and of those that the last block has left."""
         counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
         counter.register_kept()
         return counter.live
+
+
+class _PhaseStart(NamedTuple):
+    """The event at which a phase starts, and the phase's name in a plan."""
+
+    event: int
+    phase: str
 
 
 class _Counter(LiveTensors):
@@ -104,37 +122,46 @@ class _Counter(LiveTensors):
         super().__init__(recorder.limit, devices, before=recorder.counter)
         self._recorder = recorder
         self.module = ""
-        self.marks = [(0, _NAMES[recorder.phase()])]
+        self.phase_starts = [_PhaseStart(0, _NAMES[recorder.phase()])]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, phase = self.peak, _NAMES[self._recorder.phase()]
-        if phase != self.marks[-1][1]:
-            self.marks.append((len(self.events), phase))
+        phase = _NAMES[self._recorder.phase()]
+        if phase != self.phase_starts[-1].phase:
+            self.phase_starts.append(_PhaseStart(len(self.events), phase))
+        peak_before = self.peak
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.peak > before:
+        if self.peak > peak_before:
             self.module = self._recorder.module_path.running
         return result
 
 
 def _breakdown(counter: _Counter) -> Breakdown:
-    live = np.array([size for _, size in counter.events], dtype=np.int64).cumsum()
-    ends = [start for start, _ in counter.marks[1:]] + [len(live)]
-    spans = [(start, end, phase) for (start, phase), end in zip(counter.marks, ends, strict=True)]
+    """Return the peak of what was counted, and the peaks of its phases."""
+    live = np.array([size for _, size in counter.events], dtype=np.int64).cumsum()  # bytes after each event
+    starts = counter.phase_starts
+    ends = [following.event for following in starts[1:]] + [len(live)]
+
+    # The peak of each phase. A phase may come several times: once per micro-batch.
     phases: dict[str, int] = {}
-    for start, end, phase in spans:
+    for (start, phase), end in zip(starts, ends, strict=True):
         # Includes memory left by the previous phase: a phase may allocate nothing.
         highest = int(live[max(0, start - 1) : end].max(initial=0))
         phases[phase] = max(phases.get(phase, 0), highest)
     if not len(live):
         return Breakdown(phases=phases)
-    top = int(live.argmax())
-    at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.kinds).items()]
+
+    # What was in memory at the highest of all.
+    peak_event = int(live.argmax())
+    at_peak = {
+        category.value: int(sizes[peak_event]) for category, sizes in stacked(counter.events, counter.kinds).items()
+    }
+    largest_first = sorted(at_peak.items(), key=lambda category_and_size: -category_and_size[1])
     return Breakdown(
-        total=int(live[top]),
-        phase=next(phase for start, end, phase in spans if start <= top < end),
+        total=int(live[peak_event]),
+        phase=next(start.phase for start, end in zip(starts, ends, strict=True) if start.event <= peak_event < end),
         module=counter.module,
         phases=phases,
-        categories={kind.value: size for kind, size in sorted(at_peak, key=lambda one: -one[1]) if size},
+        categories={category: size for category, size in largest_first if size},
         events=list(counter.events),
-        numbered=dict(counter.kinds),
+        kinds=dict(counter.kinds),
     )

@@ -14,12 +14,13 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
-def world_of(config: Config) -> int:
-    """The number of ranks to plan for: `plan.world`, otherwise as many as the run would have on this machine.
+def planned_world_size(config: Config) -> int:
+    """Return the number of ranks to plan for: `plan.world`, otherwise as many as the run would have on this machine.
 
     Raises UserError for settings that conflict or leave it open.
     """
-    parallel, world_size = config.parallel, config.plan.world
+    parallel = config.parallel
+    world_size = config.plan.world
     if parallel.strategy == "single":
         if world_size is not None and world_size > 1:
             raise UserError(
@@ -36,11 +37,26 @@ def world_of(config: Config) -> int:
     return world_size
 
 
+@contextlib.contextmanager
+def simulated(rank: int, world_size: int, device: torch.device) -> Iterator[Ranks]:
+    """Yield the rank, in a process group that exists inside the block. A single process if `world_size` is 1."""
+    if world_size == 1:
+        yield SingleRank()
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        yield SimulatedRanks(rank, world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
 class SimulatedRanks(Ranks):
     """Rank `rank` of `world_size`, whose peers all have the same values. Use inside `simulated`."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device):
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         with outside_dispatch_modes():  # not counted, as in a run
@@ -54,7 +70,7 @@ class SimulatedRanks(Ranks):
 
 
 class _RealIntegers(DispatchMode):
-    """Gives integer tensors their values, on the host: DDP's reducer writes and reads the order of its buckets in C++
+    """Integer tensors with values, on the host: DDP's reducer writes and reads the order of its buckets in C++
     (torch 2.13, csrc/distributed/c10d/reducer.cpp, sync_bucket_indices). The buckets themselves are unchanged.
     """
 
@@ -63,21 +79,17 @@ class _RealIntegers(DispatchMode):
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
             with outside_dispatch_modes():
                 return torch.empty(*args, dtype=torch.int32)
-        first = args[0][0] if args and isinstance(args[0], list) and args[0] else args[0] if args else None
-        if type(first) is torch.Tensor and first.dtype is torch.int32:
+        operand = _first_operand(args)
+        if type(operand) is torch.Tensor and operand.dtype is torch.int32:
             with outside_dispatch_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def simulated(rank: int, world_size: int, device: torch.device) -> Iterator[Ranks]:
-    """The rank, in a process group that exists inside the block. A single process if `world_size` is 1."""
-    if world_size == 1:
-        yield SingleRank()
-        return
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        yield SimulatedRanks(rank, world_size, device)
-    finally:
-        dist.destroy_process_group()
+def _first_operand(args: tuple[Any, ...]) -> Any:
+    """Return the first argument; of a list that is not empty, its first element. None without arguments."""
+    if not args:
+        return None
+    if isinstance(args[0], list) and args[0]:
+        return args[0][0]
+    return args[0]

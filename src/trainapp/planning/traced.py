@@ -16,11 +16,12 @@ from trainapp.config.schema import Config
 from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import is_of_transformers
 from trainapp.optim import precision
-from trainapp.planning.absent_gpu import AbsentGpu, EngineOnCuda
+from trainapp.planning.absent_gpu import AbsentGpu
+from trainapp.planning.cuda_kernels import EngineOnCuda
 from trainapp.planning.recorder import Breakdown, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
-from trainapp.planning.work import Work, longest, planned_config, without_values
+from trainapp.planning.work import Fake, Work, largest_share, longest, planned_config, without_values
 from trainapp.torch_private import convertible_fakes, fake_tensor_mode, outside_dispatch_modes, registries_of
 from trainapp.units import parse_memory_size
 
@@ -31,15 +32,24 @@ _MADE_UP = "the model reads values, which were made up: with real ones it may ne
 class TracedEstimator:
     """The estimator that steps on fake tensors. Exact on the CPU, where the kernels' sizes are known.
 
-    gpu: an absent GPU; None for the CPU. Traces set torch's global switches and seed the generators: use it in a
-    separate process. Raises the model's errors on tensors without data; NeedsValues if it reads values.
+    Traces set torch's global switches and seed the generators: use it in a separate process. Raises the model's errors
+    on tensors without data; NeedsValues if it reads values.
+
+    Args:
+        targets: the classes and data sets of the configuration.
+        world_size: number of ranks to plan for.
+        gpu: an absent GPU; None for the CPU.
+        refuses: whether a model that reads values is refused; otherwise it gets made-up ones.
     """
 
     method = "traced"
 
     def __init__(self, targets: ResolvedTargets, world_size: int, gpu: AbsentGpu | None = None, refuses: bool = True):
-        self.targets, self.world_size, self.gpu, self.refuses = targets, world_size, gpu, refuses
-        self._is_of_transformers = False
+        self.targets = targets
+        self.world_size = world_size
+        self.gpu = gpu
+        self.refuses = refuses
+        self._is_of_transformers = False  # the last model that was traced
 
     @property
     def margin(self) -> float:
@@ -57,57 +67,78 @@ class TracedEstimator:
         return 0.0 if self.gpu is None and self.refuses else self.margin
 
     def limit(self, config: Config) -> int:
-        """The bytes that a run may use."""
+        """Return the bytes that a run may use."""
         if self.gpu is not None:
             return self.gpu.limit(config)
         total = total_bytes()
         return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
 
     def peak(self, config: Config, size: int) -> Breakdown:
-        """The peak with micro-batches of this size on the first rank, which has the most samples and largest shards."""
+        """Return the peak with micro-batches of this size on the first rank, which has the most samples and largest
+        shards.
+        """
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
-        with simulated(0, self.world_size, torch.device("cpu")) as ranks, contextlib.ExitStack() as stack:
-            targets, gpu, samples = self.targets, self.gpu, config.batch.global_size
-            # A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of
-            # fewer than three, the second need not be full); all of them where each leaves memory for the next.
-            if not targets.has_embeddings and -(-samples // ranks.world_size) >= 3 * size:
-                samples = 2 * size * ranks.world_size
-            planned = planned_config(config, size, samples)
-            longest_batch = longest(open_resources(planned, ranks, targets).batches, size)
-            resources = open_resources(planned, ranks, targets)
+        gpu = self.gpu
+        with simulated(0, self.world_size, torch.device("cpu")) as ranks, contextlib.ExitStack() as modes:
+            # Real data, opened twice: the first time only to compare the batches' shapes.
+            planned = planned_config(config, size, self._planned_samples(config, size))
+            longest_batch = longest(open_resources(planned, ranks, self.targets).batches, size)
+            resources = open_resources(planned, ranks, self.targets)
             host = resources.device
+
+            # The device that the step sees, and its memory.
             if gpu is not None:
                 resources.device = gpu.device
-                stack.enter_context(gpu.pretended())
-            resources.memory = recorder = Recorder(resources.device)
-            resources.initial_device = str(resources.device)
-            fake = functools.partial(_fake, stack.enter_context(fake_tensor_mode()).from_tensor, resources.device)
-            values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
-            stack.enter_context(values)
-            if gpu is not None:
-                stack.enter_context(contextlib.nullcontext() if gpu.on_cpu else EngineOnCuda())
-                resources.numerics = precision.build(
-                    planned.precision, resources.device
-                )  # the device's autocast and scaler
+                modes.enter_context(gpu.pretended())
             if ranks.world_size > 1:
                 ranks.device = resources.device
-            resources.targets = dataclasses.replace(targets, model=_model_without_data(resources, fake, host))
+            recorder = Recorder(resources.device)
+            resources.memory = recorder
+            resources.initial_device = str(resources.device)
+
+            # From here on tensors have no data, and reads of their values get made-up answers.
+            fake_mode = modes.enter_context(fake_tensor_mode())
+            fake = functools.partial(_fake, fake_mode.from_tensor, resources.device)
+            values = MadeUpValues(lambda: recorder.phase() if recorder.watching else None, self.refuses)
+            modes.enter_context(values)
+            if gpu is not None:
+                if not gpu.on_cpu:
+                    modes.enter_context(EngineOnCuda())
+                resources.numerics = precision.build(planned.precision, resources.device)  # its autocast and scaler
+
+            # The engine, as for training.
+            model_class = _model_without_data(resources, fake, host)
+            resources.targets = dataclasses.replace(self.targets, model=model_class)
             engine = assemble(planned, resources, ranks)
-            stack.enter_context(document_borders(bool(targets.spec.get("packed"))))
+            modes.enter_context(document_borders(bool(self.targets.spec.get("packed"))))
             engine.is_first = False  # the first step's additional checks read values
             self._is_of_transformers = any(map(is_of_transformers, engine.state.model.modules()))
-            work = Work(planned, engine, resources, size, lambda fetched: without_values(fetched, fake, longest_batch))
             if gpu is not None:
                 gpu.prepare(engine)
-            found = work.peak(recorder)
-            notes = [*([_VARIES] if longest_batch else []), *([_MADE_UP] if values.reads else [])]
-            found = dataclasses.replace(found, notes=(*found.notes, *notes))
-            return found if gpu is None else gpu.completed(found, engine, config)
+
+            fetched = functools.partial(without_values, fake=fake, longest_batch=longest_batch)
+            breakdown = Work(planned, engine, resources, size, fetched).peak(recorder)
+            if longest_batch is not None:
+                breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _VARIES))
+            if values.reads:
+                breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _MADE_UP))
+            return breakdown if gpu is None else gpu.with_untraced_memory(breakdown, engine, config)
+
+    def _planned_samples(self, config: Config, size: int) -> int:
+        """Return the samples of the planned step, over all ranks.
+
+        A step of many micro-batches peaks in its second one and again in all later ones, so two are planned (of fewer
+        than three, the second need not be full); all of them where each leaves memory for the next.
+        """
+        has_three_full = largest_share(config, self.targets, self.world_size) >= 3 * size
+        if has_three_full and not self.targets.has_embeddings:
+            return 2 * size * self.world_size
+        return config.batch.global_size
 
 
 def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
-    """A fake tensor on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
+    """Return a fake tensor on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
     can_view = device.type == "cpu" and tensor.layout is torch.strided
     is_view = can_view and tensor.untyped_storage().nbytes() != tensor.nbytes
     with outside_dispatch_modes() if is_view else contextlib.nullcontext():  # creating it would be counted
@@ -117,46 +148,55 @@ def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor:
 # --- models without data
 
 
-def _model_without_data(
-    resources: Resources, fake: Callable[[Tensor], Tensor], device: torch.device
-) -> Callable[..., nn.Module]:
-    """The model's class, called by `assemble` under a fake mode. Builds it without data if possible; otherwise for
-    real, for lazy modules and models that read values, and then drops the data.
-    """
-    targets = resources.targets
+def _model_without_data(resources: Resources, fake: Fake, device: torch.device) -> Callable[..., nn.Module]:
+    """Return the model's class, for `assemble` to call under a fake mode. Builds the model without data if possible;
+    otherwise for real, for lazy modules and models that read values, and then drops the data.
 
-    @functools.wraps(targets.model, updated=())
-    def made(*args: Any, **kwargs: Any) -> nn.Module:
+    Args:
+        resources: with the targets and data of the run.
+        fake: removes the data of a tensor.
+        device: on which a real model is built.
+    """
+    model_class = resources.targets.model
+
+    @functools.wraps(model_class, updated=())
+    def build_without_data(*args: Any, **kwargs: Any) -> nn.Module:
         try:
             with convertible_fakes():
-                return cast(nn.Module, targets.model(*args, **kwargs))
+                return cast(nn.Module, model_class(*args, **kwargs))
         except Exception as error:
-            first = error
+            first_error = error
         try:
             with outside_dispatch_modes(), torch.device(device):
-                model: nn.Module = targets.model(*args, **kwargs)
+                model: nn.Module = model_class(*args, **kwargs)
                 materialise(model, resources, device)
         except Exception as error:
-            raise error from first
+            raise error from first_error
         _drop_data(model, fake)
         return model
 
-    return made
+    return build_without_data
 
 
-def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+def _drop_data(model: nn.Module, fake: Fake) -> None:
     """Replace every parameter and buffer by one without data. Shared memory stays shared."""
-    replaced: dict[int, Any] = {}
+    fakes: dict[int, Tensor] = {}  # by id of the real tensor
     for module in model.modules():
         parameters, buffers, _ = registries_of(module)
         for name, tensor in [*parameters.items(), *buffers.items()]:
             if tensor is None:
                 continue
-            if id(tensor) not in replaced:
-                new = fake(tensor.detach())
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, tensor.requires_grad)
-                    if type(tensor) is nn.Parameter:
-                        vars(new).update(vars(tensor))  # attributes set by the model
-                replaced[id(tensor)] = new
-            setattr(module, name, replaced[id(tensor)])  # an RNN also keeps its weights in a list
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _without_data(tensor, fake)
+            setattr(module, name, fakes[id(tensor)])  # an RNN also keeps its weights in a list
+
+
+def _without_data(tensor: Tensor, fake: Fake) -> Tensor:
+    """Return a fake of a parameter or buffer."""
+    without_data = fake(tensor.detach())
+    if not isinstance(tensor, nn.Parameter):
+        return without_data
+    parameter = nn.Parameter(without_data, tensor.requires_grad)
+    if type(tensor) is nn.Parameter:
+        vars(parameter).update(vars(tensor))  # attributes set by the model
+    return parameter

@@ -17,7 +17,7 @@ _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # oneDNN keeps a workspace for the backward whose size its fake kernel does not know (0: 61% of one model's peak).
 _UNKNOWN_SIZES = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 # In the other phases the step itself reads: counts, norms, the loss scale.
-_OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.METRIC})
+_MODEL_PHASES = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.METRIC})
 
 
 class NeedsValues(Exception):
@@ -27,15 +27,18 @@ class NeedsValues(Exception):
 class MadeUpValues(DispatchMode):
     """Answers the reads of optimizers and of the step: False, 1 or 1.0 (zero would divide by zero in Adam).
 
-    phase: where a recorded step is; None outside of it. refuses: raise NeedsValues where the model or the task reads;
-    else it gets the same answers, up to MOST_READS times: a loop until convergence would never end.
+    Args:
+        phase: returns where a recorded step is; None outside of it.
+        refuses: raise NeedsValues where the model or the task reads. Otherwise it gets the same answers, up to
+            MOST_READS times: a loop until convergence would never end.
     """
 
     MOST_READS = 1000
 
     def __init__(self, phase: Callable[[], Phase | None] = lambda: None, refuses: bool = True):
         super().__init__()
-        self.phase, self.refuses = phase, refuses
+        self.phase = phase
+        self.refuses = refuses
         self.reads = 0  # by the model and the task
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +59,7 @@ class MadeUpValues(DispatchMode):
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
         phase = self.phase()
-        if phase in _OF_THE_MODEL:
+        if phase in _MODEL_PHASES:
             self.reads += 1
             if self.refuses or self.reads > self.MOST_READS:
                 raise NeedsValues(f"the model or its task reads the value of a tensor ({phase.value})")
@@ -65,20 +68,23 @@ class MadeUpValues(DispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def document_borders(packed: bool) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, tell Transformers models whether a sequence holds several documents.
+def document_borders(is_packed: bool) -> contextlib.AbstractContextManager[Any]:
+    """Tell Transformers models, inside the block, whether a sequence holds several documents.
 
     They infer it from position ids that they generate, and without values would assume restarts and build an attention
     mask that no run has.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
-    own = getattr(masking, "find_packed_sequence_indices", None)
-    if own is None:  # another version of Transformers: such a plan is then marked as an estimate
+    find_documents = getattr(masking, "find_packed_sequence_indices", None)
+    if find_documents is None:  # another version of Transformers: such a plan is then marked as an estimate
         return contextlib.nullcontext()
 
-    def known(position_ids: Tensor) -> Any:
-        documents = own(position_ids)
-        are_its_own = not packed and (len(position_ids) == 1 or position_ids.stride(0) == 0)  # one row for all samples
-        return None if are_its_own and is_fake(position_ids) else documents
+    def find_documents_without_values(position_ids: Tensor) -> Any:
+        documents = find_documents(position_ids)
+        # The model has generated the ids if all samples share one row.
+        are_generated = len(position_ids) == 1 or position_ids.stride(0) == 0
+        if is_fake(position_ids) and are_generated and not is_packed:
+            return None
+        return documents
 
-    return mock.patch.object(masking, "find_packed_sequence_indices", known)
+    return mock.patch.object(masking, "find_packed_sequence_indices", find_documents_without_values)

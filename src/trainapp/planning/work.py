@@ -5,16 +5,19 @@ Nothing is searched, logged, saved or called back: there is no session.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
+from trainapp.data.stream_reader import at_most
 from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Category
@@ -32,60 +35,96 @@ Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with d
 Fetched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
+# --- how much work
+
+
+def samples_per_step(config: Config, targets: ResolvedTargets) -> int:
+    """Return the samples of a step over all ranks: the global batch, or the data set if it is known to be smaller."""
+    return at_most(config.batch.global_size, targets.train_data)
+
+
+def largest_share(config: Config, targets: ResolvedTargets, world_size: int) -> int:
+    """Return the samples of a step on the rank with the most."""
+    return -(-samples_per_step(config, targets) // world_size)  # rounded up
+
+
+def planned_config(config: Config, size: int, samples: int) -> Config:
+    """Return the configuration of a planned step of `samples` in micro-batches of `size`, without features that cost no
+    device memory, or only in the first few steps.
+    """
+    changes: dict[str, Any] = {
+        "batch": dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None),
+        "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
+        "data": dataclasses.replace(config.data, num_workers=0),
+        "model": dataclasses.replace(config.model, init_from=None),
+        "train": dataclasses.replace(config.train, check_loss=False),
+        "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
+        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # some step has them all
+    }
+    return dataclasses.replace(config, mode="train", **changes)
+
+
+# --- the steps
+
+
 @dataclass
 class Work:
-    """An engine and its batches. size: micro-batch size. fetched: transforms fetched batches: a trace removes their
-    values.
-    """
+    """An engine and its batches."""
 
     config: Config
     engine: Engine
     resources: Resources
-    size: int
-    fetched: Fetched = iter
+    size: int  # of a micro-batch
+    fetched: Fetched = iter  # transforms fetched batches: a trace removes their values
 
     def __post_init__(self) -> None:
-        self.memory, engine = self.resources.memory, self.engine
+        engine = self.engine
+        self.memory = self.resources.memory
         self.meter = Meter(engine.state, self.memory, engine.gradients, engine.strategy.communication_buffers)
         if isinstance(self.memory, Recorder):
-            self.memory.resident, self.memory.phase = self.meter.resident, lambda: engine.reported_phase
+            self.memory.resident = self.meter.resident
+            self.memory.phase = lambda: engine.reported_phase
 
     def peak(self, recorder: Recorder, steps: int = 1) -> Breakdown:
-        """The memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such as
-        optimizer state or a tensor in a list.
+        """Return the memory of training. Runs at least `steps` steps, and one more if the last has left tensors, such
+        as optimizer state or a tensor in a list.
         """
         for number in range(1, steps + 2):
-            before = recorder.bytes_between_steps()
+            bytes_before = recorder.bytes_between_steps()
             self.train_step()
-            if number >= steps and recorder.bytes_between_steps() == before:
+            if number >= steps and recorder.bytes_between_steps() == bytes_before:
                 break
-        return self.described(recorder.highest)
+        return self.with_model_facts(recorder.highest)
 
-    def described(self, found: Breakdown) -> Breakdown:
-        """Adds the plan's facts about the model."""
-        model, blocks = self.engine.state.model, 0
+    def with_model_facts(self, breakdown: Breakdown) -> Breakdown:
+        """Return the breakdown with the plan's facts about the model."""
+        model = self.engine.state.model
+        blocks = 0
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
         techniques = tuple(available(Situation(self.config, model, self.engine.knows_loss)))
         smallest = smallest_micro_batch(model)
-        return dataclasses.replace(found, smallest=smallest, blocks=blocks, techniques=techniques)
+        return dataclasses.replace(breakdown, smallest=smallest, blocks=blocks, techniques=techniques)
 
     def train_step(self) -> None:
-        """One optimizer step, with all its updates; see `training.loop.train_step`."""
-        engine, state, batches = self.engine, self.engine.state, self.resources.batches
+        """Make one optimizer step, with all its updates; see `training.loop.train_step`."""
+        engine = self.engine
+        state = engine.state
+        batches = self.resources.batches
         with outside_dispatch_modes():  # tensors that a stream makes are real ones
             samples = batches.share(state.progress).total
-        logs = self.config.every.log is not None  # a logged step also computes metrics
+        is_logged = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
             with engine.at(Phase.START), engine.train_only(update):
-                engine.begin(UpdateContext(update, state.progress.step + 1, 1, samples, logs))
+                engine.begin(UpdateContext(update, state.progress.step + 1, 1, samples, is_logged))
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
                 with engine.at(Phase.DATA), self.memory.watch(self.meter.resident()):
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
                     micro_batches = engine.micro_batches(cut, self._watched)
                     result = run_update(engine, micro_batches, self._micro_batch_context)
-                    if state.progress.finish_update(result.applied, state.every):
+                    step_is_complete = state.progress.finish_update(result.applied, state.every)
+                    if step_is_complete:
                         batches.advance(state.progress)
                     engine.finish_update()
             engine.drop_gradients()
@@ -102,64 +141,66 @@ class Work:
             yield
 
 
-def planned_config(config: Config, size: int, samples: int) -> Config:
-    """The configuration of a planned step of `samples` in micro-batches of `size`, without features that cost no device
-    memory, or only in the first few steps.
-    """
-    changes: dict[str, Any] = {
-        "batch": dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None),
-        "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
-        "data": dataclasses.replace(config.data, num_workers=0),
-        "model": dataclasses.replace(config.model, init_from=None),
-        "train": dataclasses.replace(config.train, check_loss=False),
-        "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
-        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # some step has them all
-    }
-    return dataclasses.replace(config, mode="train", **changes)
-
-
 # --- the representative batch
 
 
 def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
-    """The micro-batch of `size` with the most elements among the first SURVEYED samples; None if all are alike. Ignores
-    those with fewer samples than the first.
+    """Return the micro-batch of `size` with the most elements among the first SURVEYED samples; None if all are alike.
+    Ignores those with fewer samples than the first.
     """
-
-    def steps() -> Iterator[MicroBatch]:
-        progress = Progress()
-        while progress.epoch == 0:
-            yield from batches.micro_batches(progress, [size])
-            batches.advance(progress)
-
-    chosen, elements, samples, seen = None, set[int](), 0, 0
-    for micro in steps():
-        samples = samples or micro.samples
-        if micro.samples == samples:
-            own = elements_in(micro.data)
-            chosen = micro if own > max(elements, default=-1) else chosen
-            elements.add(own)
-        seen += micro.samples
-        if seen >= max(SURVEYED, 2 * samples):
+    longest_batch: MicroBatch | None = None
+    most_elements = -1
+    element_counts = set[int]()
+    full_size = 0  # samples of the first micro-batch
+    surveyed = 0
+    for micro in _first_epoch(batches, size):
+        full_size = full_size or micro.samples
+        if micro.samples == full_size:
+            elements = elements_in(micro.data)
+            element_counts.add(elements)
+            if elements > most_elements:
+                most_elements = elements
+                longest_batch = micro
+        surveyed += micro.samples
+        if surveyed >= max(SURVEYED, 2 * full_size):
             break
-    return chosen if len(elements) > 1 else None
+    return longest_batch if len(element_counts) > 1 else None
+
+
+def _first_epoch(batches: TrainBatches, size: int) -> Iterator[MicroBatch]:
+    progress = Progress()
+    while progress.epoch == 0:
+        yield from batches.micro_batches(progress, [size])
+        batches.advance(progress)
 
 
 # --- batches without values
 
 
-def without_values(real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None) -> Iterator[MicroBatch]:
-    """The micro-batches with shapes only, fetched outside of all modes."""
+def without_values(
+    micro_batches: Iterator[MicroBatch], fake: Fake, longest_batch: MicroBatch | None
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches with shapes only, fetched outside of all modes.
+
+    Args:
+        micro_batches: real ones.
+        fake: removes the values of a tensor.
+        longest_batch: takes the place of each micro-batch with as many samples; None: of none.
+    """
     while True:
         with outside_dispatch_modes():
-            fetched = next(real, None)
+            fetched = next(micro_batches, None)
         if fetched is None:
             return
-        chosen = instead if instead is not None and instead.samples == fetched.samples else fetched
+        shown = fetched
+        if longest_batch is not None and longest_batch.samples == fetched.samples:
+            shown = longest_batch
+        piece = functools.partial(_piece_without_values, shown, fake)
+        # No local variable may hold the data: it would stay in memory during the whole step.
+        yield fetched._replace(data=map_tensors(fake, shown.data), piece=piece)
 
-        def piece(start: int, end: int, chosen: MicroBatch = chosen) -> Any:
-            with outside_dispatch_modes():
-                batch = chosen.piece(start, end)
-            return map_tensors(fake, batch)
 
-        yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)
+def _piece_without_values(micro: MicroBatch, fake: Fake, start: int, end: int) -> Any:
+    with outside_dispatch_modes():
+        batch = micro.piece(start, end)
+    return map_tensors(fake, batch)

@@ -1,0 +1,155 @@
+"""What fits of a configuration: its peak at a size, the largest micro-batch, and the cheapest modes of its blocks."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.losses.contrastive import require_uncut
+from trainapp.losses.losses import needs_whole_batch
+from trainapp.memory.live_tensors import MemoryLimitExceeded
+from trainapp.planning.measured import MeasuredEstimator
+from trainapp.planning.process import MemoryPlan, has_open_modes
+from trainapp.planning.recorder import Breakdown
+from trainapp.planning.traced import TracedEstimator
+from trainapp.planning.work import largest_share, samples_per_step
+from trainapp.sizes.record import configured_size
+from trainapp.sizes.search import PeakSample, SizeSearch
+from trainapp.techniques.checkpointing import Mode, choose_modes
+
+Estimator = TracedEstimator | MeasuredEstimator  # estimates the memory that a configuration needs
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class Planner:
+    """Estimates one configuration at the sizes that its plan needs, each at most once.
+
+    Attributes:
+        limit: bytes that a run may use.
+        room: largest allowed peak in bytes, after the estimator's margin.
+        share: samples of a step on the rank with the most.
+        is_uncut: whether a batch is never cut, so that only its own size is possible.
+        peak: returns the breakdown at a micro-batch size.
+    """
+
+    def __init__(self, config: Config, estimator: Estimator):
+        self.config = config
+        self.estimator = estimator
+        self.limit = estimator.limit(config)
+        self.room = int(self.limit / (1 + estimator.spare))
+        self.share = largest_share(config, estimator.targets, estimator.world_size)
+        self.is_uncut = needs_whole_batch(estimator.targets.task)
+        self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
+
+    def fits(self, size: int) -> bool:
+        """Return whether micro-batches of this size stay within the limit, including the margin."""
+        return self.peak(size).total <= self.room
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The fewest samples on which the model can train, at most a rank's share."""
+        return self.share if self.is_uncut else min(self.peak(self.share).smallest, self.share)
+
+    @property
+    def configured(self) -> int | None:
+        """The configured micro-batch size; of a schedule, the largest. None if it is to be found."""
+        if self.config.batch.micro_schedule is None:
+            return configured_size(self.config, self.share)
+        sizes: list[int] = []
+        for schedule in self.config.batch.schedules.values():
+            for scheduled in schedule.values():
+                if isinstance(scheduled, dict):  # by bucket
+                    sizes.extend(scheduled.values())
+                else:
+                    sizes.append(scheduled)
+        return min(self.share, max(sizes))
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The largest micro-batch that fits, 0 if none does."""
+        return largest_size(lambda size: self.peak(size).total, self.room, self.share, self.smallest)
+
+    def plan(self) -> tuple[MemoryPlan, Breakdown]:
+        """Return the plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
+        config = self.config
+        world_size = self.estimator.world_size
+        if self.is_uncut:
+            require_uncut(config, world_size, samples_per_step(config, self.estimator.targets))
+        size = self.configured or self.largest or self.smallest
+        breakdown = self.peak(size)
+        is_sharded = config.parallel.strategy == "fsdp"
+        plan = MemoryPlan(
+            self.estimator.method,
+            self.estimator.margin,
+            notes=list(breakdown.notes),
+            peak_bytes=breakdown.total,
+            phase=breakdown.phase,
+            module=breakdown.module,
+            phases=breakdown.phases,
+            categories=breakdown.categories,
+            ranks={
+                "world": world_size,
+                "strategy": config.parallel.strategy,
+                "replicas": config.parallel.fsdp.replicas if is_sharded else world_size,
+            },
+            micro_size=size,
+            largest_micro_size=self.largest,
+            limit_bytes=self.limit,
+            modes=config.activation_checkpointing.modes,
+        )
+        return plan, breakdown
+
+
+def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
+    """Return the largest size whose peak is at most `room` bytes, by the search of a run, which ends within 5% of it if
+    the peak has no jumps; 0 if there is none.
+
+    Args:
+        peak: returns the peak of a size, in bytes.
+        room: in bytes.
+        top: the largest size to try; it is tried first.
+        smallest: the smallest size to try.
+    """
+    if top < 1 or peak(top) <= room:
+        return top
+    # As in a run, but from below: the smallest size first, and `top` is known to fail.
+    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, smallest_failing=top, search_has_ended=False)
+    while smallest < top:
+        try:
+            needed = peak(search.size)
+        except (UserError, MemoryError, MemoryLimitExceeded):
+            raise
+        except Exception:
+            if search.size > 1:
+                raise
+            search.size = search.smallest = 2  # some models do not accept single samples
+            continue
+        if needed <= room:
+            has_ended = search.fitted(search.size, PeakSample(needed, room)) is None
+            if has_ended:
+                return search.size
+        else:
+            can_fit = search.record_failure(search.size)
+            if not can_fit:
+                break
+    return 0
+
+
+def with_cheapest_modes(config: Config, estimator: Estimator) -> Config:
+    """Return the configuration with a mode for each block, if `activation_checkpointing=auto` leaves them open: the
+    cheapest with which a micro-batch of `batch.micro_size`, or otherwise of the smallest size, fits the limit.
+    """
+    settings = config.activation_checkpointing
+    if not has_open_modes(config):
+        return config
+    planner = Planner(config, estimator)  # without checkpointing until modes are chosen
+    size = planner.configured or planner.smallest
+    peaks: dict[Mode, int] = {"none": planner.peak(size).total}
+    for mode in MODES:
+        if mode not in peaks:
+            with_mode = replace(config, activation_checkpointing=replace(settings, mode=mode))
+            peaks[mode] = Planner(with_mode, estimator).peak(size).total
+    modes = choose_modes(peaks, planner.room, planner.peak(size).blocks)
+    return replace(config, activation_checkpointing=replace(settings, modes=modes))
