@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import Memory
-from trainapp.memory.device import CpuMemory
+from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
 
 KIB = 1024

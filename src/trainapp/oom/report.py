@@ -10,8 +10,8 @@ from torch import nn
 from trainapp.files import strict_json
 from trainapp.losses import losses
 from trainapp.memory.detection import broken_part, requested_bytes
-from trainapp.memory.device import optimizer_tensors, size_of
 from trainapp.memory.live_tensors import Category
+from trainapp.memory.static import optimizer_tensors, size_of
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.sizes.search import FailedAllocation

@@ -15,7 +15,7 @@ from trainapp.assembly.resources import open_resources
 from trainapp.config.schema import Config, Memory
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
-from trainapp.memory import device as device_memory
+from trainapp.memory.build import build_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.recorder import Breakdown, Recorder
@@ -50,7 +50,7 @@ class MeasuredEstimator:
         """The bytes that a run may use."""
         if self._instead_of is not None:
             return self._instead_of.limit(config)
-        return device_memory.build(config.memory, self.device).enforced
+        return build_memory(config.memory, self.device).enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """As `TracedEstimator.peak`. Measured if that is cheap, otherwise on the line through two sizes."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainapp.config.schema import Memory
-from trainapp.memory.device import CpuMemory
+from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident, stacked
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
