@@ -10,7 +10,8 @@ from torch import nn
 
 from trainapp.config.schema import Memory
 from trainapp.memory.cpu import CpuMemory
-from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
+from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded
+from trainapp.memory.picture import stacked
 
 KIB = 1024
 

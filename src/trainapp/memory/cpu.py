@@ -53,7 +53,7 @@ class CpuMemory(DeviceMemory):
         started = time.monotonic()
         try:
             counter.register(resident)
-            counter.register_kept()
+            counter.register_retained()
             with counter, contextlib.ExitStack() as stack:
                 if self.compiles:
                     stack.enter_context(uncompiled())

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
-from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
+from trainapp.memory.live_tensors import Events, Kinds, Resident
+from trainapp.memory.module_path import ModulePath
 from trainapp.units import parse_memory_size
 
 

@@ -18,7 +18,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, add_note
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory, out_of_memory_in
-from trainapp.memory.live_tensors import Picture
+from trainapp.memory.picture import Picture
 from trainapp.models.inspect import batchnorms
 from trainapp.oom.report import OomReport, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank

@@ -14,7 +14,8 @@ from trainapp.errors import UserError
 from trainapp.losses.contrastive import require_uncut
 from trainapp.losses.losses import needs_whole_batch
 from trainapp.memory.host import guarded, total_bytes
-from trainapp.memory.live_tensors import MemoryLimitExceeded, Picture, draw
+from trainapp.memory.live_tensors import MemoryLimitExceeded
+from trainapp.memory.picture import Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.measured import MeasuredEstimator
 from trainapp.planning.process import MemoryPlan, call_in_subprocess

@@ -10,7 +10,8 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.cpu import CpuMemory
-from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident, stacked
+from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
+from trainapp.memory.picture import stacked
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
 
@@ -93,7 +94,7 @@ class Recorder(CpuMemory):
         """Bytes of the tensors that exist now, and of those that the last block has left."""
         counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
-        counter.register_kept()
+        counter.register_retained()
         return counter.live
 
 
