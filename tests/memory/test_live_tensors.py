@@ -145,7 +145,7 @@ def test_the_picture_stacks_what_was_counted():
     with counter:
         (weights * torch.zeros(100)).sum().backward()
         counter.label(Category.GRADIENTS, weights.grad)
-    series = stacked(counter.events, counter.kinds)
+    series = stacked(counter.events, counter.categories)
     total = sum(series.values())
     assert (int(total.max()), int(total[-1])) == (counter.peak, counter.live)
     assert set(np.unique(series[Category.PARAMETERS])) == {400}

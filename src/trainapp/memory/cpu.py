@@ -11,7 +11,7 @@ from torch import Tensor
 from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.host import total_bytes
-from trainapp.memory.live_tensors import Category, Events, Kinds, LiveTensors, Resident
+from trainapp.memory.live_tensors import Category, Events, LiveTensors, Resident, StorageCategories
 
 # A step of a validated size is watched after this many seconds, and after this many times as long as the last watched
 # block took, watching included: where kernels are tiny, it makes a step four times slower.
@@ -76,11 +76,11 @@ class CpuMemory(DeviceMemory):
     def note_step(self) -> None:
         self._step_peak = self.counter.peak
 
-    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:
         """Return the counter's record. A storage is known to be a gradient only once it has reached its parameter."""
         for gradient in gradients:
             self.counter.label(Category.GRADIENTS, gradient)
-        return list(self.counter.events), dict(self.counter.kinds)
+        return list(self.counter.events), dict(self.counter.categories)
 
     def window(self) -> dict[str, float]:
         """Return scalars since the last call. Allocated: live bytes at the end of the last watched block. Peak: of the

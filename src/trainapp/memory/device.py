@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
-from trainapp.memory.live_tensors import Events, Kinds, Resident
+from trainapp.memory.live_tensors import Events, Resident, StorageCategories
 from trainapp.memory.module_path import ModulePath
 from trainapp.units import parse_memory_size
 
@@ -90,7 +90,7 @@ class DeviceMemory:
         """
         return None
 
-    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:
         """Return allocations and frees of the last watched block, and the categories of their storages, for a picture.
         Empty if the allocator has its own record, see `dump`.
 

@@ -49,7 +49,7 @@ class Category(str, Enum):
 
 Resident = Mapping[Category, Iterable[Tensor]]  # the tensors that exist before a piece of work
 Events = list[tuple[int, int]]  # (storage number, bytes) per allocation, (storage number, -bytes) per free
-Kinds = dict[int, Category]  # by storage number; a number without a category is an activation
+StorageCategories = dict[int, Category]  # by storage number; a number without a category is an activation
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
@@ -103,7 +103,7 @@ class LiveTensors(DispatchMode):
         self.live = 0  # bytes, including registered tensors
         self.peak = 0  # the highest value of `live`
         self.events: Events = []  # every allocation and free
-        self.kinds: Kinds = {}
+        self.categories: StorageCategories = {}
         self._alive: dict[int, _CountedStorage] = {}  # by storage_id
         self._gathered: list[list[int]] = []  # groups of storage_ids that FSDP fills and empties together
         self._last_number = 0
@@ -143,7 +143,10 @@ class LiveTensors(DispatchMode):
         self.peak = max(self.peak, self.live)
 
     def _surviving(self) -> list["weakref.ref[torch.UntypedStorage]"]:
-        """Return counted or retained storages that still exist, except those gathered by FSDP, which it empties unseen."""
+        """Return counted or retained storages that still exist.
+
+        Not those gathered by FSDP, which empties them unseen.
+        """
         gathered = set()
         for keys in self._gathered:
             gathered.update(keys)
@@ -163,7 +166,7 @@ class LiveTensors(DispatchMode):
     def _label(self, category: Category, storage: torch.UntypedStorage) -> None:
         counted = self._alive.get(storage_id(storage))
         if counted is not None:
-            self.kinds[counted.number] = category
+            self.categories[counted.number] = category
 
     # --- what operations create
 

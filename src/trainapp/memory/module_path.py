@@ -23,7 +23,7 @@ class ModulePath:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Track the running module inside the block: around forward and backward. Costs a few microseconds per module."""
+        """Track the running module inside the block, a forward and backward. Costs a few microseconds per module."""
         with ForwardModuleTracker() as tracker:
             self._tracker = tracker
             try:

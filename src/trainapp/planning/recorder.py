@@ -10,7 +10,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.cpu import CpuMemory
-from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
+from trainapp.memory.live_tensors import Events, LiveTensors, Resident, StorageCategories
 from trainapp.memory.picture import stacked
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
@@ -48,7 +48,7 @@ class Breakdown:
     phases: dict[str, int] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
     events: Events = field(default_factory=list)
-    numbered: Kinds = field(default_factory=dict)
+    numbered: StorageCategories = field(default_factory=dict)
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     smallest: int = 1
@@ -129,7 +129,7 @@ def _breakdown(counter: _Counter) -> Breakdown:
     if not len(live):
         return Breakdown(phases=phases)
     top = int(live.argmax())
-    at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.kinds).items()]
+    at_peak = [(kind, int(sizes[top])) for kind, sizes in stacked(counter.events, counter.categories).items()]
     return Breakdown(
         total=int(live[top]),
         phase=next(phase for start, end, phase in spans if start <= top < end),
@@ -137,5 +137,5 @@ def _breakdown(counter: _Counter) -> Breakdown:
         phases=phases,
         categories={kind.value: size for kind, size in sorted(at_peak, key=lambda one: -one[1]) if size},
         events=list(counter.events),
-        numbered=dict(counter.kinds),
+        numbered=dict(counter.categories),
     )
