@@ -10,7 +10,7 @@ class ModulePath:
     """The module that is running, in forward or backward, and the one in which an error was raised."""
 
     def __init__(self) -> None:
-        self.at_failure = ""  # "" without a failure
+        self._at_failure = ""  # "" without a failure
         self._tracker: ForwardModuleTracker | None = None
 
     @property
@@ -21,6 +21,14 @@ class ModulePath:
         _, _, path = innermost.partition(".")  # names begin with the model's class
         return path
 
+    def take_failing(self) -> str:
+        """Return the module in which the last watched block failed, and forget it: the next error may be in a block
+        that is not watched. "" if it is unknown.
+        """
+        path = self._at_failure
+        self._at_failure = ""
+        return path
+
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Track the running module inside the block, a forward and backward. Costs a few microseconds per module."""
@@ -29,7 +37,7 @@ class ModulePath:
             try:
                 yield
             except BaseException:
-                self.at_failure = self.running
+                self._at_failure = self.running
                 raise
             finally:
                 self._tracker = None

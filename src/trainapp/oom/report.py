@@ -199,6 +199,7 @@ def describe(
 def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
     """Return the phase and the module's path: the innermost module among the frames that the error passed through."""
     paths = {id(module): path for path, module in session.state.model.named_modules()}
+    tracked_path = session.memory.module_path.take_failing()  # always: it must not be there for the next error
     module_path = ""
     has_entered_model = False
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -216,10 +217,9 @@ def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
         return phase, module_path
 
     # A backward passes through no frames of modules, but while memory is watched, the running one is tracked.
-    running_path = session.memory.module_path.at_failure
-    while running_path and running_path not in paths.values():  # starts with wrappers of DDP or FSDP2
-        _, _, running_path = running_path.partition(".")
-    return phase, module_path or running_path
+    while tracked_path and tracked_path not in paths.values():  # starts with wrappers of DDP or FSDP2
+        _, _, tracked_path = tracked_path.partition(".")
+    return phase, module_path or tracked_path
 
 
 def _first_line(error: BaseException) -> str:
