@@ -13,7 +13,7 @@ import torch
 
 from gpu_check import jobs
 from trainapp.config.schema import Memory
-from trainapp.memory import device as device_memory
+from trainapp.memory.build import build_memory
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import is_out_of_memory
 
@@ -64,7 +64,7 @@ def measured(device: torch.device, shape: tuple[int, ...]) -> int:
             torch.cuda.reset_peak_memory_stats()
             forward_and_backward(device, shape)
         return torch.cuda.max_memory_reserved()
-    memory = device_memory.build(Memory(), device)
+    memory = build_memory(Memory(), device)
     with memory.watch({}):
         forward_and_backward(device, shape)
     return memory.peak
@@ -74,7 +74,7 @@ def failure(device: torch.device, shape: tuple[int, ...], limit: int) -> Excepti
     """The error under this limit, without the frames that would keep its tensors."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    memory = device_memory.build(Memory(limit=limit), device)
+    memory = build_memory(Memory(limit=limit), device)
     try:
         with memory.watch({}):
             forward_and_backward(device, shape)

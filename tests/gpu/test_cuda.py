@@ -16,7 +16,7 @@ from trainapp.config import schema
 from trainapp.data.progress import Progress
 from trainapp.data.sets.digits import Digits
 from trainapp.data.train_batches import TrainBatches
-from trainapp.memory import device as device_memory
+from trainapp.memory.build import build_memory
 from trainapp.memory.cuda import refused_allocations
 from trainapp.training import loop
 
@@ -168,7 +168,7 @@ def test_a_backend_without_a_history(tmp_path):
 
 
 def test_without_a_limit_the_cap_is_below_what_is_free():
-    memory = device_memory.build(schema.Memory(), torch.device("cuda", 0))
+    memory = build_memory(schema.Memory(), torch.device("cuda", 0))
     free, total = torch.cuda.mem_get_info(0)
     assert memory.enforced < free + torch.cuda.memory_reserved(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
@@ -178,7 +178,7 @@ def test_without_a_limit_the_cap_is_below_what_is_free():
 
 
 def test_a_refused_allocation_is_counted_though_the_error_is_caught():
-    device_memory.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
+    build_memory(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
     before = refused_allocations()
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")

@@ -10,9 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
-from trainapp.memory import device
+from trainapp.memory import cpu
+from trainapp.memory.build import build_memory
 from trainapp.memory.host import total_bytes
 from trainapp.memory.live_tensors import Category
+from trainapp.memory.static import static_bytes
 from trainapp.training import loop
 
 MEASURED = (
@@ -45,7 +47,7 @@ def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
     assert line["memory/optimizer_state"] == copies * parameters + counts
     assert line["memory/buffers"] == sum(b.numel() * b.element_size() for b in model.buffers())
     assert line["memory/weight_average"] == parameters
-    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, run.state.optimizers, []))
+    static = sum(line[f"memory/{kind}"] for kind in static_bytes(model, run.state.optimizers, []))
     assert line["memory/left_for_activations"] == line["memory/limit"] - static
 
 
@@ -78,7 +80,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
         loop.train_step(run)
     assert not run.sizes.train.is_unvalidated  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
-    resident = sum(device.static_bytes(run.state.model, run.state.optimizers, []).values())
+    resident = sum(static_bytes(run.state.model, run.state.optimizers, []).values())
     resident -= run.meter.static[Category.GRADIENTS]
     resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
     peak = resident + profiled_peak(lambda: loop.train_step(run))
@@ -106,7 +108,7 @@ def test_values_are_plausible(tmp_path):
 
 def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
     """Few steps of a validated size are counted: those after an evaluation need what the last counted one did."""
-    monkeypatch.setattr(device, "WATCH_INTERVAL", 1e9)
+    monkeypatch.setattr(cpu, "WATCH_INTERVAL", 1e9)
     settings = (
         "every.log=1",
         "every.eval=2",
@@ -124,8 +126,8 @@ def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
 def test_counting_takes_at_most_a_tenth_of_the_time(monkeypatch):
     """After a counted step of 2 s, the next is counted in 20 s, not in 5."""
     now = [1000.0]
-    monkeypatch.setattr(device.time, "monotonic", lambda: now[0])
-    memory = device.build(schema.Memory(), CPU)
+    monkeypatch.setattr(cpu.time, "monotonic", lambda: now[0])
+    memory = build_memory(schema.Memory(), CPU)
     assert memory.watch_is_due
     for seconds, waits in ((2.0, 20.0), (0.1, 5.0)):
         with memory.watch({}):
@@ -145,10 +147,10 @@ def test_the_limit_is_a_size_or_a_fraction():
         (123456, 123456),
         (None, None),
     ):
-        found = device.build(schema.Memory(limit=setting), CPU).limit
+        found = build_memory(schema.Memory(limit=setting), CPU).limit
         assert found == expected or abs(found - expected) <= 1
     with pytest.raises(UserError, match=r"memory\.limit=100000GiB: .* are more than the"):
-        device.build(schema.Memory(limit="100000GiB"), CPU)
+        build_memory(schema.Memory(limit="100000GiB"), CPU)
 
 
 @pytest.mark.slow

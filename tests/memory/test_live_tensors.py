@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import Memory
-from trainapp.memory.device import CpuMemory
-from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded, stacked
+from trainapp.memory.cpu import CpuMemory
+from trainapp.memory.live_tensors import Category, LiveTensors, MemoryLimitExceeded
+from trainapp.memory.picture import stacked
 
 KIB = 1024
 
@@ -144,7 +145,7 @@ def test_the_picture_stacks_what_was_counted():
     with counter:
         (weights * torch.zeros(100)).sum().backward()
         counter.label(Category.GRADIENTS, weights.grad)
-    series = stacked(counter.events, counter.kinds)
+    series = stacked(counter.events, counter.categories)
     total = sum(series.values())
     assert (int(total.max()), int(total[-1])) == (counter.peak, counter.live)
     assert set(np.unique(series[Category.PARAMETERS])) == {400}

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.oom.recovery import out_of_memory_named
+from trainapp.oom.building import explain_out_of_memory
 
 MLP = (*runs.MODELS["mlp"], "train.max_steps=2")
 DRIVER = "CUDA error: out of memory"
@@ -59,7 +59,7 @@ def test_with_several_ranks_it_is_no_error_of_the_users(tmp_path):
     """Which would end this rank alone and leave the others waiting. Its first line is the same after a restart."""
     config, lines = runs.configure(tmp_path, *MLP, "memory.limit=1GiB"), set()
     for free in ("1.27", "1.31"):
-        with pytest.raises(torch.OutOfMemoryError) as caught, out_of_memory_named(config, object()):
+        with pytest.raises(torch.OutOfMemoryError) as caught, explain_out_of_memory(config, object()):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. {free} GiB is free.")
         first, _, rest = str(caught.value).partition("\n")
         lines.add(first)

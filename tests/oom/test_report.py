@@ -130,3 +130,12 @@ def test_what_the_device_holds_beside_the_allocator(tmp_path, monkeypatch):
     run.memory.device = torch.device("cuda", 0)
     failure = describe(run, torch.OutOfMemoryError("CUDA out of memory."))
     assert failure.by_category["outside_allocator"] == 500
+
+
+def test_a_module_of_an_earlier_error_is_not_named_for_one_that_is_not_tracked(tmp_path):
+    """In step 6 the size is validated: nothing tracks the module in which its backward fails."""
+    config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None})
+    recorded = Recorded(config, Fault("backward", 1, 3), Fault("backward", 6))
+    first, second = recorded.failures
+    assert first.module.startswith("layers") or first.module == "head"
+    assert (second.phase, second.module) == ("backward", "")

@@ -29,7 +29,7 @@ ONE = "Expected more than 1 value per channel when training, got input size torc
 
 def failures(recorded: Recorded) -> list[tuple[int, int, int, int]]:
     """Of each failure its step, the samples of an error of the model, and the sizes before and after."""
-    return [(f.step, f.too_few, f.old_size, f.new_size) for f in recorded.failures]
+    return [(f.step, f.unsupported_samples, f.old_size, f.new_size) for f in recorded.failures]
 
 
 def as_if_known(run_dir, changes) -> Record:

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Optimizer
-from trainapp.memory.device import optimizer_tensors
+from trainapp.memory.static import optimizer_tensors
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.torch_private import step_optimizer
 from trainapp.training import loop

@@ -350,7 +350,7 @@ def test_too_few_samples_for_the_model(cell, share):
     records = cell.run(2, *settings, tiny=tiny)
     wanted = cell.run(2, *settings, tiny=declared)
     for record, other in zip(records, wanted, strict=True):
-        assert [(failure.step, failure.too_few) for failure in record.failures] == [(1, 1)]
+        assert [(failure.step, failure.unsupported_samples) for failure in record.failures] == [(1, 1)]
         assert other.failures == []
         assert record.losses == other.losses
         assert torch.equal(record.weights, other.weights)

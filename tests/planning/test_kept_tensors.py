@@ -97,7 +97,7 @@ def test_models_of_our_own_keep_nothing(tmp_path):
             for _ in range(3):
                 loop.train_step(run)
                 with run.memory.watch(run.meter.resident()):
-                    kept = [n for n, kind in run.memory.counter.kinds.items() if kind == "kept"]
+                    kept = [n for n, kind in run.memory.counter.categories.items() if kind == "kept"]
                 assert kept == [], name
 
 

@@ -17,7 +17,7 @@ from trainapp.hooks.metrics import EVERY, StatefulMetrics, logged_name, no_such_
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.hooks.rungs import RUNGS, AskSweep, asks_sweep
 from trainapp.losses import losses
-from trainapp.memory.device import uncompiled
+from trainapp.memory.cpu import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Parameters
 from trainapp.tracking.utilisation import Utilisation, peak_flops

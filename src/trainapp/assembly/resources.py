@@ -18,7 +18,7 @@ from trainapp.data.train_batches import TrainBatches
 from trainapp.data.workers import worker_count
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import attribute
-from trainapp.memory import device as device_memory
+from trainapp.memory.build import build_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
@@ -108,7 +108,7 @@ def open_resources(
     targets = targets or resolve_targets(config)
     device = ranks.device if ranks.world_size > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
-    memory = memory or device_memory.build(config.memory, device)  # before anything is allocated on the device
+    memory = memory or build_memory(config.memory, device)  # before anything is allocated on the device
     memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)

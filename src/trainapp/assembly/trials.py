@@ -26,7 +26,7 @@ from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
 from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
-from trainapp.memory.device import uncompiled
+from trainapp.memory.cpu import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import SampleDraws, preserved_rng, seed_from
 from trainapp.snapshot import Snapshot

@@ -19,7 +19,7 @@ HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which a
 
 
 def refused_allocations() -> int:
-    """The number of failed allocations on the current device, including errors that were caught: the caching
+    """Return the number of failed allocations on the current device, including errors that were caught: the caching
     allocator's `num_ooms`. 0 before CUDA has started. Does not wait for kernels.
 
     The nested form is what C++ returns; `torch.cuda.memory_stats` also flattens and sorts two hundred counters.
@@ -54,7 +54,9 @@ class CudaMemory(DeviceMemory):
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
         self._snapshot: dict[str, Any] | None = None
-        self._lapped = (0, 0)  # highest peaks of the laps since the last window: allocated, reserved
+        # Highest peaks of the laps since the last window: the allocator's own restart with each lap.
+        self._lap_peak = 0
+        self._lap_peak_reserved = 0
 
     @property
     def enforced(self) -> int:
@@ -65,21 +67,23 @@ class CudaMemory(DeviceMemory):
         if self.limit is not None:
             self._cap = self.limit
         else:
-            available = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            free, _ = torch.cuda.mem_get_info(self.device)
+            available = free + torch.cuda.memory_reserved(self.device)
             self._cap = without_headroom(available)
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
 
     def lap(self) -> tuple[int, int] | None:
-        """Allocated bytes. The limit bounds reserved bytes, so a size chosen by this may still fail."""
+        """Return allocated bytes. The limit bounds reserved bytes, so a size chosen by this may still fail."""
         peak = torch.cuda.max_memory_allocated(self.device)
-        self._lapped = max(self._lapped[0], peak), max(self._lapped[1], torch.cuda.max_memory_reserved(self.device))
+        self._lap_peak = max(self._lap_peak, peak)
+        self._lap_peak_reserved = max(self._lap_peak_reserved, torch.cuda.max_memory_reserved(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device), peak
 
     @contextlib.contextmanager
     def measuring(self, resident: Resident) -> Iterator[None]:
-        """Record the allocator's history, if supported. Kept if the block fails, or for a timeline. The cap is enforced
-        inside and outside the block.
+        """Record the allocator's history, if supported, and take a snapshot of it if the block fails, or for a
+        timeline. The cap is enforced inside and outside the block.
         """
         self._snapshot = None
         if not self._has_history:
@@ -97,8 +101,9 @@ class CudaMemory(DeviceMemory):
             record_memory_history(None)
 
     def dump(self, path: Path) -> bool:
-        """The allocator's snapshot of the last watched block, for the viewer at pytorch.org/memory_viz."""
-        snapshot, self._snapshot = self._snapshot, None  # it holds a Python stack for each entry
+        """Write the allocator's snapshot of the last watched block, for the viewer at pytorch.org/memory_viz."""
+        snapshot = self._snapshot
+        self._snapshot = None  # free it: it holds a Python stack for each entry
         if snapshot is None:
             return False
         with path.open("wb") as file:
@@ -108,12 +113,15 @@ class CudaMemory(DeviceMemory):
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        (lapped, lapped_reserved), self._lapped = self._lapped, (0, 0)
+        peak = max(self._lap_peak, stats["allocated_bytes.all.peak"])
+        peak_reserved = max(self._lap_peak_reserved, stats["reserved_bytes.all.peak"])
+        self._lap_peak = 0
+        self._lap_peak_reserved = 0
         return self._scalars(
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
-            max(lapped, stats["allocated_bytes.all.peak"]),
-            max(lapped_reserved, stats["reserved_bytes.all.peak"]),
+            peak,
+            peak_reserved,
             stats["num_alloc_retries"],
         )
 
@@ -124,7 +132,7 @@ class CudaMemory(DeviceMemory):
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        self._note_peaks(*self._lapped)
+        self._note_peaks(self._lap_peak, self._lap_peak_reserved)
         self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()

@@ -60,29 +60,65 @@ _BREAKING = {
 
 
 def is_out_of_memory(error: BaseException, refused: int = 0) -> bool:
-    """Whether `error` means that memory ran out, on a device or on the host.
+    """Return whether `error` means that memory ran out, on a device or on the host.
 
     Decided by type (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by each backend's wording for plain
-    RuntimeErrors. If the wording is ambiguous, by `refused`, the number of allocations refused by the device's
-    allocator during the failed work, then by how full the device is. Follows the explicit cause of an error. Other
-    types of error never count.
+    RuntimeErrors. If the wording is ambiguous, by `refused`, then by how full the device is. Follows the explicit cause
+    of an error. Other types of error never count.
+
+    Args:
+        error: caught.
+        refused: the number of allocations refused by the device's allocator during the failed work.
     """
     return out_of_memory_in(error, refused) is not None
 
 
 def out_of_memory_in(error: BaseException, refused: int = 0) -> BaseException | None:
-    """The error itself or its cause, whichever means that memory ran out; see `is_out_of_memory`."""
-    return next((e for e in causes(error) if _is_one(e, refused)), None)
+    """Return the error itself or its cause, whichever means that memory ran out, or None; see `is_out_of_memory`."""
+    for cause in causes(error):
+        if _is_out_of_memory_itself(cause, refused):
+            return cause
+    return None
+
+
+def _is_out_of_memory_itself(error: BaseException, refused: int) -> bool:
+    """Return whether this error means that memory ran out, whatever its cause."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        if error.errno is None:  # a loader worker passes on only the text
+            return f"[Errno {errno.ENOMEM}]" in _message(error)
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
+        return False
+    message = _message(error)
+    if _NOT_MEMORY.search(message):
+        return False
+    if any(pattern.search(message) for pattern in _MESSAGES):
+        return True
+    return bool(_AMBIGUOUS.search(message)) and (refused > 0 or _device_is_full())
+
+
+def _device_is_full() -> bool:
+    """Return whether little device memory is free, by the driver's count, which includes allocations outside torch."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a lost context raises its own error
+            free, _ = torch.cuda.mem_get_info()
+            return free < _FULL
+    return False
 
 
 def broken_part(error: BaseException) -> str | None:
-    """What an out-of-memory error has broken until this process ends; None if the process can recover."""
-    texts = [own_text(e) for e in causes(error) if isinstance(e, RuntimeError)]
-    return next((part for part, wording in _BREAKING.items() if any(map(wording.search, texts))), None)
+    """Return what an out-of-memory error has broken until this process ends; None if the process can recover."""
+    messages = [_message(cause) for cause in causes(error) if isinstance(cause, RuntimeError)]
+    for part, wording in _BREAKING.items():
+        if any(wording.search(message) for message in messages):
+            return part
+    return None
 
 
 def requested_bytes(message: str) -> int | None:
-    """The size of the failed allocation, if the message has it: "Tried to allocate 2.00 GiB"."""
+    """Return the size of the failed allocation, if the message has it: "Tried to allocate 2.00 GiB"."""
     match = re.search(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) ?([KMGTP]i?B)?", message, re.IGNORECASE)
     if not match:
         return None
@@ -91,33 +127,17 @@ def requested_bytes(message: str) -> int | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and the errors that it was explicitly raised from."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__
+    """Yield the error and the errors that it was explicitly raised from."""
+    visited: set[int] = set()  # ids: a cause may lead back to its error
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
-def _is_one(error: BaseException, refused: int) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, OSError):
-        # a loader worker passes on only the text
-        return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in own_text(error))
-    if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
-        return False
-    text = own_text(error)
-    if _NOT_MEMORY.search(text):
-        return False
-    if any(pattern.search(text) for pattern in _MESSAGES):
-        return True
-    return bool(_AMBIGUOUS.search(text)) and (refused > 0 or _device_is_full())
-
-
-def own_text(error: BaseException) -> str:
-    """The message, without the traceback that a loader worker includes.
+def _message(error: BaseException) -> str:
+    """Return the message, without the traceback that a loader worker includes.
 
     With several arguments it is the first: `str(error)` would be the repr of a tuple.
     """
@@ -125,11 +145,3 @@ def own_text(error: BaseException) -> str:
     if not text.startswith("Caught "):
         return text
     return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
-
-
-def _device_is_full() -> bool:
-    """Whether little device memory is free, by the driver's count, which includes allocations outside torch."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a lost context raises its own error
-            return torch.cuda.mem_get_info()[0] < _FULL
-    return False

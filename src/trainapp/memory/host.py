@@ -22,7 +22,8 @@ import psutil
 from trainapp.config.schema import Memory
 from trainapp.units import bytes_text, parse_memory_size
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 SMALLEST = 256 * 2**20  # bytes of headroom; with less the interpreter cannot start a thread
 _process = functools.cache(psutil.Process)  # by process id; psutil takes 50 microseconds to make one
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def prepare_allocator() -> None:
     """Use one malloc arena, so that memory freed by one thread can serve another. Call before torch is imported."""
-    _malloc("mallopt", _M_ARENA_MAX, 1)
+    _call_malloc("mallopt", _M_ARENA_MAX, 1)
 
 
 def give_memory_back() -> None:
@@ -39,13 +40,24 @@ def give_memory_back() -> None:
     Otherwise malloc keeps freed memory in fragments, and a run that fits at 512 falls to 8. Costs speed (a step took
     1.7 times as long with every allocation a new mapping), hence only after an out-of-memory error.
     """
-    _malloc("mallopt", _M_MMAP_THRESHOLD, 64 * 1024)
-    _malloc("malloc_trim", 0)
+    _call_malloc("mallopt", _M_MMAP_THRESHOLD, 64 * 1024)
+    _call_malloc("malloc_trim", 0)
+
+
+def _call_malloc(function: str, *arguments: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library has neither function
+            getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 @contextlib.contextmanager
 def guarded(settings: Memory, total: int) -> Iterator[None]:
-    """Set RLIMIT_DATA inside the block: on Linux, if `memory.guard` is set. total: the machine's memory in bytes."""
+    """Set RLIMIT_DATA inside the block: on Linux, if `memory.guard` is set.
+
+    Args:
+        settings: of memory.
+        total: the machine's memory in bytes.
+    """
     if not settings.guard or sys.platform != "linux":
         yield
         return
@@ -53,46 +65,45 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
 
     # OpenBLAS exits the process if it cannot allocate its buffer, which drawing a report needs: allocate it now.
     np.linalg.inv(np.eye(3))
+
     reserve = parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom
     headroom = max(SMALLEST, (available_bytes() - reserve) // processes)
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = data_size() + headroom
-    if before != resource.RLIM_INFINITY:
-        wanted = min(wanted, before)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))  # the soft limit alone can be raised again
+    soft_before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = data_size() + headroom
+    if soft_before != resource.RLIM_INFINITY:
+        soft = min(soft, soft_before)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))  # the soft limit alone can be raised again
     log.debug("memory.guard: headroom of %s", bytes_text(headroom))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft_before, hard))
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still use before the machine or its cgroup runs out."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        free = min(free, int((group / "memory.max").read_text()) - used + int(cached))  # "max" means no limit
-    return max(0, free)
+    """Return the bytes that this process can still use before the machine or its cgroup runs out."""
+    available = psutil.virtual_memory().available
+    cgroup = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or no limit, for which the file has "max"
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        reclaimable = int(statistics["inactive_file"])  # cached files
+        available = min(available, limit - used + reclaimable)
+    return max(0, available)
 
 
 def data_size() -> int:
-    """Bytes of this process that RLIMIT_DATA counts."""
+    """Return the bytes of this process that RLIMIT_DATA counts."""
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
-
-
-def _malloc(function: str, *arguments: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library has neither function
-            getattr(ctypes.CDLL(None), function)(*arguments)
+        (line,) = [line for line in file if line.startswith("VmData")]
+    _, kibibytes, _ = line.split()
+    return int(kibibytes) * 1024
 
 
 def total_bytes() -> int:
-    """Memory of this machine, or of the process's cgroup if that is less."""
+    """Return the memory of this machine, or of the process's cgroup if that is less."""
     total = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -101,7 +112,8 @@ def total_bytes() -> int:
 
 
 def resident() -> dict[str, float]:
-    """Resident memory of this process now, and its peak since the process began."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Return the resident memory of this process now, and its peak since the process began, as scalars."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     rss = _process(os.getpid()).memory_info().rss
     return {"memory/host_rss": rss, "memory/host_rss_peak": max(peak, rss)}  # the kernel counts the peak late

@@ -14,7 +14,7 @@ from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import open_resources
 from trainapp.config.schema import Config, Memory
 from trainapp.errors import UserError
-from trainapp.memory import device as device_memory
+from trainapp.memory.build import build_memory
 from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.recorder import Breakdown, Recorder
@@ -59,7 +59,7 @@ class MeasuredEstimator:
         """Return the bytes that a run may use."""
         if self._instead_of is not None:
             return self._instead_of.limit(config)
-        return device_memory.build(config.memory, self.device).enforced
+        return build_memory(config.memory, self.device).enforced
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak, as `TracedEstimator.peak`: measured if cheap, otherwise on the line through two sizes."""

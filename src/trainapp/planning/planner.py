@@ -7,7 +7,7 @@ from pathlib import Path
 from trainapp.assembly.resolved_targets import choose_device, resolve_targets
 from trainapp.config.schema import Config
 from trainapp.memory.host import guarded, total_bytes
-from trainapp.memory.live_tensors import Picture, draw
+from trainapp.memory.picture import Picture, draw
 from trainapp.planning import absent_gpu, pretend
 from trainapp.planning.fitting import Estimator, Planner, with_cheapest_modes
 from trainapp.planning.measured import MeasuredEstimator
@@ -41,7 +41,7 @@ def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method
     if picture is not None and breakdown.events:
         phase = breakdown.phase.replace("_", " ")
         title = f"planned memory, micro-batch {facts['micro_size']}: {phase} binds"
-        draw(Picture(breakdown.events, breakdown.kinds, facts["limit_bytes"], title, picture))
+        draw(Picture(breakdown.events, breakdown.numbered, facts["limit_bytes"], title, picture))
     return facts
 
 

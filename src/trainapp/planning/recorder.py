@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from trainapp.config.schema import Memory
-from trainapp.memory.device import CpuMemory
-from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident, stacked
+from trainapp.memory.cpu import CpuMemory
+from trainapp.memory.live_tensors import Events, LiveTensors, Resident, StorageCategories
+from trainapp.memory.picture import stacked
 from trainapp.techniques.catalogue import Technique
 from trainapp.training.phase import Phase
 
@@ -56,7 +57,7 @@ class Breakdown:
     phases: dict[str, int] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
     events: Events = field(default_factory=list)
-    kinds: Kinds = field(default_factory=dict)
+    numbered: StorageCategories = field(default_factory=dict)
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     smallest: int = 1
@@ -104,7 +105,7 @@ class Recorder(CpuMemory):
         """Return the bytes of the tensors that exist now, and of those that the last block has left."""
         counter = LiveTensors(devices=self._devices, before=self.counter)
         counter.register(self.resident())
-        counter.register_kept()
+        counter.register_retained()
         return counter.live
 
 
@@ -153,7 +154,8 @@ def _breakdown(counter: _Counter) -> Breakdown:
     # What was in memory at the highest of all.
     peak_event = int(live.argmax())
     at_peak = {
-        category.value: int(sizes[peak_event]) for category, sizes in stacked(counter.events, counter.kinds).items()
+        category.value: int(sizes[peak_event])
+        for category, sizes in stacked(counter.events, counter.categories).items()
     }
     largest_first = sorted(at_peak.items(), key=lambda category_and_size: -category_and_size[1])
     return Breakdown(
@@ -163,5 +165,5 @@ def _breakdown(counter: _Counter) -> Breakdown:
         phases=phases,
         categories={category: size for category, size in largest_first if size},
         events=list(counter.events),
-        kinds=dict(counter.kinds),
+        numbered=dict(counter.categories),
     )

@@ -18,7 +18,8 @@ from trainapp.inference import generate, predict
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import recovery
+from trainapp.oom import model_errors, recovery
+from trainapp.oom.building import explain_out_of_memory
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
@@ -81,7 +82,7 @@ def _run_session(
         began: see `prepare`.
         carried: what an earlier session of this process has left.
     """
-    with recovery.out_of_memory_named(config, ranks):
+    with explain_out_of_memory(config, ranks):
         session = prepare(config, stop, ranks, carried, began)
     is_on_cpu = session.state.device.type == "cpu"
     guarded = host.guarded(config.memory, session.memory.total) if is_on_cpu else contextlib.nullcontext()
@@ -210,9 +211,9 @@ def run_until_oom(session: Session) -> OomReport | None:
         if is_out_of_memory(error, refused_in_attempt(session)):
             recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
             return describe(session, error)  # plain values, which do not keep those tensors alive
-        if recovery.has_too_few_samples(session, error):
+        if model_errors.has_too_few_samples(session, error):
             return describe(session, error, has_too_few=True)
-        if recovery.rejects_larger_size(session, error):
+        if model_errors.rejects_larger_size(session, error):
             return describe(session, error, rejects_size=True)
         raise
 

@@ -73,6 +73,13 @@ class AttemptFailure(NamedTuple):
 OUT_OF_MEMORY = AttemptFailure()
 
 
+class SizeChange(NamedTuple):
+    """The answer to a failed attempt, in samples."""
+
+    ran: int  # the micro-batch that failed; the size by which data was fetched, if none was known yet
+    new: int  # the size to run next
+
+
 class RankReport(NamedTuple):
     """What a rank tells the others about a failed attempt."""
 
@@ -337,7 +344,7 @@ class MicroBatchSizes:
 
     def record_failure(
         self, ranks: Ranks, culprit: bool = True, failure: AttemptFailure = OUT_OF_MEMORY
-    ) -> tuple[int, int] | None:
+    ) -> SizeChange | None:
         """Record that the attempt failed, and choose the next sizes. Collective.
 
         Args:
@@ -346,7 +353,7 @@ class MicroBatchSizes:
             failure: why, if so.
 
         Returns:
-            `(size that ran, new size)`, or None if no other size can help.
+            The change of the first shape that failed, or None if no other size can help.
         """
         ran_here = {bucket: history.attempt for bucket, history in self.history.items()}
         report = RankReport(ran_here, self.current.bucket, failure) if culprit else RankReport(ran_here, 0, None)
@@ -366,12 +373,12 @@ class MicroBatchSizes:
         changes = [self._change_search(bucket, reports) for bucket in failed_buckets]
         return None if None in changes else changes[0]
 
-    def _halve_start(self) -> tuple[int, int] | None:
+    def _halve_start(self) -> SizeChange | None:
         before = self.start
         self.start = max(self.smallest, before // 2)
-        return None if before <= self.smallest else (before, self.start)
+        return None if before <= self.smallest else SizeChange(before, self.start)
 
-    def _change_search(self, bucket: int, reports: Sequence[RankReport]) -> tuple[int, int] | None:
+    def _change_search(self, bucket: int, reports: Sequence[RankReport]) -> SizeChange | None:
         """Choose the next size of a bucket in which some rank has failed; see `record_failure`."""
         search = self.searches[bucket]
         failures = [report.failure for report in reports if report.failure and report.failed_bucket == bucket]
@@ -386,13 +393,13 @@ class MicroBatchSizes:
 
         out_of_memory = [failure for failure in failures if failure.is_out_of_memory]
         if not out_of_memory:
-            return unsupported_samples or size_before, search.size
+            return SizeChange(unsupported_samples or size_before, search.size)
         largest = merged([report.ran for report in reports])
         ran = largest[bucket].samples if bucket in largest else size_before  # nothing ran if the fetch failed
         can_fit = search.record_failure(ran, out_of_memory[0].allocation)
         if not can_fit:
             return None
-        return (unsupported_samples, search.size) if unsupported_samples else (ran, search.size)
+        return SizeChange(unsupported_samples or ran, search.size)
 
     def _forget_attempt(self) -> None:
         for history in self.history.values():

@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.memory import host
-from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
+from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Category
+from trainapp.memory.static import optimizer_tensors, static_bytes
 from trainapp.parallel.ranks import Ranks
 from trainapp.tracking.utilisation import Utilisation
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.files import atomic_write, json_lines, strict_json
-from trainapp.memory.live_tensors import Picture, draw
+from trainapp.memory.picture import Picture, draw
 from trainapp.tracking.loggers import Logger, Start
 from trainapp.tracking.terminal import Progress, bar_text
 from trainapp.units import bytes_text

@@ -12,7 +12,7 @@ import torch
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
-from trainapp.memory.live_tensors import Picture
+from trainapp.memory.picture import Picture
 from trainapp.models.inspect import evaluation_mode
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks

@@ -75,7 +75,7 @@ class AttemptState:
     started: float = 0.0  # time.monotonic()
     retried: int = -1  # the last step retried at the same size
     refused: int = 0  # failed allocations before the attempt
-    too_few: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
+    too_few_error: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
 
 

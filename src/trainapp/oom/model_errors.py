@@ -1,0 +1,56 @@
+"""Errors of the model that another number of samples in the micro-batch may avoid."""
+
+from trainapp.errors import add_note
+from trainapp.models.inspect import batchnorms
+from trainapp.training.phase import Phase
+from trainapp.training.session import Session
+
+# What models raise for too few samples. Not UserErrors, nor signals.
+OF_MODELS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
+
+
+def has_too_few_samples(session: Session, error: Exception) -> bool:
+    """Return whether this error of the model may come from a micro-batch with too few samples, as BatchNorm's does for
+    one: larger ones of this shape have run, or ran out of memory, and the step has more samples.
+
+    Call while the error is handled. An error that comes again with more samples is the user's: it is raised once no
+    larger micro-batch is known to have run.
+    """
+    if not _is_of_model(session, error):
+        return False
+    samples_in_step = len(session.batches.share(session.state.progress).numbers)
+    sizes = session.sizes.train
+    if not (sizes.may_have_too_few and sizes.current.samples < samples_in_step):
+        _note_single_sample(session, error, samples_in_step)
+        return False
+    return _device_works(session)
+
+
+def rejects_larger_size(session: Session, error: Exception) -> bool:
+    """Return whether this error of the model comes with a larger micro-batch than one that is validated, such as an odd
+    one for a model that pairs its samples: the search tries sizes of its own.
+
+    Call while the error is handled. An error that comes again with the validated size is the user's.
+    """
+    return _is_of_model(session, error) and session.sizes.train.tries_larger_size and _device_works(session)
+
+
+def _is_of_model(session: Session, error: Exception) -> bool:
+    return isinstance(error, OF_MODELS) and session.engine.phase is Phase.FORWARD
+
+
+def _note_single_sample(session: Session, error: Exception, samples_in_step: int) -> None:
+    """Add advice to an error that a single sample may have caused."""
+    if session.sizes.train.current.samples != 1 or not batchnorms(session.state.model):
+        return
+    setting = "data.drop_last=true, if an epoch ends on one sample," if samples_in_step == 1 else "batch.micro_size=2"
+    add_note(error, f"the micro-batch has a single sample, which BatchNorm may not take: use {setting} or GroupNorm")
+
+
+def _device_works(session: Session) -> bool:
+    """Return whether the device still works: after an assertion in a kernel nothing can run."""
+    try:
+        session.memory.synchronize()
+    except Exception:
+        return False
+    return True
