@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.snapshot import Snapshot
-from trainapp.stateful import Owner, Stateful
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Owner, Stateful
 
 
 class Counting(nn.Module):

@@ -13,8 +13,8 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from trainapp import stateful
-from trainapp.stateful import Stateful, held_tensors
+from trainapp.state import stateful
+from trainapp.state.stateful import Stateful, held_tensors
 
 
 class Noise:

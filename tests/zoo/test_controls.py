@@ -4,11 +4,11 @@ that do not.
 
 import pytest
 
-from trainapp import snapshot
 from trainapp.checkpoint import state_dicts
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.oom import recovery
-from trainapp.snapshot import Snapshot
+from trainapp.state import snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training.engine import Engine
 
 from . import cells

@@ -20,7 +20,7 @@ from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
-from trainapp.stateful import Stateful
+from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
 VALUES = "values.pt"  # everything except the tensors of model, optimizer and average

@@ -24,7 +24,7 @@ from trainapp.errors import UserError, add_note
 from trainapp.models import adapters
 from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.ranks import Ranks
-from trainapp.stateful import Stateful, has_extra_state, is_expanded
+from trainapp.state.stateful import Stateful, has_extra_state, is_expanded
 from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, strided_parts, version_of
 
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # shape and dtype of saved tensors, by name

@@ -18,7 +18,7 @@ from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.stateful import Stateful
+from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)

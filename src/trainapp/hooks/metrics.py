@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
-from trainapp.stateful import held_tensors
+from trainapp.state.stateful import held_tensors
 from trainapp.torch_private import tree_map
 from trainapp.units import suggest
 

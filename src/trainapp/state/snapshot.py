@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.stateful import Owner, Stateful, can_be_held, memory_of
+from trainapp.state.stateful import Owner, Stateful, can_be_held, memory_of
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
     foreach_copy_,
