@@ -234,6 +234,7 @@ class Snapshot:
             every = zip(now.parameters, now.leaves, strict=True)
             chosen = [name for name, leaf in every if parameters == "all" or leaf.requires_grad or name in self.written]
         if self._copied != (now, chosen) or not all(a.shape == b.shape for a, b in self._copies):
+            self._copied = None  # if the allocation fails, the next `take` repeats it
             self._copies, self._groups = [], []
             named = (now.unsure.get(name) for name in chosen)
             tensors = [*now.buffers.values(), *(tensor for tensor in named if tensor is not None)]
