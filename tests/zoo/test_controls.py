@@ -41,7 +41,7 @@ def test_the_controls_leave_other_cells_alone(tmp_path, part):
     [
         ((snapshot, "_refill", lambda held, before: None), "counter", 4),
         ((Snapshot, "_written", lambda self: []), "moco", 1),
-        ((Snapshot, "_sums", lambda self: {}), "mean teacher through data", 4),
+        ((Snapshot, "_checksums", lambda self: {}), "mean teacher through data", 4),
     ],
 )
 def test_what_is_not_noticed_is_not_restored(tmp_path, monkeypatch, part, name, step):

@@ -173,7 +173,7 @@ def has_extra_state(module: nn.Module) -> bool:
     return kind.get_extra_state is not base.get_extra_state and kind.set_extra_state is not base.set_extra_state
 
 
-def can_be_held(tensor: Tensor) -> bool:
+def can_be_restored(tensor: Tensor) -> bool:
     """Whether the tensor can be restored: not if it is uninitialised (lazy modules) or does not allow in-place writes
     (an inference tensor, or an expanded one).
     """

@@ -157,7 +157,7 @@ class Recomputed:
             yield
         written = "a tensor that it is called with" if any(version_of(t) != version for t, version in inputs) else None
         inputs.clear()  # they must not live as long as the graph
-        if state.versions != state.structure.versions():
+        if state.has_new_versions():
             written = "a parameter"
         if written:
             raise TrainingStopped(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainapp.checkpoint.state_dicts import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.state.snapshot import checksum
+from trainapp.state.checksum import checksum
 from trainapp.torch_private import local
 from trainapp.training.engine import Totals
 from trainapp.training.memory_watch import micro_batch_context
