@@ -41,152 +41,217 @@ class Owner(NamedTuple):
     is_held: bool = False  # a transaction restores it differently: a module's tensors, a stream's samples
 
     def copy(self) -> Any:
-        """The state, for `restore`. A generator's is already a copy; another, in a trace, would have no values."""
-        return self.get() if self.kind == "generator" else _copied(self.get())
+        """Return the state, for `restore`."""
+        if self.kind == "generator":
+            return self.get()  # already a copy; another, in a trace, would have no values
+        return _copied(self.get())
 
     def restore(self, state: Any) -> None:
         """Restore a state returned by `copy`, any number of times."""
-        self.set(state if self.kind == "generator" else _copied(state))
+        if self.kind != "generator":
+            state = _copied(state)
+        self.set(state)
 
 
 def _copied(state: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
+    return tree_map(_copied_leaf, state)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return copy.deepcopy(leaf)
 
 
 class Stateful:
     """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
 
-    roots: by the first part of the names. `modules` are those found outside the model: in task and data, and in the
-    model's attributes where it has not registered them.
+    Args:
+        roots: objects to search, by the first part of the names.
+
+    Attributes:
+        owners: by name.
+        modules: those outside the model: in task and data, and in the model's attributes where it has not registered
+            them.
     """
 
     def __init__(self, **roots: Any):
         self.roots = {name: root for name, root in roots.items() if root is not None}
         self.owners: dict[str, Owner] = {}
         self.modules: dict[str, nn.Module] = {}
-        seen: set[int] = set()
-        for root, held in self.roots.items():
-            kind = next((kind for kind in ("task", "data") if root.endswith(kind)), root)
-            for name, found, is_part in walk(held, root, seen):
-                self._add(name, found, kind, is_part or found is self.roots.get("model"))
+        visited: set[int] = set()
+        for root_name, root in self.roots.items():
+            kind = _kind(root_name)
+            for member in walk(root, root_name, visited):
+                self._add(member, kind)
 
-    def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
-        if isinstance(found, nn.Module):
-            if has_extra_state(found):
+    def _add(self, member: "Member", kind: str) -> None:
+        value = member.value
+        if isinstance(value, nn.Module):
+            if has_extra_state(value):
                 # The checkpoint has it with the module's tensors, where those are not the model's.
-                self.owners[f"{name}.extra_state"] = Owner(found.get_extra_state, found.set_extra_state, kind)
-            if not is_part:
-                self.modules[name] = found
-                self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, True)
-        elif is_generator(found):
-            get, put = (functools.partial(own, found) for own in (generator_state, set_generator_state))
-            self.owners[name] = Owner(get, put, "generator")
-        elif has_protocol(found):
-            self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
+                owner = Owner(value.get_extra_state, value.set_extra_state, kind)
+                self.owners[f"{member.name}.extra_state"] = owner
+            if not member.is_submodule and value is not self.roots.get("model"):
+                self.modules[member.name] = value
+                self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_held=True)
+        elif is_generator(value):
+            get = functools.partial(generator_state, value)
+            set_state = functools.partial(set_generator_state, value)
+            self.owners[member.name] = Owner(get, set_state, "generator")
+        elif has_state_dict(value):
+            is_held = moves_at_commit(value)
+            self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_held)
 
 
-def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, bool]]:
-    """`(name, found, is_part)` for every module, tensor and owner of state among an object, its attributes and what
-    they hold. is_part: whether it is a registered submodule. seen: ids, to which those met are added; tensors are found
-    in each place.
+def _kind(root_name: str) -> str:
+    """Return the kind of owners in a root: "data" for `eval_data`, "task" for `generator's task`."""
+    for kind in ("task", "data"):
+        if root_name.endswith(kind):
+            return kind
+    return root_name
+
+
+class Member(NamedTuple):
+    """A module, a tensor or an owner of state that `walk` has reached."""
+
+    name: str
+    value: Any
+    is_submodule: bool = False  # registered in a module that was reached before it
+
+
+def walk(value: Any, name: str, visited: set[int], depth: int = 0) -> Iterator[Member]:
+    """Yield every module, tensor and owner of state among an object, its attributes and what they hold.
+
+    Args:
+        value: the object.
+        name: its name, with which the names of its members begin.
+        visited: ids of objects that were searched before, to which these are added. Tensors are yielded in each place.
+        depth: its level below the root.
     """
-    if isinstance(held, Tensor):
-        yield name, held, False
-    if isinstance(held, (Tensor, *_PLAIN)) or id(held) in seen or len(seen) > MOST_OBJECTS:
+    if isinstance(value, Tensor):
+        yield Member(name, value)
+    if isinstance(value, (Tensor, *_PLAIN)) or id(value) in visited or len(visited) > MOST_OBJECTS:
         return
-    seen.add(id(held))
-    if isinstance(held, nn.Module):
-        parts = [(f"{name}.{path}" if path else name, module) for path, module in held.named_modules()]
-        seen |= {id(module) for _, module in parts}
-        for inner, module in parts:
-            yield inner, module, module is not held
-            for attribute, value in list(vars(module).items()):
-                if attribute not in MODULE_ATTRIBUTES:
-                    yield from walk(value, f"{inner}.{attribute}", seen, depth + 1)
+    visited.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from _walk_module(value, name, visited, depth)
         return
-    if _owns_state(held):
-        yield name, held, False
-    for part, value in _children(held) if depth < DEPTH else ():
-        inside = walk(value, f"{name}.{part}" if part else name, seen, depth + 1)
-        yield from (one for one in inside if isinstance(one[1], Tensor)) if moves_at_commit(held) else inside
+    if _owns_state(value):
+        yield Member(name, value)
+    if depth >= DEPTH:
+        return
+    is_one_owner = moves_at_commit(value)  # of everything it holds except tensors
+    for part, child in _children(value):
+        for member in walk(child, f"{name}.{part}" if part else name, visited, depth + 1):
+            if isinstance(member.value, Tensor) or not is_one_owner:
+                yield member
 
 
-def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in attributes, lists and dicts, each once per place, and the parameters and buffers of modules."""
-    seen: set[int] = set()
-    for root in roots:
-        for _, found, is_part in walk(root, "", seen):
-            tensors: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else ()
-            if isinstance(found, nn.Module) and not is_part:
-                tensors = (*found.parameters(), *found.buffers())
-            yield from (tensor for tensor in tensors if not is_lazy(tensor))
+def _walk_module(module: nn.Module, name: str, visited: set[int], depth: int) -> Iterator[Member]:
+    """Yield a module, its submodules, and what is in their attributes but not registered."""
+    submodules = [(f"{name}.{path}" if path else name, submodule) for path, submodule in module.named_modules()]
+    visited.update(id(submodule) for _, submodule in submodules)
+    for submodule_name, submodule in submodules:
+        yield Member(submodule_name, submodule, is_submodule=submodule is not module)
+        for attribute, child in list(vars(submodule).items()):
+            if attribute not in MODULE_ATTRIBUTES:
+                yield from walk(child, f"{submodule_name}.{attribute}", visited, depth + 1)
 
 
-def _children(held: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by name: attributes, items, arguments that are bound to a function."""
-    if isinstance(held, (list, tuple, deque, set, frozenset)):
-        items = list(held)
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, by name: attributes, items, arguments that are bound to a function."""
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        items = list(value)
         if not _is_table(items):
-            yield from ((str(number), value) for number, value in enumerate(items))
-    elif isinstance(held, dict):
-        if not _is_table(list(held.values())):
-            yield from ((str(key), value) for key, value in list(held.items()))
-    elif isinstance(held, functools.partial):
-        yield "", held.func
-        yield from _children((*held.args, *held.keywords.values()))
-    elif isinstance(held, types.MethodType):
-        yield "", held.__self__
-    elif isinstance(held, types.FunctionType):
-        for variable, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
+            for index, item in enumerate(items):
+                yield str(index), item
+    elif isinstance(value, dict):
+        if not _is_table(list(value.values())):
+            for key, item in list(value.items()):
+                yield str(key), item
+    elif isinstance(value, functools.partial):
+        yield "", value.func
+        yield from _children((*value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield "", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if cell != types.CellType():  # one that is not filled yet
                 yield variable, cell.cell_contents
-        yield from vars(held).items()
-    elif not isinstance(held, (type, types.ModuleType)):
-        home = type(held).__module__
-        if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
-            yield from list(getattr(held, "__dict__", {}).items())
+        yield from vars(value).items()
+    elif not isinstance(value, (type, types.ModuleType)):
+        module_name = type(value).__module__
+        if module_name.partition(".")[0] not in FOREIGN or module_name.startswith(OPEN):
+            yield from list(getattr(value, "__dict__", {}).items())
 
 
 def _is_table(items: list[Any]) -> bool:
-    ends = items[:1] + items[-1:]
-    return len(items) > MOST_ITEMS and not any(isinstance(end, (Tensor, nn.Module)) or _owns_state(end) for end in ends)
+    """Return whether these are rows of data, too many to be searched."""
+    if len(items) <= MOST_ITEMS:
+        return False
+    return not any(isinstance(end, (Tensor, nn.Module)) or _owns_state(end) for end in (items[0], items[-1]))
 
 
-def _owns_state(held: Any) -> bool:
-    return is_generator(held) or has_protocol(held)
+def _owns_state(value: Any) -> bool:
+    return is_generator(value) or has_state_dict(value)
 
 
-def has_protocol(held: Any) -> bool:
-    """Whether the object's class has `state_dict` and `load_state_dict`."""
-    kind = type(held)
+def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in attributes, lists and dicts, each once per place, and the parameters and buffers of modules.
+    Lazy ones are left out.
+    """
+    visited: set[int] = set()
+    for root in roots:
+        for member in walk(root, "", visited):
+            tensors: list[Tensor] = []
+            if isinstance(member.value, Tensor):
+                tensors.append(member.value)
+            elif isinstance(member.value, nn.Module) and not member.is_submodule:
+                tensors.extend(member.value.parameters())
+                tensors.extend(member.value.buffers())
+            for tensor in tensors:
+                if not is_lazy(tensor):
+                    yield tensor
+
+
+# --- predicates
+
+
+def has_state_dict(value: Any) -> bool:
+    """Return whether the object's class has `state_dict` and `load_state_dict`."""
+    kind = type(value)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def moves_at_commit(held: Any) -> bool:
-    """Whether the object declares that its state, including everything it holds, changes only at a step's commit."""
-    return getattr(type(held), "moves_at_commit", False) is True
+def moves_at_commit(value: Any) -> bool:
+    """Return whether the object declares that its state, including everything it holds, changes only at a step's
+    commit.
+    """
+    return getattr(type(value), "moves_at_commit", False) is True
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether the module's class overrides `get_extra_state` and `set_extra_state`."""
-    kind, base = type(module), nn.Module
-    return kind.get_extra_state is not base.get_extra_state and kind.set_extra_state is not base.set_extra_state
+    """Return whether the module's class overrides `get_extra_state` and `set_extra_state`."""
+    kind = type(module)
+    overrides_get = kind.get_extra_state is not nn.Module.get_extra_state
+    return overrides_get and kind.set_extra_state is not nn.Module.set_extra_state
 
 
 def can_be_restored(tensor: Tensor) -> bool:
-    """Whether the tensor can be restored: not if it is uninitialised (lazy modules) or does not allow in-place writes
-    (an inference tensor, or an expanded one).
+    """Return whether the tensor can be restored: not if it is uninitialised (lazy modules) or does not allow in-place
+    writes (an inference tensor, or an expanded one).
     """
     return not (is_lazy(tensor) or tensor.is_inference() or is_expanded(tensor))
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor or, of a nested one, its values: torch copies no nested tensor into another's memory."""
-    return tensor.values() if tensor.is_nested else tensor
-
-
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that the tensor cannot be filled."""
-    has_strides = tensor.layout is torch.strided and not tensor.is_nested
-    pairs = zip(tensor.shape, tensor.stride(), strict=True) if has_strides else ()
-    return any(stride == 0 and size > 1 for size, stride in pairs)
+    """Return whether elements share memory, so that the tensor cannot be filled."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return the tensor or, of a nested one, its values: torch copies no nested tensor into another's memory."""
+    return tensor.values() if tensor.is_nested else tensor
