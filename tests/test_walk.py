@@ -70,7 +70,8 @@ class AtCommit:
 
 def test_what_moves_at_the_commit_is_one_owner():
     source = AtCommit()
-    assert [(name, owner.is_held) for name, owner in Stateful(data=source).owners.items()] == [("data", True)]
+    owners = Stateful(data=source).owners
+    assert [(name, owner.is_restored_elsewhere) for name, owner in owners.items()] == [("data", True)]
     assert [tensor is source.table for tensor in held_tensors([source])] == [True]
 
 

@@ -191,7 +191,11 @@ def work(session: Session) -> None:
 def _states_of_tasks(session: Session) -> dict[str, Any]:
     """Copies, without modules' tensors: a task may be an object of a user's module, which outlives the session."""
     owners = session.state.stateful.owners
-    return {n: own.copy() for n, own in owners.items() if n.partition(".")[0].endswith("task") and not own.is_held}
+    return {
+        n: own.copy()
+        for n, own in owners.items()
+        if n.partition(".")[0].endswith("task") and not own.is_restored_elsewhere
+    }
 
 
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:

@@ -147,7 +147,7 @@ class Snapshot:
         """
         owners = {}
         for name, owner in stateful.owners.items():
-            if not owner.is_held and owner.kind != "callbacks":
+            if not owner.is_restored_elsewhere and owner.kind != "callbacks":
                 owners[name] = owner
         modules: dict[str, nn.Module] = {}
         objects = {}

@@ -38,7 +38,7 @@ class Owner(NamedTuple):
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     kind: str  # "model", "task", "data" or "callbacks"; "generator"
-    is_held: bool = False  # a transaction restores it differently: a module's tensors, a stream's samples
+    is_restored_elsewhere: bool = False  # a transaction restores it differently: a module's tensors, a stream's samples
 
     def copy(self) -> Any:
         """Return the state, for `restore`."""
@@ -94,14 +94,16 @@ class Stateful:
                 self.owners[f"{member.name}.extra_state"] = owner
             if not member.is_submodule and value is not self.roots.get("model"):
                 self.modules[member.name] = value
-                self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_held=True)
+                self.owners[member.name] = Owner(
+                    value.state_dict, value.load_state_dict, kind, is_restored_elsewhere=True
+                )
         elif is_generator(value):
             get = functools.partial(generator_state, value)
             set_state = functools.partial(set_generator_state, value)
             self.owners[member.name] = Owner(get, set_state, "generator")
         elif has_state_dict(value):
-            is_held = moves_at_commit(value)
-            self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_held)
+            is_restored_elsewhere = moves_at_commit(value)
+            self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_restored_elsewhere)
 
 
 def _kind(root_name: str) -> str:

@@ -74,7 +74,7 @@ def outcome(session: Session, totals: Totals) -> dict[str, Any]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             results[f"{root}.{name}"] = _bits(tensor)
     for name, owner in state.stateful.owners.items():
-        if not owner.is_held:
+        if not owner.is_restored_elsewhere:
             results[name] = _digest(owner.copy())
     return results
 
