@@ -13,7 +13,8 @@ from trainapp.checkpoint import shards
 from trainapp.checkpoint.checkpointer import load_values
 from trainapp.checkpoint.directory import checkpoints_in, damage, resolve
 from trainapp.checkpoint.manifest import read_manifest
-from trainapp.checkpoint.state_dicts import Sizes, digest
+from trainapp.checkpoint.plain_values import digest
+from trainapp.checkpoint.shards import Sizes
 from trainapp.errors import UserError
 from trainapp.units import listed
 

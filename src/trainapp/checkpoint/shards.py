@@ -23,6 +23,7 @@ from trainapp.errors import UserError
 from trainapp.units import flat, listed
 
 METADATA = ".metadata"
+Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # shape and dtype of saved tensors, by name
 _METADATA_CLASSES = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -90,7 +91,7 @@ def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     save(_filled(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
 
-def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def sizes(folder: Path) -> Sizes:
     """Shape and dtype of the saved tensors by name: `model.fc.weight`.
 
     Raises UserError for metadata that holds anything else.

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.checkpoint import state_dicts
-from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
+from trainapp.checkpoint import optimizer_state, state_dicts
+from trainapp.checkpoint.plain_values import decoded, digest, encoded
+from trainapp.checkpoint.shards import Sizes
+from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
@@ -43,7 +45,7 @@ class Update:
     built_options: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.built_options = state_dicts.options(self.optimizer)
+        self.built_options = optimizer_state.group_options(self.optimizer)
 
     def named(self, metric: str) -> str:
         """A metric's name in the log, with the update's name if there are several."""
@@ -120,7 +122,9 @@ class TrainState:
         tensors = {
             "model": self.model_state.tensors(of_model),
             "buffers": self.model_state.buffers(sizes),
-            "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
+            "optimizer": self._by_update(
+                lambda update: optimizer_state.optimizer_tensors(self.model, update.optimizer)
+            ),
         }
         average = dict(zip(self.average.names, self.average.averages, strict=True))
         if average and (sizes is None or any(name.startswith("average.") for name in sizes)):
@@ -148,7 +152,7 @@ class TrainState:
             "base": None if base is None else base.digest,
             "model_values": self.model_state.values(ranks),
             "optimizer_values": self._by_update(
-                lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
+                lambda update: optimizer_state.optimizer_values(self.model, update.optimizer, update.built_options)
             ),
             "updates": [update.name for update in self.updates],
             "class_names": self.class_names,
@@ -164,7 +168,7 @@ class TrainState:
             own = state_dicts.stateful_values(self.stateful)
         except UserError as error:
             problem = f"the checkpoint cannot be written: {error}"
-        by_rank = ranks.all_gather_object((problem, state_dicts.digest(own)))
+        by_rank = ranks.all_gather_object((problem, digest(own)))
         if any(problems := [text for text, _ in by_rank]):
             raise UserError(next(filter(None, problems)))
         return [own] if len(set(by_rank)) == 1 else ranks.all_gather_object(own)
@@ -184,7 +188,7 @@ class TrainState:
         require_same_data(self.class_names, self.vocabulary, saved)
         for update, values in self._saved_by_update(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
-            state_dicts.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
+            optimizer_state.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
 
     def load_values(self, saved: dict[str, Any]) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks, after the tensors are filled. Does not

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.state_dicts import digest, encoded
+from trainapp.checkpoint.plain_values import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.state.checksum import checksum
 from trainapp.torch_private import local
