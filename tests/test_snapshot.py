@@ -2,14 +2,15 @@
 
 import random
 from collections import deque
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from trainapp.snapshot import Snapshot
-from trainapp.stateful import Owner, Stateful
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Owner, Stateful
 
 
 class Counting(nn.Module):
@@ -221,6 +222,20 @@ def test_an_interrupted_take_leaves_nothing_to_return_to():
         snapshot.take()
     with pytest.raises(AssertionError, match="no complete take"):
         snapshot.restore()
+
+
+def test_copies_whose_allocation_was_interrupted_are_allocated_again(monkeypatch):
+    model = nn.BatchNorm1d(2)
+    snapshot = Snapshot({"": model}, verified=0)
+    snapshot.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            snapshot.take("all")
+    snapshot.take()  # of the same names as before the error
+    model(torch.ones(4, 2))
+    snapshot.restore()
+    assert int(model.num_batches_tracked) == 0
 
 
 class CountingLoss:

@@ -13,8 +13,8 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from trainapp import stateful
-from trainapp.stateful import Stateful, held_tensors
+from trainapp.state import stateful
+from trainapp.state.stateful import Stateful, held_tensors
 
 
 class Noise:
@@ -70,7 +70,8 @@ class AtCommit:
 
 def test_what_moves_at_the_commit_is_one_owner():
     source = AtCommit()
-    assert [(name, owner.is_held) for name, owner in Stateful(data=source).owners.items()] == [("data", True)]
+    owners = Stateful(data=source).owners
+    assert [(name, owner.is_restored_elsewhere) for name, owner in owners.items()] == [("data", True)]
     assert [tensor is source.table for tensor in held_tensors([source])] == [True]
 
 

@@ -5,7 +5,7 @@ import runs
 import torch
 from runs import end
 
-from trainapp.checkpoint import state_dicts
+from trainapp.checkpoint import optimizer_state, state_dicts
 from trainapp.errors import UserError
 from trainapp.training import loop
 
@@ -43,7 +43,7 @@ def test_an_optimizer_with_plain_state_continues_bit_for_bit(tmp_path, model, st
     [
         ("OwnEntries", "", (state_dicts.ModelState, "load_values")),
         ("NonPersistent", "", (state_dicts.ModelState, "buffers")),
-        ("Linear", "PlainState", (state_dicts, "prepare_optimizer")),
+        ("Linear", "PlainState", (optimizer_state, "prepare_optimizer")),
     ],
 )
 def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):

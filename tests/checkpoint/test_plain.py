@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.checkpoint.state_dicts import decoded, digest, encoded
+from trainapp.checkpoint.plain_values import decoded, digest, encoded
 from trainapp.errors import UserError
 
 VALUES = {

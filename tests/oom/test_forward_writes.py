@@ -10,7 +10,7 @@ from harness import Recorded, model_state
 from runs import differences, own_model
 
 from trainapp.errors import TrainingStopped
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
 
 from .conftest import operations, prepared, tiny, undisturbed

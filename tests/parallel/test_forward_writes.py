@@ -12,7 +12,7 @@ import torch
 from faults import Fault
 from runs import own_model
 
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 
 from .cells import Record, train
 from .conftest import TINY, Cell

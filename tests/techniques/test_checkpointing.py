@@ -14,7 +14,7 @@ from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.techniques import checkpointing
 from trainapp.techniques.checkpointing import choose_modes
 from trainapp.torch_private import version_of

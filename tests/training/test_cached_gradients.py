@@ -11,7 +11,7 @@ from markdown import write_files
 from own_tasks import Encoder, Mirrored, infonce
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training import cached_gradients, loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainapp.assembly import trials
 from trainapp.errors import UserError
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
 
 

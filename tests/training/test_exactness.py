@@ -6,7 +6,7 @@ import torch
 import writing_models
 
 from trainapp.errors import TrainingStopped
-from trainapp.snapshot import checksum
+from trainapp.state.checksum import checksum
 from trainapp.training import exactness, loop
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")

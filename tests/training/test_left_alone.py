@@ -9,7 +9,7 @@ from torch import nn
 from trainapp.errors import UserError
 from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
 from trainapp.training.engine import require_same_gradients
 

@@ -21,7 +21,7 @@ from trainapp.config.schema import Config, Target, UpdateSettings
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import Ranks
-from trainapp.snapshot import Snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training.session import Session
 
 from . import catalogue

@@ -4,11 +4,11 @@ that do not.
 
 import pytest
 
-from trainapp import snapshot
 from trainapp.checkpoint import state_dicts
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.oom import recovery
-from trainapp.snapshot import Snapshot
+from trainapp.state import snapshot
+from trainapp.state.snapshot import Snapshot
 from trainapp.training.engine import Engine
 
 from . import cells
@@ -41,7 +41,7 @@ def test_the_controls_leave_other_cells_alone(tmp_path, part):
     [
         ((snapshot, "_refill", lambda held, before: None), "counter", 4),
         ((Snapshot, "_written", lambda self: []), "moco", 1),
-        ((Snapshot, "_sums", lambda self: {}), "mean teacher through data", 4),
+        ((Snapshot, "_checksums", lambda self: {}), "mean teacher through data", 4),
     ],
 )
 def test_what_is_not_noticed_is_not_restored(tmp_path, monkeypatch, part, name, step):

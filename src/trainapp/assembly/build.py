@@ -8,7 +8,8 @@ from trainapp.assembly.model import assemble
 from trainapp.assembly.resources import Resources, open_resources
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
-from trainapp.checkpoint.state_dicts import require_loadable, stateful_values
+from trainapp.checkpoint.optimizer_state import require_loadable
+from trainapp.checkpoint.state_dicts import stateful_values
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.hooks.callbacks import Callbacks, labels_of

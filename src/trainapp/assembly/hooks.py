@@ -19,7 +19,7 @@ from trainapp.hooks.rungs import RUNGS, AskSweep, asks_sweep
 from trainapp.losses import losses
 from trainapp.memory.cpu import uncompiled
 from trainapp.models.inspect import evaluation_mode
-from trainapp.snapshot import Parameters
+from trainapp.state.snapshot import Parameters
 from trainapp.tracking.utilisation import Utilisation, peak_flops
 from trainapp.training.engine import Engine
 from trainapp.training.evaluate import written_without_copy

@@ -34,7 +34,7 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Strategy
 from trainapp.rng import DrawRecord, preserved_rng, seed_everything
-from trainapp.stateful import Stateful
+from trainapp.state.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited
 from trainapp.torch_private import draw_as_uncompiled

@@ -23,8 +23,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
-from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Stateful
 from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.memory.cpu import uncompiled
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import SampleDraws, preserved_rng, seed_from
-from trainapp.snapshot import Snapshot
-from trainapp.stateful import Stateful, held_tensors, is_expanded
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Stateful, held_tensors, is_expanded
 from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers, storage_id, strided_parts
 from trainapp.units import listed
 

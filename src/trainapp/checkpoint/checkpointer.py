@@ -1,13 +1,14 @@
 """Saves the state of a run into checkpoints, synchronously or in the background, and restores it from one."""
 
 import contextlib
+import functools
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,104 +21,126 @@ from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
-from trainapp.stateful import Stateful
+from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
 VALUES = "values.pt"  # everything except the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
 
 
+class PendingCheckpoint(NamedTuple):
+    """A checkpoint that is written in the background."""
+
+    step: int
+    files: Future[dict[str, Any]]  # the description of this rank's files, once they are written
+    config: dict[str, Any]
+    is_best: bool
+
+
 class Checkpointer:
     """Saves one run's state into its checkpoint directory.
 
-    directory: None writes nothing, as `checkpointing.save=false` asks. asynchronous: `save` copies the state to host
-    memory and a thread writes it while training continues, one checkpoint at a time. A checkpoint gets its name in
-    `finish`, which every `save` begins with.
+    Args:
+        state: the run's state.
+        directory: None writes nothing, as `checkpointing.save=false` asks.
+        ranks: all ranks of the run.
+        asynchronous: `save` copies the state to host memory and a thread writes it while training continues, one
+            checkpoint at a time. A checkpoint gets its name in `finish`, which every `save` begins with.
     """
 
     def __init__(self, state: TrainState, directory: CheckpointDirectory | None, ranks: Ranks, asynchronous: bool):
-        self.state, self.directory, self.ranks = state, directory, ranks
+        self.state = state
+        self.directory = directory
+        self.ranks = ranks
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save or resume
         self.clock = time.monotonic()  # when the last save began, or this process; for `every.save` in minutes
         self.is_due = False  # by any rank's clock, as agreed in the last step
         self.committed_at: int | None = None  # the step of the last complete checkpoint
         self.has_saved = False  # in this process
-        self._not_saved: list[str] = []  # what the log has named
+        self._has_warned_of_not_saved = False
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
-        self.pending: tuple[Future[dict[str, Any]], Callable[..., None]] | None = None  # being written; its commit
+        self.pending: PendingCheckpoint | None = None
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
         """Save the state at `step`. Collective. Raises TrainingStopped when a disk refuses the write.
 
-        config: goes into the manifest. sizes: plain values that `restore` returns.
+        Args:
+            step: the step.
+            config: goes into the manifest.
+            sizes: plain values that `restore` returns.
+            is_best: whether it is the best checkpoint so far.
         """
-        self.saved_at, self.clock, self.is_due = step, time.monotonic(), False
-        if (directory := self.directory) is None:
+        self.saved_at = step
+        self.clock = time.monotonic()
+        self.is_due = False
+        if self.directory is None:
             return
         self.finish()
         self.has_saved = True
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
-        self._say_what_is_not_saved()
-        folder = directory.begin(step)
-
-        def commit(write: Callable[[], dict[str, Any]]) -> None:
-            directory.commit(step, write, config, is_best)
-            self.committed_at = step
-
+        self._warn_of_not_saved()
+        folder = self.directory.begin(step)
         if self.asynchronous:
             copies = shards.copy_to_host(tensors, folder)
-            self.pending = self._background.submit(self._write, copies, values, folder), commit
+            files = self._background.submit(self._write, copies, values, folder)
+            self.pending = PendingCheckpoint(step, files, config, is_best)
         else:  # in this thread: CUDA's current device is set per thread
-            commit(lambda: self._write(tensors, values, folder))
+            write = functools.partial(self._write, tensors, values, folder)
+            self.directory.commit(step, write, config, is_best)
+            self.committed_at = step
 
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing in the background. A step asks only while a checkpoint is `pending`."""
-        return self.pending is not None and not self.pending[0].done()
+        return self.pending is not None and not self.pending.files.done()
 
     def finish(self) -> None:
         """Wait for the checkpoint in the background, if any, and commit it. Collective. Raises the errors of `save`."""
-        if self.pending is not None:
-            (written, commit), self.pending = self.pending, None
-            commit(written.result)
+        if self.pending is not None and self.directory is not None:
+            pending = self.pending
+            self.pending = None
+            self.directory.commit(pending.step, pending.files.result, pending.config, pending.is_best)
+            self.committed_at = pending.step
 
     def newest_name(self) -> str | None:
-        """See `CheckpointDirectory.newest_name`."""
+        """Return the newest checkpoint's path, not verified, or None."""
         return None if self.directory is None else self.directory.newest_name()
 
-    def _say_what_is_not_saved(self) -> None:
+    def _warn_of_not_saved(self) -> None:
         """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
         names = self.state.model_state.not_saved()
-        if names and not self._not_saved:
+        if names and not self._has_warned_of_not_saved:
+            self._has_warned_of_not_saved = True
             log.warning(
                 "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a "
                 "forward registers or reshapes; a resumed run starts from their initial values. Register them as "
                 "buffers in __init__, or return them from get_extra_state",
                 listed(names, most=4),
             )
-        self._not_saved = self._not_saved or names
 
     def _write(self, tensors: dict[str, Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Write this rank's files and describe them: its shards, and on rank 0 the files common to all ranks."""
         shards.write(tensors, folder, self.ranks.saving_group)
-        own = list(folder.glob(f"__{self.ranks.rank}_*"))
+        paths = list(folder.glob(f"__{self.ranks.rank}_*"))
         if self.ranks.is_rank_zero:
             torch.save(values, folder / VALUES)
-            own += [folder / shards.METADATA, folder / VALUES]
-        for path in (*own, folder):
+            paths += [folder / shards.METADATA, folder / VALUES]
+        for path in paths:
             fsync(path)
-        return describe(sorted(own))
+        fsync(folder)
+        return describe(sorted(paths))
 
 
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its plain values. Collective.
+    """Fill `state` from the checkpoint at `path`, written by any number of ranks. Return its plain values. Collective.
 
     A weight average that was not saved is reset to the weights. Raises UserError if the checkpoint does not fit the
     model or the optimizer, or holds anything but tensors and plain values.
     """
-    values, sizes = load_values(path), shards.sizes(path)
+    values = load_values(path)
+    sizes = shards.sizes(path)
     with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
@@ -132,18 +155,23 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
 
 def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a newly built model, whole in this process, from the checkpoint at `path`: parameters by their average if
-    the run kept one. Returns the checkpoint's plain values. Raises UserError as `restore`.
+    the run kept one. Return the checkpoint's plain values. Raises UserError as `restore`.
 
-    filled: the model's sizes that the data determine, for that error.
+    Args:
+        model: the model.
+        path: the checkpoint.
+        filled: the model's sizes that the data determine, for that error.
     """
-    values, sizes = load_values(path), shards.sizes(path)
-    own, saved = ModelState(model), values["model_values"]
+    values = load_values(path)
+    sizes = shards.sizes(path)
+    model_state = ModelState(model)
+    model_values = values["model_values"]
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
-        tensors = {"model": own.tensors(saved), "buffers": own.buffers(sizes)}
+        tensors = {"model": model_state.tensors(model_values), "buffers": model_state.buffers(sizes)}
     shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
-        own.load_values(saved)
+        model_state.load_values(model_values)
     averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}
     shards.read({"average": averaged} if averaged else {}, path, None)
     state_dicts.load_stateful(Stateful(model=model), values["stateful"][0])
@@ -151,19 +179,26 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
 
 
 def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights in the checkpoint at `path`, whole, in host memory: parameters (their average if the run kept one)
-    and buffers. With adapters: the adapters, and what forwards have written in their base.
+    """Return the weights in the checkpoint at `path`, whole, in host memory: parameters (their average if the run kept
+    one) and buffers. With adapters: the adapters, and what forwards have written in their base.
 
     Raises UserError unless the checkpoint has adapters for the base of `model`, or neither has any.
     """
     with misfits_named(path):
         adapters.require_same_base(model, load_values(path)["base"])
-    saved = shards.sizes(path)
-    names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
-    sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
-    read = {source: torch.empty(saved[source][0], dtype=saved[source][1]) for source in sources.values()}
-    shards.fill(read, path, no_dist=True)
-    return {name: read[source] for name, source in sources.items()}
+    sizes = shards.sizes(path)
+    saved_names = {}
+    for saved_name in sizes:
+        part, _, name = saved_name.partition(".")
+        if part == "model":
+            average = f"average.{name}"
+            saved_names[name] = average if average in sizes else saved_name
+    tensors = {}
+    for saved_name in saved_names.values():
+        shape, dtype = sizes[saved_name]
+        tensors[saved_name] = torch.empty(shape, dtype=dtype)
+    shards.fill(tensors, path, no_dist=True)
+    return {name: tensors[saved_name] for name, saved_name in saved_names.items()}
 
 
 @contextlib.contextmanager
@@ -174,8 +209,8 @@ def misfits_named(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (UserError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        place = "" if isinstance(error, UserError) else f"{VALUES}: "
-        raise UserError(f"checkpoint {path} does not fit this configuration: {place}{error}") from error
+        file_name = "" if isinstance(error, UserError) else f"{VALUES}: "
+        raise UserError(f"checkpoint {path} does not fit this configuration: {file_name}{error}") from error
 
 
 def load_values(path: Path) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.checkpointer import load_values
-from trainapp.checkpoint.directory import checkpoints_in, damage, resolve
+from trainapp.checkpoint.directory import checkpoints_in, damage, resolve, step_of
 from trainapp.checkpoint.manifest import read_manifest
-from trainapp.checkpoint.state_dicts import Sizes, digest
+from trainapp.checkpoint.plain_values import digest
+from trainapp.checkpoint.shards import Sizes
 from trainapp.errors import UserError
 from trainapp.units import listed
 
@@ -30,34 +31,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of one shape differs. Both numbers are inf where only one run's values are finite.
-
-    largest: the largest absolute difference. relative: |a - b| / max(|a|, |b|), 2-norms. dtypes: if they differ.
-    """
+    """How a tensor of one shape differs. Both numbers are inf where only one run's values are finite."""
 
     name: str
-    largest: float
-    relative: float
-    dtypes: tuple[str, str] | None
+    largest: float  # the largest absolute difference
+    relative: float  # |a - b| / max(|a|, |b|), 2-norms
+    dtypes: tuple[str, str] | None  # if they differ
 
 
 @dataclass
 class CheckpointDifference:
-    """How two checkpoints differ. weights: model, buffers and weight average, the most different first.
-
-    others: names of further state that differs, such as the position in the data.
-    """
+    """How two checkpoints differ. Weights are those of the model, buffers and the weight average."""
 
     steps: tuple[int, int]
     equal: int = 0  # number of tensors of the weights that are equal bit for bit
-    weights: list[TensorDifference] = field(default_factory=list)
+    weights: list[TensorDifference] = field(default_factory=list)  # the most different first
     relative: float = 0.0  # the relative difference of all common weights as one vector
     shapes: list[tuple[str, str, str]] = field(default_factory=list)  # name and shapes of weights whose shapes differ
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     has_equal_values: bool = True  # what belongs to the weights but is not among the tensors
     has_equal_optimizer: bool = True
-    others: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # names of further state, such as the position in the data
 
     @property
     def has_same_tensors(self) -> bool:
@@ -76,17 +71,23 @@ class CheckpointDifference:
 def choose(run_a: Path, run_b: Path, which: int | str | None) -> tuple[Path, Path]:
     """Return the checkpoints of two runs to compare, verified.
 
-    which: a step; "best", the best of each run; or None, the newest of a step that both have, otherwise the newest of
-    each. Raises UserError where there is none, or only a damaged one.
+    Raises UserError where there is none, or only a damaged one.
+
+    Args:
+        run_a: a run directory.
+        run_b: another.
+        which: a step; "best", the best of each run; or None, the newest of a step that both have, otherwise the newest
+            of each.
     """
     if which == "best":
         return _best(run_a), _best(run_b)
     if isinstance(which, int):
         return _of_step(run_a, which), _of_step(run_b, which)
     names_of_b = [path.name for path in checkpoints_in(run_b / "checkpoints")]
-    for path in checkpoints_in(run_a / "checkpoints"):
-        if path.name in names_of_b and _are_good(path, run_b / "checkpoints" / path.name):
-            return path, run_b / "checkpoints" / path.name
+    for checkpoint_a in checkpoints_in(run_a / "checkpoints"):
+        checkpoint_b = run_b / "checkpoints" / checkpoint_a.name
+        if checkpoint_a.name in names_of_b and _are_good(checkpoint_a, checkpoint_b):
+            return checkpoint_a, checkpoint_b
     return resolve(str(run_a), "RUN_A"), resolve(str(run_b), "RUN_B")
 
 
@@ -95,7 +96,7 @@ def _best(run: Path) -> Path:
 
 
 def _of_step(run: Path, step: int) -> Path:
-    checkpoints = {int(path.name[5:]): path for path in checkpoints_in(run / "checkpoints")}
+    checkpoints = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
     if step not in checkpoints:
         steps = listed([str(number) for number in sorted(checkpoints)], most=9) or "none"
         raise UserError(f"trainapp diff --step {step}: {run} has no checkpoint of this step; it has: {steps}")
@@ -116,21 +117,31 @@ def _are_good(*paths: Path) -> bool:
 
 def compare(a: Path, b: Path) -> CheckpointDifference:
     """Compare two verified checkpoints, a part at a time. Raises UserError for one that cannot be read."""
-    sizes_of_a, sizes_of_b = shards.sizes(a), shards.sizes(b)
+    sizes_of_a = shards.sizes(a)
+    sizes_of_b = shards.sizes(b)
     difference = CheckpointDifference((read_manifest(a)["step"], read_manifest(b)["step"]))
     difference.only_in_a = sorted(filter(_is_weight, sizes_of_a.keys() - sizes_of_b.keys()))
     difference.only_in_b = sorted(filter(_is_weight, sizes_of_b.keys() - sizes_of_a.keys()))
+
     common = [name for name in sizes_of_a if name in sizes_of_b]
     with_one_shape = [name for name in common if sizes_of_a[name][0] == sizes_of_b[name][0]]
     for name in sorted(set(common).difference(with_one_shape)):
         if _is_weight(name):
-            shapes = str(tuple(sizes_of_a[name][0])), str(tuple(sizes_of_b[name][0]))
-            difference.shapes.append((name, *shapes))
-    others = (sizes_of_a.keys() | sizes_of_b.keys()).difference(with_one_shape)
-    difference.has_equal_optimizer = all(_is_weight(name) for name in others)
+            difference.shapes.append((name, _shape_text(sizes_of_a, name), _shape_text(sizes_of_b, name)))
+    not_comparable = (sizes_of_a.keys() | sizes_of_b.keys()).difference(with_one_shape)
+    difference.has_equal_optimizer = all(_is_weight(name) for name in not_comparable)
+
     _compare_tensors(difference, a, b, with_one_shape, sizes_of_a, sizes_of_b)
     _compare_values(difference, a, b)
     return difference
+
+
+def _is_weight(name: str) -> bool:
+    return name.partition(".")[0] != _OPTIMIZER
+
+
+def _shape_text(sizes: Sizes, name: str) -> str:
+    return str(tuple(sizes[name][0]))
 
 
 def _compare_tensors(
@@ -139,9 +150,11 @@ def _compare_tensors(
     """Compare the tensors of these names, which have one shape."""
     total = _Distance()
     for part in _parts(names, sizes_of_a, sizes_of_b):
-        tensors_of_a, tensors_of_b = _read(a, part, sizes_of_a), _read(b, part, sizes_of_b)
+        tensors_of_a = _read(a, part, sizes_of_a)
+        tensors_of_b = _read(b, part, sizes_of_b)
         for name in part:
-            tensor_of_a, tensor_of_b = tensors_of_a[name], tensors_of_b[name]
+            tensor_of_a = tensors_of_a[name]
+            tensor_of_b = tensors_of_b[name]
             is_equal = _has_equal_bits(tensor_of_a, tensor_of_b)
             if not _is_weight(name):
                 difference.has_equal_optimizer &= is_equal
@@ -149,7 +162,8 @@ def _compare_tensors(
             distance = _Distance()
             distance.measure(tensor_of_a, tensor_of_b)
             if is_equal:
-                distance.largest = distance.squares = 0.0  # inf - inf is nan: equal infinities have distance 0
+                distance.largest = 0.0  # inf - inf is nan: equal infinities have distance 0
+                distance.squares = 0.0
                 difference.equal += 1
             else:
                 difference.weights.append(_tensor_difference(name, tensor_of_a, tensor_of_b, distance))
@@ -160,7 +174,8 @@ def _compare_tensors(
 
 def _compare_values(difference: CheckpointDifference, a: Path, b: Path) -> None:
     """Compare everything besides the tensors."""
-    values_of_a, values_of_b = load_values(a), load_values(b)
+    values_of_a = load_values(a)
+    values_of_b = load_values(b)
     for name in sorted(values_of_a.keys() | values_of_b.keys()):
         if name in _NOT_COMPARED or digest(values_of_a.get(name)) == digest(values_of_b.get(name)):
             continue
@@ -170,10 +185,6 @@ def _compare_values(difference: CheckpointDifference, a: Path, b: Path) -> None:
             difference.has_equal_optimizer = False
         else:
             difference.others.append(name)
-
-
-def _is_weight(name: str) -> bool:
-    return name.partition(".")[0] != _OPTIMIZER
 
 
 def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterator[list[str]]:
@@ -187,7 +198,8 @@ def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterat
         size = shape.numel() * max(dtype.itemsize, sizes_of_b[name][1].itemsize)
         if part and bytes_of_part + size > _AT_ONCE:
             yield part
-            part, bytes_of_part = [], 0
+            part = []
+            bytes_of_part = 0
         part.append(name)
         bytes_of_part += size
     if part:
@@ -222,11 +234,13 @@ class _Distance:
     def measure(self, a: Tensor, b: Tensor) -> None:
         """Add two tensors of one shape, in 64 bits."""
         wide = torch.complex128 if a.is_complex() else torch.float64
-        parts_of_a, parts_of_b = (tensor.reshape(-1).split(_WIDE_AT_ONCE) for tensor in (a, b))
+        parts_of_a = a.reshape(-1).split(_WIDE_AT_ONCE)
+        parts_of_b = b.reshape(-1).split(_WIDE_AT_ONCE)
         for part_of_a, part_of_b in zip(parts_of_a, parts_of_b, strict=True):
             if not part_of_a.numel():
                 continue
-            values_of_a, values_of_b = part_of_a.to(wide), part_of_b.to(wide)
+            values_of_a = part_of_a.to(wide)
+            values_of_b = part_of_b.to(wide)
             distances = (values_of_a - values_of_b).abs()
             largest = float(distances.max())
             self.largest = max(self.largest, largest if math.isfinite(largest) else math.inf)
@@ -235,7 +249,7 @@ class _Distance:
             self.squares_of_b += float(values_of_b.abs().square().sum())
 
     def add(self, other: "_Distance") -> None:
-        """Add another tensor's."""
+        """Add another tensor's distance."""
         self.largest = max(self.largest, other.largest)
         self.squares += other.squares
         self.squares_of_a += other.squares_of_a

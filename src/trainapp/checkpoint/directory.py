@@ -36,47 +36,71 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run directory. keep_last: number of newest ones to keep, in addition to the best."""
+    """The checkpoints of one run directory.
+
+    Args:
+        run_dir: the run directory.
+        keep_last: number of newest checkpoints to keep, in addition to the best.
+        ranks: the ranks that write a checkpoint together.
+    """
 
     def __init__(self, run_dir: Path, keep_last: int = 1, ranks: Ranks | None = None):
         self.folder = run_dir / "checkpoints"
-        self.keep_last, self.ranks = keep_last, ranks or SingleRank()
+        self.keep_last = keep_last
+        self.ranks = ranks or SingleRank()
 
     def begin(self, step: int) -> Path:
-        """The empty folder to write the checkpoint of `step` into. Collective. Raises TrainingStopped as `commit`."""
+        """Make and return the empty folder to write the checkpoint of `step` into. Collective. Raises TrainingStopped
+        as `commit`.
+        """
         folder = self._temporary(step)
 
-        def make() -> None:
-            for leftover in self.folder.glob(".tmp-*"):  # left by a killed process
-                _delete(leftover)
-            folder.mkdir(parents=True)
+        def make_folder() -> None:
+            if self.ranks.is_rank_zero:
+                for unfinished in self.folder.glob(".tmp-*"):  # by a killed process
+                    _delete(unfinished)
+                folder.mkdir(parents=True)
 
-        self._on_all_ranks(step, make if self.ranks.is_rank_zero else lambda: None)
+        self._on_all_ranks(step, make_folder)
         return folder
 
     def commit(self, step: int, write: Callable[[], dict[str, Any]], config: dict[str, Any], is_best: bool) -> None:
         """Give the folder from `begin` its files, manifest and name; remove checkpoints beyond `keep_last`. Collective.
 
-        write: writes this rank's files, or waits until they are written; returns their `describe`. config: for the
-        manifest. Raises TrainingStopped on all ranks, and removes the folder, if the disk refuses a write on any.
+        Raises TrainingStopped on all ranks, and removes the folder, if the disk refuses a write on any.
+
+        Args:
+            step: the step.
+            write: writes this rank's files, or waits until they are written; returns their `describe`.
+            config: for the manifest.
+            is_best: whether it is the best so far.
         """
-        by_rank = self._on_all_ranks(step, write)
+        files: dict[str, Any] = {}
+        for files_of_rank in self._on_all_ranks(step, write):
+            files.update(files_of_rank)
 
         def publish() -> None:
-            temporary, final = self._temporary(step), self.folder / _name(step)
-            files = {name: entry for part in by_rank for name, entry in part.items()}
-            write_manifest(temporary, self._manifest(step, config, files))
-            former = _hide(final) if os.path.lexists(final) else None  # saved before the step's evaluation was repeated
-            os.replace(temporary, final)
-            fsync(self.folder)
-            if former is not None:
-                _delete(former)
-            if is_best:
-                with atomic_write(self.folder / "best", sync=True) as file:
-                    file.write(final.name + "\n")
-            self._prune(final)
+            if self.ranks.is_rank_zero:
+                self._publish(step, self._manifest(step, config, files), is_best)
 
-        self._on_all_ranks(step, publish if self.ranks.is_rank_zero else lambda: None)
+        self._on_all_ranks(step, publish)
+
+    def _publish(self, step: int, manifest: dict[str, Any], is_best: bool) -> None:
+        """Give a complete folder its manifest and name, and remove older checkpoints."""
+        temporary = self._temporary(step)
+        final = self.folder / _name(step)
+        write_manifest(temporary, manifest)
+        former = None
+        if os.path.lexists(final):  # saved before the step's evaluation was repeated
+            former = _hide(final)
+        os.replace(temporary, final)
+        fsync(self.folder)
+        if former is not None:
+            _delete(former)
+        if is_best:
+            with atomic_write(self.folder / "best", sync=True) as file:
+                file.write(final.name + "\n")
+        self._prune(final)
 
     def _manifest(self, step: int, config: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
         """Return the content of the manifest. files: result of `describe` for all ranks' files."""
@@ -93,14 +117,16 @@ class CheckpointDirectory:
         return self.folder / f".tmp-{_name(step)}"
 
     def _on_all_ranks(self, step: int, work: Callable[[], T]) -> list[T]:
-        """Every rank's result of `work`. Collective. Raises TrainingStopped as `commit`."""
-        result, refusal = None, None
+        """Return every rank's result of `work`. Collective. Raises TrainingStopped as `commit`."""
+        result = None
+        refusal = None
         try:
             result = work()
         except (OSError, RuntimeError, CheckpointException) as error:
             refusal = _refusal(error, self.ranks)
         by_rank = self.ranks.all_gather_object((result, refusal))
-        if refusals := [text for _, text in by_rank if text]:
+        refusals = [text for _, text in by_rank if text]
+        if refusals:
             if self.ranks.is_rank_zero:
                 with contextlib.suppress(OSError):
                     _delete(self._temporary(step))
@@ -111,7 +137,7 @@ class CheckpointDirectory:
         return [result for result, _ in by_rank]
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, or None. Logs a warning for each that does not.
+        """Return the newest checkpoint that verifies, or None. Logs a warning for each that does not.
 
         Raises UserError for one of another format.
         """
@@ -123,58 +149,75 @@ class CheckpointDirectory:
         return None
 
     def newest_name(self) -> str | None:
-        """The newest checkpoint's path, not verified."""
-        return next((str(path) for path in checkpoints_in(self.folder)), None)
+        """Return the newest checkpoint's path, not verified, or None."""
+        checkpoints = checkpoints_in(self.folder)
+        return str(checkpoints[0]) if checkpoints else None
 
     def best(self) -> Path | None:
-        """The best checkpoint by the objective, not verified, or None."""
-        with contextlib.suppress(OSError):
+        """Return the best checkpoint by the objective, not verified, or None."""
+        try:
             path = self.folder / (self.folder / "best").read_text().strip()
             return path if _is_checkpoint(path) else None
-        return None
+        except OSError:
+            return None
 
     def _prune(self, written: Path) -> None:
         """Keep the best and the newest up to `written`; later ones are damaged or from an abandoned branch."""
-        best, present = self.best(), checkpoints_in(self.folder)
-        position = present.index(written)
-        for path in present[:position]:
+        best = self.best()
+        checkpoints = checkpoints_in(self.folder)
+        position = checkpoints.index(written)
+        for path in checkpoints[:position]:
             log.warning("removing checkpoint %s: the run was rolled back before it, and saved %s", path, written.name)
             _delete(_hide(path))
-        for path in present[position + self.keep_last :]:
+        for path in checkpoints[position + self.keep_last :]:
             if path != best:
                 _delete(_hide(path))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, including damaged ones. Other files are ignored."""
-    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=lambda path: int(path.name[5:]), reverse=True)
+    """Return the checkpoints in a folder, newest first, including damaged ones. Other files are ignored."""
+    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def names_checkpoint(value: str) -> bool:
-    """Whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
+    """Return whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
     path = Path(value).expanduser()
     return (path / "checkpoints").is_dir() or (path / MANIFEST).is_file() or (path.name == "best" and path.is_file())
 
 
 def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
-    """The checkpoint at this path; for a run's `checkpoints/best`, the best one; for a run directory, the newest good
-    one.
+    """Return the checkpoint at this path; for a run's `checkpoints/best`, the best one; for a run directory, the newest
+    good one.
 
-    setting: the setting with this value. Raises UserError if there is none, or if it cannot be used.
+    Raises UserError if there is none, or if it cannot be used.
+
+    Args:
+        value: the path.
+        setting: the setting with this value.
     """
-    name, path = f"{setting}={value}", Path(value).expanduser()
+    name = f"{setting}={value}"
+    path = Path(value).expanduser()
     if not path.exists():
-        has_last = path.name == "best" and path.parent.is_dir()
-        advice = "; the run saved none at an evaluation, or its objective=auto has no best (several updates): name its "
-        advice += "directory (of load, which='last')"
-        raise UserError(f"{name}: no such file or directory{advice if has_last else ''}")
+        message = f"{name}: no such file or directory"
+        if path.name == "best" and path.parent.is_dir():
+            message += (
+                "; the run saved none at an evaluation, or its objective=auto has no best (several updates): name its "
+                "directory (of load, which='last')"
+            )
+        raise UserError(message)
     if path.is_file() and path.name == "best":
         best = CheckpointDirectory(path.parent.parent).best()
         if best is None:
             raise UserError(f"{name}: the checkpoint that it names no longer exists")
         path = best
     if (path / MANIFEST).is_file():
-        if problem := damage(path):
+        problem = damage(path)
+        if problem is not None:
             raise UserError(f"{name}: this checkpoint {problem}")
         return path
     run_dir = path.parent if path.name == "checkpoints" else path
@@ -185,12 +228,12 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
 
 
 def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size in bytes and SHA-256 of each file, by name."""
+    """Return size in bytes and SHA-256 of each file, by name."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
 
 
 def damage(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, as a predicate ("is damaged ..."); None if it can.
+    """Return why the checkpoint at `path` cannot be used, as a predicate ("is damaged ..."); None if it can.
 
     Every file must have the size and digest in the manifest. Reads all files: about 3 s per GB.
     Raises UserError for another format.
@@ -222,21 +265,25 @@ def _name(step: int) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether the path, or its target, has a checkpoint's name and at least one of its files."""
-    return bool(_NAME.fullmatch(path.name)) and any((path / n).exists() for n in (MANIFEST, ".metadata", "values.pt"))
+    """Return whether the path, or its target, has a checkpoint's name and at least one of its files."""
+    if not _NAME.fullmatch(path.name):
+        return False
+    return any((path / name).exists() for name in (MANIFEST, ".metadata", "values.pt"))
 
 
 def _refusal(error: BaseException, ranks: Ranks) -> str:
-    """Why a disk refused a write, and on which rank. Raises `error` if it has another cause."""
+    """Return why a disk refused a write, and on which rank. Raises `error` if it has another cause."""
     rank = ranks.rank
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
-        rank, (error, _) = next(iter(error.failures.items()))
-    where, text = f"rank {rank}: " if ranks.world_size > 1 else "", str(error).strip()
+        rank, failure = next(iter(error.failures.items()))
+        error = failure[0]  # beside its traceback
+    prefix = f"rank {rank}: " if ranks.world_size > 1 else ""
+    text = str(error).strip()
     if isinstance(error, OSError):
-        return where + text
+        return prefix + text
     if not re.search(r"write|unexpected pos", text, re.IGNORECASE):
         raise error
-    return f"{where}a file could not be written to its end; is the disk full? (torch: {text})"
+    return f"{prefix}a file could not be written to its end; is the disk full? (torch: {text})"
 
 
 def _hide(path: Path) -> Path:

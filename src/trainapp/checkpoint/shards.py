@@ -23,6 +23,7 @@ from trainapp.errors import UserError
 from trainapp.units import flat, listed
 
 METADATA = ".metadata"
+Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # shape and dtype of saved tensors, by name
 _METADATA_CLASSES = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -51,6 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
+    """Do `getattr` for members of an enum alone."""
     if not isinstance(kind, EnumMeta):  # among the allowed names, only memory formats are an enum
         raise pickle.UnpicklingError(f"it names {kind}.{name}")
     return kind[name]
@@ -60,38 +62,44 @@ class SafeReader(FileSystemReader):
     """Reads the tensors that `write` wrote. Raises UserError for metadata that holds anything else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata."""
+        """Return the checkpoint's metadata."""
         path = Path(self.path) / METADATA
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
             entries = metadata.state_dict_metadata.items()
-            others = [name for name, entry in entries if type(entry) is not TensorStorageMetadata]
+            not_tensors = [name for name, entry in entries if type(entry) is not TensorStorageMetadata]
         except Exception as error:  # planted or damaged bytes raise nearly anything
             raise UserError(
                 f"checkpoint {self.path}: its metadata is not a checkpoint's; not loaded: {error}"
             ) from None
-        if others:  # torch would unpickle them, whatever was requested
-            raise UserError(f"checkpoint {self.path}: {others[0]} is not a tensor; not loaded")
+        if not_tensors:  # torch would unpickle them, whatever was requested
+            raise UserError(f"checkpoint {self.path}: {not_tensors[0]} is not a tensor; not loaded")
         return metadata
 
 
 def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy of nested dicts of tensors in host memory, for `write` to save while training changes the originals."""
-    return _writer(folder).stage(_filled(tensors))
+    """Return a copy of nested dicts of tensors in host memory, for `write` to save while training changes the
+    originals.
+    """
+    return _writer(folder).stage(_without_empty_dicts(tensors))
 
 
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the tensors in nested dicts into the existing `folder`, each rank its part. Collective over `group`.
 
-    group: a group used for nothing else, since this may run in a thread during training; None for a single process.
     Raises CheckpointException, a BaseException, on every rank if one could not write.
+
+    Args:
+        tensors: nested dicts of tensors, whole or sharded.
+        folder: the checkpoint.
+        group: a group used for nothing else, since this may run in a thread during training; None for a single process.
     """
-    save(_filled(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
+    save(_without_empty_dicts(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
 
-def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of the saved tensors by name: `model.fc.weight`.
+def sizes(folder: Path) -> Sizes:
+    """Return shape and dtype of the saved tensors by name: `model.fc.weight`.
 
     Raises UserError for metadata that holds anything else.
     """
@@ -106,11 +114,17 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None,
     `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise, with the hint at its
     end.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in flat(_filled(tensors))}
-    saved = {name: tuple(size) for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
-    lacking = own.keys() - saved.keys() | {name for name in saved.keys() - own.keys() if name[:8] != "buffers."}
-    others = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
-    differences = sorted(lacking) + [f"{name} {saved[name]} instead of {own[name]}" for name in others]
+    shapes = {name: tuple(tensor.shape) for name, tensor in flat(_without_empty_dicts(tensors))}
+    saved_shapes = {}
+    for name, (shape, _) in sizes(folder).items():
+        if name.partition(".")[0] in tensors:
+            saved_shapes[name] = tuple(shape)
+    only_here = shapes.keys() - saved_shapes.keys()
+    only_saved = {name for name in saved_shapes.keys() - shapes.keys() if not name.startswith("buffers.")}
+    differences = sorted(only_here | only_saved)
+    for name in sorted(shapes.keys() & saved_shapes.keys()):
+        if shapes[name] != saved_shapes[name]:
+            differences.append(f"{name} {saved_shapes[name]} instead of {shapes[name]}")
     if differences:
         raise UserError(
             f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "
@@ -122,7 +136,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None,
 def fill(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
     """Fill the tensors in nested dicts, in place. options: of torch's `load`. Raises UserError for unreadable files."""
     try:
-        load(_filled(tensors), storage_reader=SafeReader(str(folder)), **options)
+        load(_without_empty_dicts(tensors), storage_reader=SafeReader(str(folder)), **options)
     except dcp.api.CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
         raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
@@ -133,7 +147,13 @@ def _writer(folder: Path) -> FileSystemWriter:
     return FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
 
 
-def _filled(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without empty dicts, which torch would pickle."""
-    inner = {name: _filled(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: value for name, value in inner.items() if not (isinstance(value, dict) and not value)}
+def _without_empty_dicts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested dicts without those that are empty, which torch would pickle."""
+    filled = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            value = _without_empty_dicts(value)
+            if not value:
+                continue
+        filled[name] = value
+    return filled

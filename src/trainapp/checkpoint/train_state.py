@@ -2,15 +2,17 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainapp.checkpoint import state_dicts
-from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
+from trainapp.checkpoint import optimizer_state, state_dicts
+from trainapp.checkpoint.plain_values import decoded, digest, encoded
+from trainapp.checkpoint.shards import Sizes
+from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
@@ -18,7 +20,7 @@ from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.stateful import Stateful
+from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
@@ -26,27 +28,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Update:
-    """The parameters, optimizer and schedule of one update. A step has one, or several in turn: see `updates`.
-
-    name: empty for a step's only update. parameters: the parameters it trains. precision: with its own loss scale.
-    schedule: of its learning rates. number: its index in the step. every: its interval in steps, see `update_after`.
-    """
+    """The parameters, optimizer and schedule of one update. A step has one, or several in turn: see `updates`."""
 
     optimizer: torch.optim.Optimizer
-    precision: Precision
-    name: str = ""
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    schedule: Schedule = field(default_factory=Schedule)
-    number: int = 0
-    every: int = 1
+    precision: Precision  # with the update's own loss scale
+    name: str = ""  # empty for a step's only update
+    parameters: list[nn.Parameter] = field(default_factory=list)  # those it trains
+    schedule: Schedule = field(default_factory=Schedule)  # of its learning rates
+    number: int = 0  # its index in the step
+    every: int = 1  # its interval in steps, see `update_after`
     # Options of the newly built groups: later differences are state, not configuration.
     built_options: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.built_options = state_dicts.options(self.optimizer)
+        self.built_options = optimizer_state.group_options(self.optimizer)
 
     def named(self, metric: str) -> str:
-        """A metric's name in the log, with the update's name if there are several."""
+        """Return a metric's name in the log, with the update's name if there are several."""
         return f"{self.name}/{metric}" if self.name else metric
 
 
@@ -65,9 +63,8 @@ class TrainState:
     data_order: str = "permutation"  # the order in which they are counted: `Source.order_name`
     class_names: list[str] = field(default_factory=list)  # the training data's class names, if any
     vocabulary: str = ""  # digest of the training data's tokenizer, if any
-    filled: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the model's sizes that the data determine: see `Resources`
+    # The model's sizes that the data determine: see `Resources`.
+    filled: Mapping[str, Any] = field(default_factory=dict)
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     model_state: ModelState = field(init=False)
 
@@ -100,27 +97,30 @@ class TrainState:
         """The current update's precision; all have the same autocast."""
         return self.update.precision
 
-    def _by_update(self, of: Callable[[Update], Any]) -> Any:
-        """A checkpoint's entry for each update, by name; without a name if there is only one."""
+    def _by_update(self, values: list[Any]) -> Any:
+        """Return the values of all updates as a checkpoint has them: by name, or without one if there is only one."""
         if not self.updates[0].name:
-            return of(self.updates[0])
-        return {update.name: of(update) for update in self.updates}
+            return values[0]
+        return {update.name: value for update, value in zip(self.updates, values, strict=True)}
 
-    def _saved_by_update(self, saved: Any) -> list[tuple[Update, Any]]:
-        """The inverse of `_by_update`."""
+    def _with_saved(self, saved: Any) -> list[tuple[Update, Any]]:
+        """Return each update with its value in `saved`, a result of `_by_update`."""
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
     def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
+        """Return model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
 
-        values: the values saved with them; None: this rank's. sizes: shapes and dtypes of the tensors in a checkpoint,
-        if it is to be read into these after `follow`.
+        Args:
+            values: the values saved with them; None: this rank's.
+            sizes: shapes and dtypes of the tensors in a checkpoint, if it is to be read into these after `follow`.
         """
-        of_model = values["model_values"] if values else self.model_state.values(SingleRank())
+        model_values = values["model_values"] if values else self.model_state.values(SingleRank())
         tensors = {
-            "model": self.model_state.tensors(of_model),
+            "model": self.model_state.tensors(model_values),
             "buffers": self.model_state.buffers(sizes),
-            "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
+            "optimizer": self._by_update(
+                [optimizer_state.optimizer_tensors(self.model, update.optimizer) for update in self.updates]
+            ),
         }
         average = dict(zip(self.average.names, self.average.averages, strict=True))
         if average and (sizes is None or any(name.startswith("average.") for name in sizes)):
@@ -128,13 +128,13 @@ class TrainState:
         return tensors
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
-        """Everything except `tensors`: plain values and small tensors. Collective.
+        """Return everything except `tensors`: plain values and small tensors. Collective.
 
         Raises UserError for a value that a checkpoint cannot hold.
         """
         base = adapters.base_of(self.model)
         return {
-            "scaler": self._by_update(lambda update: update.precision.scaler.state_dict()),
+            "scaler": self._by_update([update.precision.scaler.state_dict() for update in self.updates]),
             "progress": dataclasses.asdict(self.progress),
             "stateful": self._stateful_values(ranks),
             "average_step": self.average.step,
@@ -147,54 +147,61 @@ class TrainState:
             },
             "base": None if base is None else base.digest,
             "model_values": self.model_state.values(ranks),
-            "optimizer_values": self._by_update(
-                lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
-            ),
+            "optimizer_values": self._by_update([self._optimizer_values(update) for update in self.updates]),
             "updates": [update.name for update in self.updates],
             "class_names": self.class_names,
             "vocabulary": self.vocabulary,
             "filled": {setting: str(value) for setting, value in self.filled.items()},
-            "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
+            "schedule": self._by_update([_schedule_values(update) for update in self.updates]),
         }
 
     def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
-        """The states of other owners, by rank; only once if equal on all. Raises UserError on all ranks."""
-        own, problem = {}, ""
+        """Return the states of other owners, by rank; only once if equal on all. Raises UserError on all ranks."""
+        states = {}
+        problem = ""
         try:
-            own = state_dicts.stateful_values(self.stateful)
+            states = state_dicts.stateful_values(self.stateful)
         except UserError as error:
             problem = f"the checkpoint cannot be written: {error}"
-        by_rank = ranks.all_gather_object((problem, state_dicts.digest(own)))
-        if any(problems := [text for text, _ in by_rank]):
-            raise UserError(next(filter(None, problems)))
-        return [own] if len(set(by_rank)) == 1 else ranks.all_gather_object(own)
+        by_rank = ranks.all_gather_object((problem, digest(states)))
+        problems = [text for text, _ in by_rank if text]
+        if problems:
+            raise UserError(problems[0])
+        are_equal = len(set(by_rank)) == 1
+        return [states] if are_equal else ranks.all_gather_object(states)
+
+    def _optimizer_values(self, update: Update) -> dict[str, Any]:
+        return optimizer_state.optimizer_values(self.model, update.optimizer, update.built_options)
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
         """Allocate memory for the saved tensors, before they are read into `tensors`.
 
-        saved: the `values` stored with them. sizes: shapes and dtypes of the saved tensors.
         Raises UserError if the updates, the optimizers, the class names or the tokenizer differ, and for adapters that
         were trained on another base.
+
+        Args:
+            saved: the `values` stored with them.
+            sizes: shapes and dtypes of the saved tensors.
         """
         adapters.require_same_base(self.model, saved["base"])
-        names, before = [update.name for update in self.updates], saved["updates"]
-        if names != before:
-            now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
-            raise UserError(f"it was saved with {then}, but this run has {now}")
+        names = [update.name for update in self.updates]
+        if names != saved["updates"]:
+            then = _updates_text(saved["updates"])
+            raise UserError(f"it was saved with {then}, but this run has {_updates_text(names)}")
         require_same_data(self.class_names, self.vocabulary, saved)
-        for update, values in self._saved_by_update(saved["optimizer_values"]):
+        for update, values in self._with_saved(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
-            state_dicts.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
+            optimizer_state.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
 
     def load_values(self, saved: dict[str, Any]) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks, after the tensors are filled. Does not
         include `load_stateful`.
         """
         self.model_state.load_values(saved["model_values"])
-        for update, scaler in self._saved_by_update(saved["scaler"]):
+        for update, scaler in self._with_saved(saved["scaler"]):
             if update.precision.scaler.is_enabled() and scaler:
                 update.precision.scaler.load_state_dict(scaler)
-        for update, schedule in self._saved_by_update(saved["schedule"]):
+        for update, schedule in self._with_saved(saved["schedule"]):
             if schedule and update.schedule.state_dict():  # both are torch's
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
@@ -202,21 +209,33 @@ class TrainState:
 
     def load_stateful(self, saved: list[dict[str, Any]], ranks: Ranks) -> None:
         """Restore the states of other owners, by rank or one for all. Errors of their methods are raised unchanged."""
-        if len(saved) not in (1, ranks.world_size):
+        has_state_per_rank = len(saved) == ranks.world_size
+        if not has_state_per_rank and len(saved) != 1:
             log.warning(
                 "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",
                 len(saved),
                 ", ".join(saved[0]),
                 ranks.world_size,
             )
-        unknown = state_dicts.load_stateful(self.stateful, saved[ranks.rank if len(saved) == ranks.world_size else 0])
-        own = self.stateful.owners  # callbacks that are no longer configured are ignored
-        unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
-        if unknown:
+        states = saved[ranks.rank if has_state_per_rank else 0]
+        unmatched = []
+        for name in state_dicts.load_stateful(self.stateful, states):
+            is_removed_callback = name.startswith("callbacks.") and name not in self.stateful.owners
+            if not is_removed_callback:
+                unmatched.append(name)
+        if unmatched:
             log.warning(
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",
-                ", ".join(unknown),
+                ", ".join(unmatched),
             )
+
+
+def _schedule_values(update: Update) -> Any:
+    return encoded(update.schedule.state_dict(), "the schedule's state")
+
+
+def _updates_text(names: list[str]) -> str:
+    return f"the updates {', '.join(names)}" if any(names) else "one optimizer"
 
 
 def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
@@ -224,9 +243,8 @@ def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
     now and then. Empty if there is nothing to say.
     """
     now = {setting: str(value) for setting, value in filled.items()}
-    if (
-        "filled" not in saved
-    ):  # by a version that filled in only the model's own parameters, such as `model.num_classes`
+    # Without this key: by a version that filled in only the model's own parameters, such as `model.num_classes`.
+    if "filled" not in saved:
         nested = [f"{setting}={value}" for setting, value in now.items() if setting.count(".") > 1]
         if not nested:
             return ""
@@ -241,13 +259,15 @@ def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
 
 
 def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[str, Any]) -> None:
-    """Raises UserError if inputs or outputs have another meaning than in `saved`, the values of a checkpoint. Class
+    """Raise UserError if inputs or outputs have another meaning than in `saved`, the values of a checkpoint. Class
     names, or a tokenizer's digest, that only one side has are ignored.
     """
-    before, now = saved["class_names"], [str(name) for name in class_names]
+    before = saved["class_names"]
+    now = [str(name) for name in class_names]
     if before and now and before != now:
-        pairs = zip(before, now, strict=False)
-        changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(now)}"]
+        changed = [f"{old} (now {new})" for old, new in zip(before, now, strict=False) if old != new]
+        if not changed:  # one list is the beginning of the other
+            changed = [f"{len(before)}, now {len(now)}"]
         raise UserError(
             f"the data's class names have changed since it was saved: {listed(changed)}; restore the folders "
             "or the names, or start a new run from its weights with model.init_from=RUN"

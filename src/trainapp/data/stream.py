@@ -13,7 +13,7 @@ from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Shard, StreamPosition
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
-from trainapp.snapshot import checksum
+from trainapp.state.checksum import checksum
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainapp.errors import UserError
 from trainapp.hooks.metric_state import note_on_error, wrap_metric
 from trainapp.parallel.ranks import Ranks
-from trainapp.stateful import held_tensors
+from trainapp.state.stateful import held_tensors
 from trainapp.units import suggest
 
 EVERY = "*"  # the name under which a task passes arguments to all configured metrics that it does not name

@@ -23,7 +23,7 @@ from trainapp.errors import UserError
 from trainapp.models.huggingface import drawn
 from trainapp.models.inspect import blocks_of, heads
 from trainapp.models.weights import load_weights
-from trainapp.snapshot import checksum
+from trainapp.state.checksum import checksum
 from trainapp.torch_private import has_values
 from trainapp.units import listed
 

@@ -135,7 +135,7 @@ def _first_states(session: Session, carried: CarriedOver | None) -> dict[str, An
     states = {}
     for name, owner in owners.items():
         root = name.partition(".")[0]
-        if root.endswith("task") and not owner.is_held:
+        if root.endswith("task") and not owner.is_restored_elsewhere:
             states[name] = owner.copy()
     return states
 

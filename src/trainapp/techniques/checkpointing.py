@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.snapshot import Snapshot, State
-from trainapp.stateful import Owner, Stateful
+from trainapp.state.snapshot import Snapshot, State
+from trainapp.state.stateful import Owner, Stateful
 from trainapp.torch_private import ATTENTION_OPERATORS, draws_numbers, set_activation_memory_budget, version_of
 
 Mode = Literal["none", "selective", "full"]
@@ -178,7 +178,7 @@ class Recomputed:
         if any(version_of(tensor) != version for tensor, version in input_versions):
             written = "a tensor that it is called with"
         input_versions.clear()  # the tensors must not live as long as the graph
-        if state.versions != state.structure.versions():
+        if state.has_new_versions():
             written = "a parameter"
         if written is not None:
             raise TrainingStopped(

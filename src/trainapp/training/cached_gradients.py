@@ -28,7 +28,7 @@ from trainapp.models.inspect import parameters_behind
 from trainapp.optim.precision import Number
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
-from trainapp.snapshot import MOVED_ON
+from trainapp.state.snapshot import MOVED_ON
 from trainapp.training.engine import BatchContext, Engine, Totals
 from trainapp.training.phase import Phase
 

@@ -25,7 +25,7 @@ from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scal
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy, requires_grad_only
 from trainapp.rng import DrawRecord, SampleDraws, seed_from
-from trainapp.snapshot import MOVED_ON, Snapshot
+from trainapp.state.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
 from trainapp.training.phase import Phase, UpdateContext
 

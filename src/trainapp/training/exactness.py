@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.state_dicts import digest, encoded
+from trainapp.checkpoint.plain_values import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.snapshot import checksum
+from trainapp.state.checksum import checksum
 from trainapp.torch_private import local
 from trainapp.training.engine import Totals
 from trainapp.training.memory_watch import micro_batch_context
@@ -74,7 +74,7 @@ def outcome(session: Session, totals: Totals) -> dict[str, Any]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             results[f"{root}.{name}"] = _bits(tensor)
     for name, owner in state.stateful.owners.items():
-        if not owner.is_held:
+        if not owner.is_restored_elsewhere:
             results[name] = _digest(owner.copy())
     return results
 

@@ -18,7 +18,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
-from trainapp.snapshot import Snapshot, State
+from trainapp.state.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals

@@ -1,0 +1,112 @@
+"""The modules, tensors and attributes that a `Snapshot` records, collected once."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.state.stateful import can_be_restored, memory_of
+from trainapp.torch_private import is_shard, local, non_persistent_buffers, registries_of
+
+_LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
+REGISTRIES = 3  # of each module, in this order: parameters, buffers, submodules
+Shards = Mapping[tuple[int, str], Tensor]  # by the id of the registry and the name in it
+
+
+class Structure:
+    """The tensors and attributes of modules, and the attributes of other objects. Invalid as soon as a module holds
+    other tensors or submodules; nothing here runs in a step before that.
+
+    Args:
+        roots: modules, by the first part of their parameters' names.
+        objects: other objects, by name.
+        shards: see `find_shards`.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], objects: Mapping[str, Any], shards: Shards):
+        named_modules = _named_modules(roots)
+        self.modules = list({id(module): module for _, module in named_modules}.values())
+        self.registries: list[dict[str, Any]] = []
+        for module in self.modules:
+            self.registries.extend(registries_of(module))
+        self.contents = [dict(registry) for registry in self.registries]
+        users_modules = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
+        self.attributes: list[dict[str, Any]] = [vars(module) for module in users_modules]
+        self.objects: list[dict[str, Any]] = [vars(value) for value in objects.values()]
+
+        # Whose registry or attributes each is, in the order of `registries`, `attributes` and `objects`.
+        name_by_module = {id(module): name for name, module in named_modules}
+        self.holder_names: list[str] = []
+        for module in self.modules:
+            self.holder_names.extend([name_by_module[id(module)]] * REGISTRIES)
+        self.holder_names.extend(name_by_module[id(module)] for module in users_modules)
+        self.holder_names.extend(objects)
+
+        # For a quick comparison with what the modules hold later.
+        self.non_empty_registries = [registry for registry in self.registries if registry]
+        self.registered: list[Any] = []
+        for registry in self.non_empty_registries:
+            self.registered.extend(registry.values())
+
+        # The tensors, each under its first name.
+        self.parameters: dict[str, Tensor] = {}  # this rank's shards
+        self.leaves: list[Tensor] = []  # the parameters themselves
+        self.buffers: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}  # buffers that are not in the state dict
+        collected: set[int] = set()  # ids
+        for name, module in named_modules:
+            self._collect_tensors(name, module, shards, collected)
+        # Not copied in every step: their writes are found by version counters and checksums.
+        self.watched = {**self.parameters, **self.constants}
+
+    def _collect_tensors(self, module_name: str, module: nn.Module, shards: Shards, collected: set[int]) -> None:
+        parameters, buffers, _ = registries_of(module)
+        for name, parameter in _new_tensors(parameters, shards, collected):
+            self.leaves.append(parameter)
+            self.parameters[_joined(module_name, name)] = _local_memory(parameter)
+        outside_state_dict = non_persistent_buffers(module)
+        for name, buffer in _new_tensors(buffers, shards, collected):
+            tensors = self.constants if name in outside_state_dict else self.buffers
+            tensors[_joined(module_name, name)] = _local_memory(buffer)
+
+
+def find_shards(modules: Collection[nn.Module]) -> Shards:
+    """Return the modules' shards. FSDP2 swaps them for gathered parameters in every forward and restores them itself,
+    so they are looked up once, between forwards.
+    """
+    shards: dict[tuple[int, str], Tensor] = {}
+    for root in modules:
+        for module in root.modules():
+            for registry in registries_of(module):
+                for name, value in registry.items():
+                    if is_shard(value):
+                        shards[id(registry), name] = value
+    return shards
+
+
+def _named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return all modules below the roots. One that several roots hold appears with several names."""
+    named_modules = []
+    for root_name, root in roots.items():
+        for path, module in root.named_modules():
+            named_modules.append((_joined(root_name, path), module))
+    return named_modules
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _new_tensors(registry: dict[str, Any], shards: Shards, collected: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the registry's tensors that are not `collected` yet and can be restored, and mark them as collected."""
+    for name, value in registry.items():
+        tensor = shards.get((id(registry), name), value)
+        if tensor is not None and id(tensor) not in collected and can_be_restored(tensor):
+            collected.add(id(tensor))
+            yield name, tensor
+
+
+def _local_memory(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return memory_of(local(tensor))
