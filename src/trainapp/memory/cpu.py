@@ -20,7 +20,7 @@ WATCH_FACTOR = 10
 
 
 class CpuMemory(DeviceMemory):
-    """Counts live tensor storages, and enforces the limit on that count."""
+    """The CPU's memory: counts live tensor storages, and enforces the limit on that count."""
 
     def __init__(self, device: torch.device, settings: Memory):
         super().__init__(device, settings, total_bytes())

@@ -35,7 +35,7 @@ def without_headroom(available: int) -> int:
 
 
 class CudaMemory(DeviceMemory):
-    """Reads the caching allocator's counters; the limit is the allocator's own cap.
+    """CUDA memory: reads the caching allocator's counters; the limit is the allocator's own cap.
 
     Build it before anything is allocated for a run: it frees memory left by an earlier run in this process, and its cap
     also applies to the model. Without a limit the cap is the free memory less HEADROOM: the allocator stays intact

@@ -35,7 +35,7 @@ def prepare_allocator() -> None:
 
 
 def give_memory_back() -> None:
-    """After the host ran out of memory: return freed memory to the system, now and from now on.
+    """Return freed memory to the system, now and from now on. Call after the host ran out of memory.
 
     Otherwise malloc keeps freed memory in fragments, and a run that fits at 512 falls to 8. Costs speed (a step took
     1.7 times as long with every allocation a new mapping), hence only after an out-of-memory error.

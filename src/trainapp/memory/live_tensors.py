@@ -79,11 +79,11 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
 class _CountedStorage(NamedTuple):
     number: int  # as in the events
     size: int  # bytes
-    storage: "weakref.ref[torch.UntypedStorage]"  # counting must not keep anything alive
+    reference: "weakref.ref[torch.UntypedStorage]"  # counting must not keep anything alive
 
 
 class LiveTensors(DispatchMode):
-    """While active, counts the bytes of the storages that operations create, until they are freed.
+    """A counter of the bytes of the storages that operations create while it is active, until they are freed.
 
     Args:
         limit: in bytes, or None to only count.
@@ -153,7 +153,7 @@ class LiveTensors(DispatchMode):
         surviving = list(self._retained)
         for key, counted in list(self._alive.items()):  # a copy: a storage may be freed meanwhile
             if key not in gathered and counted.size >= SMALLEST_RETAINED:
-                surviving.append(counted.storage)
+                surviving.append(counted.reference)
         return surviving
 
     # --- categories
@@ -261,7 +261,7 @@ class LiveTensors(DispatchMode):
     def _is_empty(self, key: int) -> bool:
         """Return whether a storage that was counted is freed or empty."""
         counted = self._alive.get(key)
-        storage = None if counted is None else counted.storage()
+        storage = None if counted is None else counted.reference()
         return storage is None or storage.nbytes() == 0
 
     # --- which storages count

@@ -1,4 +1,4 @@
-"""Metal's memory."""
+"""The memory of Apple's GPUs."""
 
 import gc
 
@@ -9,7 +9,7 @@ from trainapp.memory.device import DeviceMemory
 
 
 class MpsMemory(DeviceMemory):
-    """Metal's driver keeps no peak, so the current value is reported instead."""
+    """Metal's memory. Its driver keeps no peak, so the current value is reported instead."""
 
     def __init__(self, device: torch.device, settings: Memory):
         total = torch.mps.recommended_max_memory()

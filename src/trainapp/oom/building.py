@@ -14,8 +14,10 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
-    """Use around building a run. Raises TrainingStopped for an out-of-memory error, even if it was reported as a
-    mistake: many are RuntimeErrors, as are the errors of an unsuitable optimizer or checkpoint.
+    """Explain an out-of-memory error inside the block, in which a run is built.
+
+    Raises TrainingStopped for it, even if it was reported as a mistake: many are RuntimeErrors, as are the errors of an
+    unsuitable optimizer or checkpoint.
 
     With several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but
     the launcher ends them when one fails.

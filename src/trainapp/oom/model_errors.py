@@ -6,7 +6,7 @@ from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
 # What models raise for too few samples. Not UserErrors, nor signals.
-OF_MODELS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
+MODEL_ERRORS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
 
 
 def has_too_few_samples(session: Session, error: Exception) -> bool:
@@ -36,7 +36,7 @@ def rejects_larger_size(session: Session, error: Exception) -> bool:
 
 
 def _is_of_model(session: Session, error: Exception) -> bool:
-    return isinstance(error, OF_MODELS) and session.engine.phase is Phase.FORWARD
+    return isinstance(error, MODEL_ERRORS) and session.engine.phase is Phase.FORWARD
 
 
 def _note_single_sample(session: Session, error: Exception, samples_in_step: int) -> None:

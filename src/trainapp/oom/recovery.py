@@ -40,7 +40,7 @@ def wait_for_device(session: Session) -> None:
 
 
 def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
-    """With several ranks: inform the others, and wait until all have left the step.
+    """Inform the other ranks, if any, and wait until all have left the step.
 
     If the others cannot be informed (without votes, or inside the commit), or if this process cannot recover, this
     worker ends with its own exit code; the launcher then restarts all workers from the last checkpoint, with the

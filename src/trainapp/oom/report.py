@@ -30,7 +30,7 @@ RESIDENT = (
     Category.COMMUNICATION_BUFFERS,
 )
 
-OF_UPDATE = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
+UPDATE_PHASES = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
 
 # Keys in files that differ from the fields' names; and fields that are not in files.
 FILE_KEYS = {"is_local": "alone", "unsupported_samples": "too_few"}
@@ -114,7 +114,7 @@ class OomReport:
             self.used,
             self.limit,
             is_size_independent,
-            is_optimizer_update=self.phase in OF_UPDATE,
+            is_optimizer_update=self.phase in UPDATE_PHASES,
         )
 
     @property
