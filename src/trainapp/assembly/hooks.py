@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly.trials import is_small
+from trainapp.assembly.probe import is_small
 from trainapp.config import excludes, targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainapp.assembly import checks, learned_draws, updates
+from trainapp.assembly.modes import reason_without_values
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
 from trainapp.assembly.sizes import compare_sizes
@@ -199,7 +200,7 @@ def _require_same_forward(config: Config, model: nn.Module, resources: Resources
     if not config.train.check_loss:
         resources.note_check(name, "not compared: train.check_loss=false")
         return
-    if reason := checks.without_values(model):
+    if reason := reason_without_values(model):
         resources.note_check(name, f"not compared: {reason}")
         return
     with preserved_rng(resources.device), resources.numerics.autocast:

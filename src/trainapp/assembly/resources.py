@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly import padding
 from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
-from trainapp.assembly.trials import SAMPLES, Samples, first_samples
+from trainapp.assembly.samples import COMPARED_SAMPLES, SEARCHED_SAMPLES, Samples, first_samples, with_cut
 from trainapp.config.schema import Config
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.loader import Fetcher
@@ -66,16 +65,16 @@ class Resources:
         first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
         only_stacks = Fetcher(self.targets.train_data, seed).only_stacks
-        data, indices = self.batches.source.first(SAMPLES if only_stacks else padding.LOOKED_AT)
+        data, indices = self.batches.source.first(COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES)
         if self.samples is None and not self.samples_error:
             stateful = Stateful(data=data)
             for module in stateful.modules.values():
                 module.to(self.device)
             try:
                 with Snapshot.of(stateful).undone():
-                    self.samples = first_samples(data, indices[:SAMPLES], seed)
+                    self.samples = first_samples(data, indices[:COMPARED_SAMPLES], seed)
                     if self.samples is not None:
-                        self.samples = padding.with_cut(self.samples, data, indices, seed, self.batches.split)
+                        self.samples = with_cut(self.samples, data, indices, seed, self.batches.split)
                 self.samples_error = "" if self.samples else "fewer than two samples"
             except Exception as error:
                 self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"
