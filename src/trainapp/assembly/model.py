@@ -47,45 +47,167 @@ log = logging.getLogger(__name__)
 
 
 def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
-    """The model on its device, spread over the ranks, with its optimizers and losses.
+    """Return an engine: the model on its device, spread over the ranks, with its optimizers and losses.
 
     In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
-    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
-    callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
+    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators. Raises
+    UserError for parts that do not fit together.
+
+    Args:
+        config: the run's.
+        resources: opened for it.
+        ranks: the processes of the run.
+        callbacks: the run's callbacks, whose state is saved with it.
     """
-    targets, device, precision = resources.targets, resources.device, resources.numerics
+    targets = resources.targets
+    device = resources.device
     is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
     model = built(config, resources, is_meta)
-    names = updates.names_of(config, model)
-    for own in config.by_optimizer():
-        require_suited(Situation(own, model, targets.knows_loss))
-    draw_record = DrawRecord()
-    by_sample = belong_to_samples(config.train.draws, device)
-    if by_sample:
-        for kind in {"cpu", device.type}:
-            install(kind)
-    if config.activity.trains:
-        draw_record = learned_draws.learnt(config, resources, model, ranks)
-        checks.require_sum(config, resources, model, ranks, draw_record)
-        if config.memory.loss_chunk is not None and targets.knows_loss:
-            _require_same_forward(config, model, resources)
+    parameter_names = updates.names_of(config, model)
+    for config_of_optimizer in config.by_optimizer():
+        require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
+
+    draws_by_sample = belong_to_samples(config.train.draws, device)
+    if draws_by_sample:
+        for device_type in {"cpu", device.type}:
+            install(device_type)
+    draw_record = _try_task(config, resources, model, ranks) if config.activity.trains else DrawRecord()
+
     if config.precision.mode in ("int8", "fp8"):
-        _quantize_products(model, config.precision.mode)
+        _quantize_matmuls(model, config.precision.mode)
     checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config)
     if config.train.compile:
-        draw_as_uncompiled(by_sample)
-        # With FSDP, torch compiles each block separately, from shared code: for different shapes it would compile for
-        # dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
-        model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
-    strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
+        _compile(model, config, draws_by_sample)
+
+    compute_dtype = resources.numerics.compute_dtype
+    strategy = _spread(config, model, ranks, compute_dtype, updates.parameters_of(model, parameter_names))
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
+
+    rows = config.memory.loss_chunk
+    return _kind_of_engine(config, targets)(
+        _train_state(config, resources, model, parameter_names, callbacks),
+        strategy,
+        losses.in_chunks(targets.task, rows),
+        {name: losses.in_chunks(task, rows) for name, task in targets.updates.items()},
+        config.train,
+        wrap_compute=None if offloading is None else offloading.wrap_compute,
+        stateful_metrics=frozenset(targets.hooks["metrics"]),
+        draw_record=draw_record,
+    )
+
+
+def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
+    """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
+    forwards draw. Raises UserError for a loss that is no sum, or that in chunks is another one. Collective.
+    """
+    draw_record = learned_draws.learnt(config, resources, model, ranks)
+    checks.require_sum(config, resources, model, ranks, draw_record)
+    if config.memory.loss_chunk is not None and resources.targets.knows_loss:
+        _require_same_forward(config, model, resources)
+    return draw_record
+
+
+def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
+    """Raise UserError unless the loss in chunks agrees with the model's forward on two samples."""
+    name = "loss in chunks"
+    if not config.train.check_loss:
+        resources.note_check(name, "not compared: train.check_loss=false")
+        return
+    reason = reason_without_values(model)
+    if reason:
+        resources.note_check(name, f"not compared: {reason}")
+        return
+    with preserved_rng(resources.device), resources.numerics.autocast:
+        batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
+        inputs, _ = inputs_and_targets(batch)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
+    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
+
+
+def _quantize_matmuls(model: nn.Module, kind: matmuls.Kind) -> None:
+    """Compute the matmuls of the blocks' linear layers in 8 bits. Raises UserError if none of them can be."""
+    layers = matmuls.quantizable(blocks_of(model, f"precision={kind}"))
+    if not layers:
+        raise UserError(
+            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
+            f"multiples of {matmuls.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+        )
+    matmuls.quantize(layers, kind)
+    total = sum(isinstance(module, nn.Linear) for module in model.modules())
+    log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
+
+
+def _compile(model: nn.Module, config: Config, draws_by_sample: bool) -> None:
+    draw_as_uncompiled(draws_by_sample)
+    if config.parallel.strategy == "fsdp":
+        # Torch compiles each block separately, from shared code: for different shapes it would compile for dynamic
+        # ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
+        model.compile(dynamic=False)
+    else:
+        model.compile()
+
+
+def _spread(
+    config: Config,
+    model: nn.Module,
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    trained_parameters: list[list[nn.Parameter]],
+) -> Strategy:
+    """Spread the model over the ranks. Return the strategy that does.
+
+    Args:
+        config: has the strategy.
+        model: on the device, or on the meta device for FSDP.
+        ranks: the processes.
+        compute_dtype: of forward and backward.
+        trained_parameters: of each update.
+    """
+    if ranks.world_size == 1:
+        return SingleDevice(model, ranks)
+    if config.parallel.strategy == "ddp":
+        return DDP(model, ranks, config.parallel.ddp, trained_parameters)
+    blocks = blocks_of(model, "parallel=fsdp")
+    # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
+    dtype = torch.float32 if batchnorms(model) else compute_dtype
+    return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
+
+
+def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:
+    """Allocate the shards of a model that was built on the meta device, and initialise them.
+
+    On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have
+    the same distribution. On CUDA torch draws shards as parts of the whole.
+    """
+    assert isinstance(strategy, FSDP)
+    strategy.to_empty(device)
+    if device.type == "cpu":
+        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
+        torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
+    initialise: Any = strategy.model.init_weights  # existence checked by `require_suited`
+    with torch.no_grad():
+        initialise()
+    seed_everything(config.train.seed)
+
+
+def _train_state(
+    config: Config,
+    resources: Resources,
+    model: nn.Module,
+    parameter_names: updates.Names,
+    callbacks: Mapping[str, Any] | None,
+) -> TrainState:
+    """Return the model's state with its optimizers and with all that is saved beside it; moves modules of that to the
+    device.
+    """
+    device = resources.device
     state = TrainState(
         model=model,
-        updates=updates.build(config, model, names, precision, device),
+        updates=updates.build(config, model, parameter_names, resources.numerics, device),
         average=WeightAverage(model, config.train.ema),
         device=device,
         seed=config.train.seed,
@@ -95,16 +217,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     )
     for module in state.stateful.modules.values():
         module.to(device)
-    return _kind_of_engine(config, targets)(
-        state,
-        strategy,
-        losses.in_chunks(targets.task, config.memory.loss_chunk),
-        {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in targets.updates.items()},
-        config.train,
-        wrap_compute=None if offloading is None else offloading.wrap_compute,
-        stateful_metrics=frozenset(targets.hooks["metrics"]),
-        draw_record=draw_record,
-    )
+    return state
 
 
 def _kind_of_engine(config: Config, targets: ResolvedTargets) -> type[Engine]:
@@ -114,18 +227,26 @@ def _kind_of_engine(config: Config, targets: ResolvedTargets) -> type[Engine]:
 
 
 class CachedInBackward(InBackward, CachedGradients):
-    """Both; the update happens during pass 3."""
+    """An engine of both kinds; the update happens during pass 3."""
+
+
+# --- the model
 
 
 def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
-    """The model in training mode on its device: constructed, its lazy modules given their shapes, its parameters frozen
-    and cast as the configuration says. is_meta: build it on the meta device.
+    """Return the model in training mode on its device: constructed, its lazy modules given their shapes, its parameters
+    frozen and cast as the configuration says.
+
+    Args:
+        config: the run's.
+        resources: opened for it.
+        is_meta: build it on the meta device.
     """
-    initial = "meta" if is_meta else resources.initial_device
-    with torch.device(initial) if initial else contextlib.nullcontext():
-        model = _constructed(config, resources)
     device = resources.device
-    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+    initial_device = "meta" if is_meta else resources.initial_device
+    with torch.device(initial_device) if initial_device else contextlib.nullcontext():
+        model = _construct_model(config, resources)
+    if not is_meta and not _is_on(device, model):
         model.to(device)
     model.train()
     materialise(model, resources, device, is_meta)
@@ -141,21 +262,16 @@ def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Mod
     return model
 
 
-def _constructed(config: Config, resources: Resources) -> nn.Module:
-    """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
+def _is_on(device: torch.device, model: nn.Module) -> bool:
+    tensors = (*model.parameters(), *model.buffers())
+    return all(tensor.device.type == device.type for tensor in tensors)
+
+
+def _construct_model(config: Config, resources: Resources) -> nn.Module:
+    """Return the model as constructed by its class. Raises UserError for a model that cannot read the data."""
     targets = resources.targets
     spec = Spec(targets.spec, filled=resources.filled)
-    required = [
-        name
-        for name, parameter in inspect.signature(targets.model).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    lacking = [name for name in required if name not in config.model.arguments and name not in spec.values]
-    if lacking:
-        raise UserError(
-            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
-        )
+    _require_arguments(config, targets, spec)
     model: Any = construct(targets.model, config.model.arguments, "model", config.user_packages, spec=spec)
     _require_training_switch(model)
     compare_sizes(config, targets, spec)
@@ -165,15 +281,30 @@ def _constructed(config: Config, resources: Resources) -> nn.Module:
     return model
 
 
+def _require_arguments(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
+    """Raise UserError if the model's class needs an argument that neither the user nor the data has."""
+    lacking = []
+    for name, parameter in inspect.signature(targets.model).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_required and name not in config.model.arguments and name not in spec.values:
+            lacking.append(name)
+    if lacking:
+        raise UserError(
+            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
+            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
+        )
+
+
 def _require_training_switch(model: nn.Module) -> None:
-    """Raises UserError for a module whose `train` is another function than torch's, such as a training loop."""
+    """Raise UserError for a module whose `train` is another function than torch's, such as a training loop."""
     for name, module in model.named_modules():
+        signature = inspect.signature(module.train)
         try:
-            inspect.signature(module.train).bind(True)
+            signature.bind(True)
         except TypeError:
-            place = f"its module {name}" if name else "it"
+            module_text = f"its module {name}" if name else "it"
             raise UserError(
-                f"model: {place} ({type(module).__name__}) has a method train{inspect.signature(module.train)}, which "
+                f"model: {module_text} ({type(module).__name__}) has a method train{signature}, which "
                 "replaces torch's train(mode=True), by which models are switched between training and evaluation; give "
                 "it another name"
             ) from None
@@ -181,7 +312,13 @@ def _require_training_switch(model: nn.Module) -> None:
 
 def materialise(model: nn.Module, resources: Resources, device: torch.device, is_meta: bool = False) -> None:
     """Give lazy modules their shapes by a forward of two samples, equal on every rank. Raises UserError for modules
-    that it does not reach. is_meta: whether the model has no values to compute with.
+    that it does not reach.
+
+    Args:
+        model: on the device.
+        resources: have the samples and the tasks.
+        device: of the forward.
+        is_meta: whether the model has no values to compute with.
     """
     if not is_meta and lazy_modules(model):
         model.eval()
@@ -189,69 +326,9 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
             for task in resources.targets.training_tasks:
                 task(model, map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2)))
         model.train()
-    if lazy := lazy_modules(model):
+    still_lazy = lazy_modules(model)
+    if still_lazy:
         reason = "parallel.fsdp.meta_init=true" if is_meta else "a forward of the first two samples"
-        raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; set them")
-
-
-def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
-    """Raises UserError unless the loss in chunks agrees with the model's forward on two samples."""
-    name = "loss in chunks"
-    if not config.train.check_loss:
-        resources.note_check(name, "not compared: train.check_loss=false")
-        return
-    if reason := reason_without_values(model):
-        resources.note_check(name, f"not compared: {reason}")
-        return
-    with preserved_rng(resources.device), resources.numerics.autocast:
-        batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
-        inputs, _ = inputs_and_targets(batch)
-        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
-    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
-
-
-def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
-    layers = matmuls.quantizable(blocks_of(model, f"precision={kind}"))
-    if not layers:
         raise UserError(
-            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
-            f"multiples of {matmuls.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+            f"model: the shapes of {', '.join(still_lazy)} are lazy and {reason} does not give them; set them"
         )
-    matmuls.quantize(layers, kind)
-    total = sum(isinstance(module, nn.Linear) for module in model.modules())
-    log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
-
-
-def _spread(
-    config: Config,
-    model: nn.Module,
-    ranks: Ranks,
-    compute_dtype: torch.dtype,
-    updates: list[list[nn.Parameter]],
-) -> Strategy:
-    if ranks.world_size == 1:
-        return SingleDevice(model, ranks)
-    if config.parallel.strategy == "ddp":
-        return DDP(model, ranks, config.parallel.ddp, updates)
-    blocks = blocks_of(model, "parallel=fsdp")
-    # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
-    dtype = torch.float32 if batchnorms(model) else compute_dtype
-    return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
-
-
-def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:
-    """Allocate the shards of a model that was built on the meta device, and initialise them.
-
-    On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have
-    the same distribution. On CUDA torch draws shards as parts of the whole.
-    """
-    assert isinstance(strategy, FSDP)
-    model = strategy.model
-    strategy.to_empty(device)
-    if device.type == "cpu":
-        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
-        torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
-    initialise: Any = model.init_weights  # existence checked by `require_suited`
-    with torch.no_grad():
-        initialise()
-    seed_everything(config.train.seed)
