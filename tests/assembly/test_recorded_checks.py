@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.assembly import modes
-from trainapp.assembly.model import assemble
+from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import open_resources
 from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from trainapp.assembly import hooks
-from trainapp.assembly.model import assemble
+from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import Resources, open_resources
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
