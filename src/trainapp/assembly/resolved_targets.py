@@ -57,7 +57,7 @@ class ResolvedTargets:
 
 def resolve_targets(config: Config) -> ResolvedTargets:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
-    targets_by_setting = located(config)
+    targets_by_setting = locate_targets(config)
     train_data, eval_data = _open_datasets(config, targets_by_setting)
     if not eval_data and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
@@ -76,7 +76,7 @@ def resolve_targets(config: Config) -> ResolvedTargets:
     )
 
 
-def located(config: Config) -> dict[str, Any]:
+def locate_targets(config: Config) -> dict[str, Any]:
     """Return the classes and functions that `data`, `model`, `eval`, the optimizers and the tasks name, by setting.
     Raises UserError with all errors at once.
     """
