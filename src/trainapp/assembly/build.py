@@ -110,9 +110,9 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
     if source is not None and names_checkpoint(source):
         path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
         weights = weights_in(path, state.model)
-        # A run of adapters saves them alone: their base need not be in the checkpoint.
-        may_be_missing = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
-        load_tensors(state.model, weights, strict, f"model.init_from={source}", may_be_missing)
+        # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
+        loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
+        load_tensors(state.model, weights, strict, f"model.init_from={source}", loaded_before)
         log.info("starting from the weights of %s", path)
     elif source is not None and adapters_base is None:
         load_weights(state.model, source, strict)

@@ -99,7 +99,7 @@ def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ran
     """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
     forwards draw. Raises UserError for a loss that is no sum, or that in chunks is another one. Collective.
     """
-    draw_record = learned_draws.learnt(config, resources, model, ranks)
+    draw_record = learned_draws.learn_draws(config, resources, model, ranks)
     checks.require_sum(config, resources, model, ranks, draw_record)
     if config.memory.loss_chunk is not None and resources.targets.knows_loss:
         _require_same_forward(config, model, resources)

@@ -40,7 +40,7 @@ BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of d
 Layouts = dict[int, DrawLayout]  # of the draws of a forward, by the draw's number
 
 
-def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
+def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
     """Return the first rank's record of draws. Collective. Call before the model is compiled or sharded. Restores all
     that a Snapshot covers. Raises errors of reading a stream.
     """
