@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from trainapp.assembly import checks, padding, trials
+from trainapp.assembly import checks
+from trainapp.assembly.modes import Mode
+from trainapp.assembly.precisions import probe_in_fp64
+from trainapp.assembly.probe import TaskProbe
+from trainapp.assembly.samples import SEARCHED_SAMPLES, Cut, first_samples, with_cut
+from trainapp.data.joining import is_padded
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.rng import DrawRecord
@@ -140,8 +145,8 @@ def test_an_honest_task_passes(tmp_path, caplog, kind):
 
 
 def samples_of(data, split=None):
-    indices = list(range(min(len(data), padding.LOOKED_AT)))
-    return padding.with_cut(trials.first_samples(data, indices[:4], 0), data, indices, 0, split)
+    indices = list(range(min(len(data), SEARCHED_SAMPLES)))
+    return with_cut(first_samples(data, indices[:4], 0), data, indices, 0, split)
 
 
 def outcome_for(task, model, samples, way="fp64"):
@@ -149,12 +154,12 @@ def outcome_for(task, model, samples, way="fp64"):
     arguments = (CheckedTask(task, "task=mine"), model, samples, torch.device("cpu"), 0)
     install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     if way == "fp64":
-        trial = trials.in_double(*arguments, noise=0.0)
+        trial = probe_in_fp64(*arguments, noise=0.0)
     elif way == "fp32":
-        trial = trials.TaskProbe(*arguments)
+        trial = TaskProbe(*arguments)
     else:
-        trial = trials.TaskProbe(*arguments, around=functools.partial(torch.autocast, "cpu", torch.bfloat16))
-    outcome = checks.outcome_of(trial, checks.Mode(arguments[0], EVALUATION, False), DrawRecord())
+        trial = TaskProbe(*arguments, call_context=functools.partial(torch.autocast, "cpu", torch.bfloat16))
+    outcome = checks.compare_batches(trial, Mode(arguments[0], EVALUATION, False), DrawRecord())
     return outcome.cut if outcome.cut is not None else outcome
 
 
@@ -457,10 +462,10 @@ def by_rows(batch, start, end):
 def test_a_batch_is_cut_as_the_data_says():
     """Where this changes nothing, the samples of a micro-batch are still collated by themselves."""
     samples = samples_of(Sequences("train"), without_padding)
-    assert samples.cut == trials.Cut(("ac", "A", "C"), is_padded=True)
+    assert samples.cut == Cut(("ac", "A", "C"), is_padded=True)
     assert outcome_for(counting_padding, Encoder(), samples).problem is not None
     assert outcome_for(honest, Encoder(), samples).dependence == ""
-    assert samples_of(Sequences("train"), by_rows).cut == trials.Cut(("ac", "a", "c"), is_padded=True)
+    assert samples_of(Sequences("train"), by_rows).cut == Cut(("ac", "a", "c"), is_padded=True)
 
 
 def test_what_is_padding():
@@ -469,8 +474,8 @@ def test_what_is_padding():
     left = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 7], [0, 0, 8]])
     lengths, halves = torch.tensor([3, 3, 1, 1]), [torch.tensor([3, 3]), torch.tensor([1, 1])]
     for whole in (right, left):
-        assert padding.is_padded((whole, lengths), list(zip(parts, halves, strict=True)))
-        assert padding.is_padded(whole.t(), [part.t() for part in parts])
-    assert not padding.is_padded(right[:, :2], parts)  # cut to the shortest
-    assert not padding.is_padded(right.flip(0), parts)
-    assert not padding.is_padded(right + 1, parts)
+        assert is_padded((whole, lengths), list(zip(parts, halves, strict=True)))
+        assert is_padded(whole.t(), [part.t() for part in parts])
+    assert not is_padded(right[:, :2], parts)  # cut to the shortest
+    assert not is_padded(right.flip(0), parts)
+    assert not is_padded(right + 1, parts)

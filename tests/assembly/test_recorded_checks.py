@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import checks
-from trainapp.assembly.model import assemble
+from trainapp.assembly import modes
+from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import open_resources
 from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask
@@ -47,7 +47,7 @@ def test_what_adds_up(tmp_path):
 
 def test_parts_of_trainapp_are_known(tmp_path):
     told = checks_of(tmp_path, *runs.MODELS["gpt"])
-    assert told == dict.fromkeys(("draws", "draws in training", "loss", "loss in training"), checks.NO_CHECK_NEEDED)
+    assert told == dict.fromkeys(("draws", "draws in training", "loss", "loss in training"), modes.NO_CHECK_NEEDED)
 
 
 # --- sparse tensors
@@ -367,8 +367,8 @@ def test_a_resumed_run_tells_what_was_checked_before(tmp_path):
 
 def test_parameters_without_values():
     """As with `parallel.fsdp.meta_init`, whose ranks are processes."""
-    assert checks.without_values(nn.Linear(2, 2, device="meta")).startswith("parameters have no values yet")
-    assert not checks.without_values(nn.Linear(2, 2))
+    assert modes.reason_without_values(nn.Linear(2, 2, device="meta")).startswith("parameters have no values yet")
+    assert not modes.reason_without_values(nn.Linear(2, 2))
 
 
 def first(model, batch):

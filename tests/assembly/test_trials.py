@@ -10,7 +10,7 @@ import test_recorded_checks
 import torch
 from torch import nn
 
-from trainapp.assembly import trials
+from trainapp.assembly import probe
 
 HERE = "user_packages=[own_tasks,test_trials]"
 SUM, MEAN = "task=own_tasks.total", "task=own_tasks.mean"
@@ -185,7 +185,7 @@ def test_a_penalty_that_is_a_mean_is_refused(tmp_path, arguments):
 
 @pytest.mark.parametrize("task", ["with_sum", "with_backward"])
 def test_trials_with_gradients_leave_nothing(tmp_path, monkeypatch, task):
-    monkeypatch.setattr(trials, "MOST_COPIED", 0)  # of the model itself
+    monkeypatch.setattr(probe, "MAX_COPIED_BYTES", 0)  # of the model itself
     PENALTIES.clear()
     gc.disable()  # nothing waits for it
     try:

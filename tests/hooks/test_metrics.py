@@ -221,7 +221,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     note = "in metrics.mine: update of a OfThree with what the task returns for it"
     assert notes("tried") == note
     assert not (tmp_path / "tried/metrics.jsonl").exists()
-    monkeypatch.setattr(hooks, "_tried", lambda run: set())
+    monkeypatch.setattr(hooks, "_try_on_examples", lambda run: set())
     assert notes("late") == note
     assert len(metrics(tmp_path / "late")) == 2
     with pytest.raises(KeyError, match="no such threshold") as failed:

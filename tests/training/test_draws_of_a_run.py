@@ -8,7 +8,7 @@ import runs
 import torch
 import writing_models
 
-from trainapp.assembly import model
+from trainapp.assembly import engine
 from trainapp.errors import UserError
 from trainapp.training import loop
 
@@ -116,7 +116,7 @@ def test_a_compiled_model_draws_the_same(tmp_path, monkeypatch, mode):
     plain = losses("plain", "batch.micro_size=16")
     compiled = ("train.compile=true", f"activation_checkpointing={mode}")
     assert losses("compiled", *compiled, "batch.micro_size=7") == pytest.approx(plain, rel=1e-4)
-    monkeypatch.setattr(model, "draw_as_uncompiled", lambda on: None)
+    monkeypatch.setattr(engine, "draw_as_uncompiled", lambda on: None)
     monkeypatch.setattr(torch._inductor.config, "fallback_random", False)
     torch.compiler.reset()
     assert losses("inductor", *compiled, "batch.micro_size=16") != pytest.approx(plain, rel=1e-3)

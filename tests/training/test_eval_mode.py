@@ -10,7 +10,7 @@ import runs
 import torch
 from torch import nn
 
-from trainapp.assembly import trials
+from trainapp.assembly import probe
 from trainapp.errors import UserError
 from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
@@ -196,7 +196,7 @@ def test_it_is_undone_before_a_stopped_run_is_saved(tmp_path):
 )
 def test_parameters_that_only_evaluations_write_are_named_once(tmp_path, caplog, monkeypatch, task, first):
     """There is no copy of a large model's when they are first written; from then on there is."""
-    monkeypatch.setattr(trials, "MOST_COPIED", 0)
+    monkeypatch.setattr(probe, "MAX_COPIED_BYTES", 0)
     own = (*runs.own_model("writing_models.OnlyInEvaluation"), *WRITES, task, "every.eval=2")
     runs.run(tmp_path, *own)
     assert f"{first} is the first to write model.scale in place, of which there was no copy yet" in caplog.text

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import checks, comparison, trials
+from trainapp.assembly import checks, comparison
+from trainapp.assembly.modes import Mode
+from trainapp.assembly.precisions import ProbeFactory, first_working_result, probe_in_fp64
+from trainapp.assembly.probe import Observer, RandomRounding, Sums, TaskProbe
+from trainapp.assembly.samples import Samples, first_samples
+from trainapp.data.joining import batch_dims, join_parts
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.losses import losses
@@ -281,9 +286,9 @@ def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
 
 def test_a_mean_over_many_is_told_however_small():
     losses = {"ab": (0.08, 2e5), "a": (0.0799, 1e5), "b": (0.0801, 1e5)}
-    results = {name: trials.Sums(*sums, {}, False) for name, sums in losses.items()}
+    results = {name: Sums(*sums, {}, False) for name, sums in losses.items()}
     for same in (True, False):
-        compared = comparison.Comparison(trials.Samples(4, {}, same), results)
+        compared = comparison.Comparison(Samples(4, {}, same), results)
         assert "is a mean" in compared.problem("task=mine", training=False)
 
 
@@ -291,11 +296,11 @@ def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
     halves = [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}]
-    assert not trials.batch_dims(whole, [whole, whole])
-    assert trials.batch_dims(whole, halves) == [0]
-    assert trials.joined(whole, halves[::-1], [0])["x"].tolist() == [2, 3, 0, 1]
+    assert not batch_dims(whole, [whole, whole])
+    assert batch_dims(whole, halves) == [0]
+    assert join_parts(whole, halves[::-1], [0])["x"].tolist() == [2, 3, 0, 1]
     table = torch.eye(3)
-    assert trials.batch_dims((whole["x"], table), [(half["x"], table) for half in halves]) == [0, None]
+    assert batch_dims((whole["x"], table), [(half["x"], table) for half in halves]) == [0, None]
 
 
 ROWS = torch.arange(1.0, 13.0).view(4, 3) * (torch.arange(12).view(4, 3) % 3 != 1)
@@ -313,13 +318,13 @@ BATCHED = {
 def test_so_are_those_of_sparse_and_nested_tensors(kind):
     make = BATCHED[kind]
     whole, a, b = make(ROWS), make(ROWS[:2]), make(ROWS[2:])
-    assert trials.batch_dims(whole, [a, b]) == [0]
-    assert not trials.batch_dims(whole, [b, a])
-    assert not trials.batch_dims(whole, [whole, whole])
-    swapped = trials.joined(whole, [b, a], [0])
+    assert batch_dims(whole, [a, b]) == [0]
+    assert not batch_dims(whole, [b, a])
+    assert not batch_dims(whole, [whole, whole])
+    swapped = join_parts(whole, [b, a], [0])
     assert swapped.layout is whole.layout
-    assert trials.batch_dims(swapped, [b, a]) == [0]
-    assert trials.batch_dims((ROWS, whole), [(ROWS[:2], whole), (ROWS[2:], whole)]) == [0, None]  # one for all batches
+    assert batch_dims(swapped, [b, a]) == [0]
+    assert batch_dims((ROWS, whole), [(ROWS[:2], whole), (ROWS[2:], whole)]) == [0, None]  # one for all batches
 
 
 class Calls:
@@ -341,32 +346,32 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.assembly.checks.outcome_of", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.assembly.checks.compare_batches", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
 
 
 # --- small terms, large rounding
 
-FOUR = trials.first_samples(Digits("train"), range(4), 0)
+FOUR = first_samples(Digits("train"), range(4), 0)
 
 
 def mode_of(task):
-    return checks.Mode(losses.CheckedTask(task, "mine"), EVALUATION, False)
+    return Mode(losses.CheckedTask(task, "mine"), EVALUATION, False)
 
 
 def found(task, model, ways=("double", "fp32"), samples=FOUR):
     """What the check finds, trying these ways one after another."""
     arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
-    half = {"around": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
+    half = {"call_context": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
     install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     known = {
-        "double": functools.partial(trials.in_double, *arguments, noise=0.0),
-        "fp32": functools.partial(trials.TaskProbe, *arguments),
-        "bf16": functools.partial(trials.TaskProbe, *arguments, **half),
+        "double": functools.partial(probe_in_fp64, *arguments, noise=0.0),
+        "fp32": functools.partial(TaskProbe, *arguments),
+        "bf16": functools.partial(TaskProbe, *arguments, **half),
     }
-    check = functools.partial(checks.outcome_of, mode=mode_of(task), draw_record=DrawRecord())
-    return trials.first_that_works([trials.Way(way, known[way]) for way in ways], check).result.problem
+    check = functools.partial(checks.compare_batches, mode=mode_of(task), draw_record=DrawRecord())
+    return first_working_result([ProbeFactory(way, known[way]) for way in ways], check).value.problem
 
 
 def entropy_of_mean(logits, *_):
@@ -408,7 +413,7 @@ def test_a_small_term_of_the_whole_batch_is_refused(term):
     assert "the loss is not a sum over samples" in found(task, model)
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
-    trial = trials.TaskProbe(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
+    trial = TaskProbe(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
     whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
     assert abs(whole - a - b) < 1e-3 * whole
 
@@ -504,7 +509,7 @@ def test_draws_are_seen_from_whatever_generator():
     values = torch.randn(2, 2, 8, 16)
 
     def seen(function):
-        with trials.Observed() as observed:
+        with Observer() as observed:
             function()
         return observed.draws
 
@@ -683,7 +688,7 @@ PRECISIONS = pytest.mark.parametrize("way", ["double", "fp32", "bf16"])
 def test_honest_metrics_pass(name, way, equal):
     for seed in range(4):
         torch.manual_seed(seed)
-        samples = trials.first_samples(Digits("train"), range(4 * seed, 4 * seed + 4), 0)
+        samples = first_samples(Digits("train"), range(4 * seed, 4 * seed + 4), 0)
         assert found(metric_of(PER_SAMPLE_METRICS[name]), Normalised(10, equal), [way], samples) is None
 
 
@@ -731,7 +736,7 @@ def test_rounding_changes_what_is_computed_and_nothing_else():
     before, mask = values.clone(), values > 0
 
     def rounded(function, seed=0):
-        with trials.Rounding(torch.device("cpu"), seed):
+        with RandomRounding(torch.device("cpu"), seed):
             return function()
 
     changed = rounded(lambda: values * 2)

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from trainapp.assembly import hooks
-from trainapp.assembly.model import assemble
+from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import Resources, open_resources
 from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
 from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
@@ -32,10 +32,15 @@ log = logging.getLogger(__name__)
 def build(
     config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
 ) -> Session:
-    """A session without micro-batch sizes that writes nothing yet: see `runner.prepare`.
+    """Return a session without micro-batch sizes that writes nothing yet: see `runner.prepare`. Raises UserError for
+    parts that do not fit together.
 
-    memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
-    resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
+    Args:
+        config: the run's.
+        stop: the request to stop.
+        ranks: the processes of the run.
+        memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
+        resumes: whether the caller restores a checkpoint.
     """
     resources = open_resources(config, ranks, memory=memory, resumes=resumes)
     try:
@@ -47,10 +52,11 @@ def build(
 
 def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: Ranks) -> Session:
     """Return the session that works with these resources."""
-    targets, memory = resources.targets, resources.memory
-    batches, eval_sets = resources.batches, resources.eval_sets
-    sets = list(targets.eval_data)
-    callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, sets)
+    targets = resources.targets
+    memory = resources.memory
+    batches = resources.batches
+    set_names = list(targets.eval_data)
+    callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, set_names)
     engine = assemble(config, resources, ranks, callbacks)
     state = engine.state
     if not resources.resumes:
@@ -58,7 +64,8 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     if resources.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: libraries have now allocated their own memory
-    state.data_samples, state.data_order = batches.samples, batches.source.order_name
+    state.data_samples = batches.samples
+    state.data_order = batches.source.order_name
     state.class_names = [str(name) for name in labels_of(targets.train_data)]
     state.vocabulary = str(getattr(targets.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
@@ -69,7 +76,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         engine=engine,
         ranks=ranks,
         batches=batches,
-        eval_sets=eval_sets,
+        eval_sets=resources.eval_sets,
         limits=Limits.of(config, batches, state.progress),
         memory=memory,
         meter=Meter(
@@ -84,7 +91,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         tracker=SilentTracker(Path(config.run_dir), targets.hooks["tracker"]),
         checkpointer=checkpointer,
         stop=stop,
-        objective=Objective.of(config, targets.task, sets),
+        objective=Objective.of(config, targets.task, set_names),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
         filled=resources.filled,
@@ -98,14 +105,17 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
 
 def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
     """Load `model.init_from`. Adapter models have loaded it into their base already."""
-    source, strict, base = config.model.init_from, config.model.init_strict, base_of(state.model)
+    source = config.model.init_from
+    strict = config.model.init_strict
+    adapters_base = base_of(state.model)
     if source is not None and names_checkpoint(source):
         path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
         weights = weights_in(path, state.model)
-        apart = frozenset() if base is None else base.names.difference(weights)
-        load_tensors(state.model, weights, strict, f"model.init_from={source}", apart)
+        # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
+        loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
+        load_tensors(state.model, weights, strict, f"model.init_from={source}", loaded_before)
         log.info("starting from the weights of %s", path)
-    elif source is not None and base is None:
+    elif source is not None and adapters_base is None:
         load_weights(state.model, source, strict)
     state.average.start_at_weights()
 
@@ -113,7 +123,8 @@ def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
 def start_tracking(session: Session) -> None:
     """Open the run's files, at the step where it starts or resumes. Training time counts from here."""
     if session.ranks.is_rank_zero:
-        config, step = session.config, session.state.progress.step
+        config = session.config
+        step = session.state.progress.step
         start = Start(Path(config.run_dir), step, config.to_dict(), continues=config.activity.trains)
         loggers = session.tracker.loggers if config.activity.computes_loss else {}
         session.tracker = Tracker(start, session.limits.length.total_steps, loggers)
@@ -122,9 +133,11 @@ def start_tracking(session: Session) -> None:
 
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer:
     settings = config.checkpointing
-    directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks) if settings.save else None
+    directory = None
     if settings.save:
-        for optimizer in state.optimizers if config.activity.trains else ():
-            require_loadable(optimizer)
+        directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
+        if config.activity.trains:
+            for optimizer in state.optimizers:
+                require_loadable(optimizer)
         stateful_values(state.stateful)  # raises UserError now rather than at the first save
     return Checkpointer(state, directory, ranks, settings.asynchronous)

@@ -14,7 +14,7 @@ Metrics are checked as strictly, since an objective may be one: in fp64, to near
 recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
 
 Where a batch is more than its halves joined, mostly because it is padded, it is also compared with its halves as
-training makes them (`assembly.padding`). A count that includes padding is refused. A loss or metric that depends on the
+training makes them (`assembly.samples`). A count that includes padding is refused. A loss or metric that depends on the
 padding may be meant (convolutions over padded audio): it is noted, and warned of before the first step.
 
 Costs six forwards in each mode, three of a large model, two thirds more of padded batches, and more if they do not add
@@ -24,120 +24,94 @@ up. A stream's samples are read once, and kept for training. What was compared, 
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from trainapp.assembly.comparison import IN_DOUBLE, Comparison
+from trainapp.assembly.comparison import MAX_FP64_EPSILON, Comparison
+from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
+from trainapp.assembly.precisions import FP64, ProbeResult, first_working_result, precisions_to_try
+from trainapp.assembly.probe import Observer, RandomRounding, Sums, TaskProbe
 from trainapp.assembly.resources import Resources
-from trainapp.assembly.trials import (
-    DOUBLE,
-    UNEVEN,
-    Observed,
-    Rounding,
-    Sums,
-    TaskProbe,
-    Tried,
-    first_that_works,
-    precisions_to_try,
-)
+from trainapp.assembly.samples import UNEVEN
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError, summary_of
-from trainapp.losses.losses import CheckedTask, has_embeddings, is_built_in, needs_whole_batch
+from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import PADDING, DrawRecord, SampleDraws, topic_of
-from trainapp.torch_private import has_values
-from trainapp.training.engine import training_draws
-from trainapp.training.evaluate import EVALUATION
 from trainapp.units import listed
 
 SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
-NOISE = 0.1  # standard deviation of what is added to parameters
+# Standard deviation of what is added to the parameters of copies. Initial weights are about as large: layers that begin
+# at zero then count, while the others still compute something like themselves.
+NOISE = 0.1
 REPEATS = 8  # computations with other rounding; of two numbers that are close, the larger one changes in some of them
-SWAPPED: tuple[str, ...] = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
-NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
+SWAPPED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
+REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
 
-
-class Mode(NamedTuple):
-    """How a task is called. work: names its draws in the record. update: the name of its update, if any."""
-
-    task: CheckedTask
-    work: str
-    training: bool
-    update: str = ""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a run calls the task with gradients."""
-        return self.work != EVALUATION
-
-    def check(self, subject: str) -> str:
-        """The name of a check of its "loss", "padding" or "draws" in `Resources.checks`."""
-        update = f" of update {self.update}" if self.update else ""
-        return f"{subject}{update}{' in training' if self.training else ''}"
+Results = dict[str, Sums]  # by the roles in a comparison: `ab` is the whole batch, `a` and `b` are its parts
 
 
 class Outcome(NamedTuple):
-    """Of a comparison. problem: the message about the task, None without one. text: what was compared, or why not.
-    dependence: the message about what depends on the micro-batch. cut: the outcome for a batch and its halves as
-    training makes them, see `Samples.cut`; None where `text` tells it, or where there is nothing to tell.
-    """
+    """The outcome of a comparison."""
 
-    problem: str | None
-    text: str
+    problem: str | None  # the message about the task, None without one
+    text: str  # what was compared, or why not
     is_compared: bool = True
-    dependence: str = ""
+    dependence: str = ""  # the message about what depends on the micro-batch
+    # For a batch and its halves as training makes them, see `Samples.cut`; None where `text` tells it, or where there
+    # is nothing to tell.
     cut: "Outcome | None" = None
 
 
-def modes_of(resources: Resources) -> list[Mode]:
-    """The tasks in evaluation and in training."""
-    task, updates = resources.targets.task, resources.targets.updates
-    modes = [Mode(task, EVALUATION, False)]
-    modes += [Mode(own, training_draws(name), False, name) for name, own in updates.items()]
-    modes += [Mode(own, training_draws(name), True, name) for name, own in (updates or {"": task}).items()]
-    return modes
-
-
-def is_known(mode: Mode, model: nn.Module) -> bool:
-    """Whether task and model are trainapp's own: samples never interact, and draws have them first."""
-    return type(model).__module__.startswith("trainapp.models.") and is_built_in(mode.task)
-
-
-def without_values(model: nn.Module) -> str:
-    """Why a model without values is not called; "" for others."""
-    if all(map(has_values, model.parameters())):
-        return ""
-    return "parameters have no values yet (parallel.fsdp.meta_init)"
-
-
 def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: Ranks, draw_record: DrawRecord) -> None:
-    """Raises UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
+    """Raise UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
+
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
-    compared = []
+    compared_modes = []
     for mode in modes_of(resources):
-        if reason := _reason_to_skip(config, resources, model, mode):
-            resources.note_check(mode.check("loss"), reason)
+        reason = _reason_to_skip(config, resources, model, mode)
+        if reason:
+            resources.note_check(mode.check_name("loss"), reason)
         else:
-            compared.append(mode)
-    if compared:
+            compared_modes.append(mode)
+    if compared_modes:
         resources.first_samples(config.train.seed)
-    for mode in compared:
-        outcome = _outcome(config, resources, model, mode, draw_record)
-        of_ranks: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
-        _note(of_ranks, mode.check("loss"), mode, resources, draw_record)
-        if of_cut := [of_rank.cut for of_rank in of_ranks if of_rank.cut is not None]:
-            _note(of_cut, mode.check("padding"), mode, resources, draw_record)
+    for mode in compared_modes:
+        outcome = _compare_mode(config, resources, model, mode, draw_record)
+        outcomes: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
+        _note_outcomes(outcomes, mode.check_name("loss"), mode, resources, draw_record)
+        cut_outcomes = [outcome.cut for outcome in outcomes if outcome.cut is not None]
+        if cut_outcomes:
+            _note_outcomes(cut_outcomes, mode.check_name("padding"), mode, resources, draw_record)
     if resources.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resources, draw_record: DrawRecord) -> None:
-    """Record the ranks' outcomes of a check, what depends on the micro-batch once per task. Raises UserError for a
+def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
+    """Return why a mode is not compared, the same on all ranks; "" if it is."""
+    if needs_no_check(mode, model):
+        return NO_CHECK_NEEDED
+    if not config.train.check_loss:
+        return "not compared: train.check_loss=false"
+    if has_embeddings(mode.task):
+        return "not compared: an embedding loss compares the samples of the whole step"
+    if needs_whole_batch(mode.task):
+        return "not compared: the task declares whole_batch, its batch is never cut"
+    if resources.resumes and is_stream(resources.targets.train_data):
+        return "not compared: a resumed run does not read its stream from the start"
+    reason = reason_without_values(model)
+    return f"not compared: {reason}" if reason else ""
+
+
+def _note_outcomes(
+    outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resources, draw_record: DrawRecord
+) -> None:
+    """Record the ranks' outcomes of a check, and what depends on the micro-batch once per task. Raises UserError for a
     problem of any of them.
     """
     for outcome in outcomes:
@@ -148,59 +122,61 @@ def _note(outcomes: Sequence[Outcome], name: str, mode: Mode, resources: Resourc
     resources.note_check(name, "; ".join(dict.fromkeys(outcome.text for outcome in outcomes)))
 
 
-def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
-    """Why a mode is not compared, the same on all ranks; "" if it is."""
-    if is_known(mode, model):
-        return NO_CHECK_NEEDED
-    if not config.train.check_loss:
-        return "not compared: train.check_loss=false"
-    if has_embeddings(mode.task):
-        return "not compared: an embedding loss compares the samples of the whole step"
-    if needs_whole_batch(mode.task):
-        return "not compared: the task declares whole_batch, its batch is never cut"
-    if resources.resumes and is_stream(resources.targets.train_data):
-        return "not compared: a resumed run does not read its stream from the start"
-    reason = without_values(model)
-    return f"not compared: {reason}" if reason else ""
+# --- the precisions of a comparison
 
 
-def _outcome(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> Outcome:
-    """The comparison with the first samples, in the first precision that works, and with noise on copies in fp64."""
+def _compare_mode(
+    config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord
+) -> Outcome:
+    """Compare the first samples in the first precision that works, and in fp64 once more with noise on the copies."""
     if resources.samples is None:
         return _not_compared(resources.samples_error)
-    ways = functools.partial(precisions_to_try, mode.task, config, resources, model)
-    check = functools.partial(outcome_of, mode=mode, draw_record=draw_record)
+    compare = functools.partial(compare_batches, mode=mode, draw_record=draw_record)
     try:
-        tried = first_that_works(ways(), check, mode.is_trained)
+        factories = precisions_to_try(mode.task, config, resources, model)
+        result = first_working_result(factories, compare, mode.is_trained)
     except Exception as error:  # the first step raises it again
         return _not_compared(summary_of(error))
-    outcome = _in_precision(tried.result, tried)
-    if outcome.problem is not None or tried.precision != DOUBLE:
+    plain = result.value
+    outcome = _with_precision(plain, result)
+    if outcome.problem is not None or result.precision != FP64:
         return outcome
+
     try:
-        with_noise = first_that_works(ways(noise=NOISE)[:1], check, mode.is_trained).result
+        fp64_only = precisions_to_try(mode.task, config, resources, model, noise=NOISE)[:1]
+        noisy = first_working_result(fp64_only, compare, mode.is_trained).value
     except Exception as error:
         return outcome._replace(text=f"{outcome.text}; with noise: {summary_of(error)}")
     cut = outcome.cut
-    if cut is not None and tried.result.cut is not None and with_noise.cut is not None:
-        cut = _with_noise(cut, with_noise.cut, tried.result.cut.text)
-    return _with_noise(outcome, with_noise, tried.result.text)._replace(cut=cut)
+    if cut is not None and plain.cut is not None and noisy.cut is not None:
+        cut = _with_noise(cut, noisy.cut, plain.cut.text)
+    return _with_noise(outcome, noisy, plain.text)._replace(cut=cut)
 
 
-def _in_precision(outcome: Outcome, tried: Tried[Outcome]) -> Outcome:
-    """The outcome with its precision in the text, and the reasons why there was none higher."""
-    text = f"{outcome.text}, in {tried.precision}" if outcome.is_compared else outcome.text
-    for precision, reason in tried.failures.items():
+def _not_compared(reason: str) -> Outcome:
+    return Outcome(None, f"not compared: {reason}", is_compared=False)
+
+
+def _with_precision(outcome: Outcome, result: ProbeResult[Outcome]) -> Outcome:
+    """Return the outcome with its precision in the text, and the reasons why there was none higher."""
+    text = outcome.text
+    if outcome.is_compared:
+        text += f", in {result.precision}"
+    for precision, reason in result.failures.items():
         text += f"; not in {precision}: {reason}"
     cut = outcome.cut
     if cut is not None and cut.is_compared:
-        cut = cut._replace(text=f"{cut.text}, in {tried.precision}")
+        cut = cut._replace(text=f"{cut.text}, in {result.precision}")
     return outcome._replace(text=text, cut=cut)
 
 
 def _with_noise(outcome: Outcome, noisy: Outcome, plain_text: str) -> Outcome:
-    """The outcome together with that of the same comparison with noise on the parameters. plain_text: the outcome's,
-    without its precision.
+    """Return the outcome together with that of the same comparison with noise on the parameters.
+
+    Args:
+        outcome: without noise.
+        noisy: with noise.
+        plain_text: the outcome's text without its precision.
     """
     if outcome.problem is not None or outcome.dependence:
         return outcome
@@ -212,58 +188,58 @@ def _with_noise(outcome: Outcome, noisy: Outcome, plain_text: str) -> Outcome:
     return outcome._replace(problem=noisy.problem, text=text, dependence=dependence)
 
 
-def _not_compared(reason: str) -> Outcome:
-    return Outcome(None, f"not compared: {reason}", is_compared=False)
+# --- the comparisons of a probe
 
 
-class Calls:
-    """Calls of a task with a trial's batches, by their names, with draws as in training. Attributes: `is_learnt`,
-    whether it is known which draws are whose.
-    """
+class ModeCalls:
+    """Calls of a task in one mode with a probe's batches, by their names, with draws as in training."""
 
-    def __init__(self, trial: TaskProbe, mode: Mode, draw_record: DrawRecord):
-        places = draw_record.places.get(mode.work)
-        self.trial, self.mode = trial, mode
-        self._places = places
-        self._known = DrawRecord({} if places is None else {mode.work: places})
+    def __init__(self, probe: TaskProbe, mode: Mode, draw_record: DrawRecord):
+        self.probe = probe
+        self.mode = mode
+        self._layouts = draw_record.places.get(mode.work)
+        self._record = DrawRecord({} if self._layouts is None else {mode.work: self._layouts})
         # If the shapes do not tell whose draws are whose, each sample draws the same.
-        self._alike = places is None or any(place.rows > 1 or place.varies for place in places.values())
+        self._draws_alike = self._layouts is None or any(
+            layout.rows > 1 or layout.varies for layout in self._layouts.values()
+        )
 
-    def __call__(self, name: str, observed: Observed | Rounding | None = None) -> Sums:
-        positions = self.trial.samples.positions(name)
-        drawing = SampleDraws((0,), positions, self._known, self.mode.work, alike=self._alike)
-        return self.trial(name, self.mode.training, drawing, observed)
+    def __call__(self, batch_name: str, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+        positions = self.probe.samples.positions(batch_name)
+        sample_draws = SampleDraws((0,), positions, self._record, self.mode.work, alike=self._draws_alike)
+        return self.probe(batch_name, self.mode.training, sample_draws, dispatch_mode)
 
     @property
-    def is_learnt(self) -> bool:
-        return self._places is not None and self._known.draws and self._known.depends.keys() <= {SHUFFLED}
+    def knows_draws(self) -> bool:
+        """Whether it is known which draws are whose. Ask after a call."""
+        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED}
 
-    def rounded(self, name: str) -> list[Sums]:
-        """The results for a batch, computed with other rounding."""
-        return [self(name, Rounding(self.trial.device, seed)) for seed in range(REPEATS)]
+    def with_other_rounding(self, batch_name: str) -> list[Sums]:
+        """Return the results for a batch, computed with other rounding."""
+        device = self.probe.device
+        return [self(batch_name, RandomRounding(device, seed)) for seed in range(REPEATS)]
 
 
-def outcome_of(trial: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Outcome:
-    """Compare a task's results. Raises errors of the task and the model. draw_record: of what forwards draw."""
-    call, samples = Calls(trial, mode, draw_record), trial.samples
+def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Outcome:
+    """Compare a task's results for a batch with those for its halves. Raises errors of the task and the model.
+
+    Args:
+        probe: calls the task.
+        mode: how it is called.
+        draw_record: of what forwards draw. Draws of Python's and NumPy's generators are noted in it.
+    """
+    call = ModeCalls(probe, mode, draw_record)
+    samples = probe.samples
     results = {name: call(name) for name in ("ab", "a", "b")}
-    if any(sums.drawn for sums in results.values()):
+    if any(sums.drew_outside_torch for sums in results.values()):
         draw_record.depends["python"] = (
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
         )
-    outcome = _outcome_of_sum(call, results)
+    outcome = _compare_joined(call, results)
     if outcome.problem is not None:
         return outcome
-    if not samples.cut.names:
-        cut = _not_compared(samples.cut.reason) if samples.cut.reason else None
-    elif samples.same and not outcome.is_compared:
-        cut = outcome
-    else:
-        try:
-            cut = _outcome_of_cut(call, results)
-        except Exception as error:  # for the longest samples alone, such as their memory: training meets it
-            cut = _not_compared(summary_of(error))
-    if samples.same:
+    cut = _compare_cut_if_any(call, results, outcome)
+    if samples.is_joined:
         return outcome._replace(cut=cut)
     if cut is not None and cut.is_compared:
         return cut
@@ -271,35 +247,42 @@ def outcome_of(trial: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Outcome
     return outcome._replace(text=f"{outcome.text}; no more is {reason.removeprefix('not ')}")
 
 
-def _outcome_of_sum(call: Calls, results: Mapping[str, Sums]) -> Outcome:
-    """The comparison of a batch with its halves joined. results: of `ab`, `a` and `b`."""
-    mode, samples = call.mode, call.trial.samples
+def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
+    """Compare a batch with its halves joined."""
+    mode = call.mode
+    samples = call.probe.samples
     comparison = Comparison(samples, results)
     if comparison.problem(mode.task.setting, mode.training) is None:
-        problem, reason = _problem_of_unequal_parts(call, results["ab"])
-        text = f"{comparison.compared()}; in halves alone: {reason}" if reason else comparison.compared()
+        text = comparison.compared()
+        problem, reason = _compare_unequal_parts(call, results["ab"])
+        if reason:
+            text += f"; in halves alone: {reason}"
         return Outcome(problem, text)
 
-    again = call("ab", observed := Observed())
-    if observed.epsilon > IN_DOUBLE:
-        results = {**results, **{name: call(name) for name in SWAPPED if name in samples.batches}}
-    if reason := _reason_not_to_judge(mode, results, again, observed, call.is_learnt):
+    # It does not add up: look whether that means anything, and how far rounding may explain it.
+    observer = Observer()
+    repeated = call("ab", observer)
+    if observer.epsilon > MAX_FP64_EPSILON:
+        swapped = {name: call(name) for name in SWAPPED if name in samples.batches}
+        results = {**results, **swapped}
+    reason = _reason_not_to_judge(call, results, repeated, observer)
+    if reason:
         return _not_compared(reason)
-    comparison = Comparison(samples, results, observed.epsilon_of_loss, observed.epsilon)
+    comparison = Comparison(samples, results, observer.epsilon_of_loss, observer.epsilon)
     if comparison.failing_metrics():
-        comparison = comparison._replace(rounded=tuple(sums.metrics for sums in call.rounded("ab")))
+        rounded = call.with_other_rounding("ab")
+        comparison = comparison._replace(rounded=tuple(sums.metrics for sums in rounded))
     return Outcome(comparison.problem(mode.task.setting, mode.training), comparison.compared())
 
 
-def _problem_of_unequal_parts(call: Calls, whole: Sums) -> tuple[str | None, str]:
+def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> tuple[str | None, str]:
     """Compare one sample and the others with all of them, where equal halves add up: weights and rounded shares may be
     alike in both halves.
 
     Returns:
         The message about the task, None without a problem; and why nothing was compared, empty if it was.
     """
-    mode = call.mode
-    samples = call.trial.samples
+    samples = call.probe.samples
     if UNEVEN[0] not in samples.batches:
         return None, ""
     try:
@@ -311,60 +294,98 @@ def _problem_of_unequal_parts(call: Calls, whole: Sums) -> tuple[str | None, str
     comparison = Comparison(samples, {"ab": whole, "a": first, "b": rest}, parts="the first and the others")
     if comparison.difference() is None:
         return None, ""
-    again = call("ab", observed := Observed())
-    if reason := _reason_not_to_judge(mode, {"ab": whole}, again, observed, call.is_learnt):
+
+    observer = Observer()
+    repeated = call("ab", observer)
+    reason = _reason_not_to_judge(call, {"ab": whole}, repeated, observer)
+    if reason:
         return None, reason
-    comparison = _with_rounding(comparison, observed, call.rounded("ab"))
+    comparison = _with_rounding(comparison, observer, call.with_other_rounding("ab"))
     if comparison.difference() is None:
         return None, ""
-    return comparison.problem(mode.task.setting, mode.training), ""
+    return comparison.problem(call.mode.task.setting, call.mode.training), ""
 
 
-def _outcome_of_cut(call: Calls, results: Mapping[str, Sums]) -> Outcome:
-    """The comparison of a batch with its halves as training makes them. results: those that are known."""
-    mode, samples = call.mode, call.trial.samples
-    halves = dict(zip(("ab", "a", "b"), samples.cut.names, strict=True))
-    of_cut = {half: results[name] if name in results else call(name) for half, name in halves.items()}
-    comparison = Comparison(samples._replace(same=True), of_cut)
+def _compare_cut_if_any(call: ModeCalls, results: Results, outcome: Outcome) -> Outcome | None:
+    """Compare a batch with its halves as training makes them, if they may differ from the batch; None if they do not.
+
+    Args:
+        call: calls the task.
+        results: of `ab`, `a` and `b`.
+        outcome: of the comparison of joined halves. If these cannot be judged, others cannot, either.
+    """
+    samples = call.probe.samples
+    if not samples.cut.names:
+        return _not_compared(samples.cut.reason) if samples.cut.reason else None
+    if samples.is_joined and not outcome.is_compared:
+        return outcome
+    try:
+        return _compare_cut(call, results)
+    except Exception as error:  # for the longest samples alone, such as their memory: training meets it
+        return _not_compared(summary_of(error))
+
+
+def _compare_cut(call: ModeCalls, results: Results) -> Outcome:
+    mode = call.mode
+    samples = call.probe.samples
+    cut_results: Results = {}
+    for role, name in zip(("ab", "a", "b"), samples.cut.names, strict=True):
+        cut_results[role] = results[name] if name in results else call(name)
+    comparison = Comparison(samples._replace(is_joined=True), cut_results)
     difference = comparison.difference()
     if difference is not None:
-        again = call(halves["ab"], observed := Observed())
-        if reason := _reason_not_to_judge(mode, of_cut, again, observed, call.is_learnt):
+        whole_name = samples.cut.names[0]
+        observer = Observer()
+        repeated = call(whole_name, observer)
+        reason = _reason_not_to_judge(call, cut_results, repeated, observer)
+        if reason:
             return _not_compared(reason)
-        comparison = _with_rounding(comparison, observed, call.rounded(halves["ab"]))
+        comparison = _with_rounding(comparison, observer, call.with_other_rounding(whole_name))
         difference = comparison.difference()
+
     if difference is None:
-        return Outcome(None, comparison.compared("" if samples.same else " collated in halves"))
+        return Outcome(None, comparison.compared("" if samples.is_joined else " collated in halves"))
     if difference.counts_padding and samples.cut.is_padded:
         return Outcome(difference.refusal(mode.task.setting), difference.text())
     return Outcome(None, difference.text(), dependence=difference.warning(mode.task.setting, mode.training))
 
 
-def _with_rounding(comparison: Comparison, observed: Observed, rounded: Sequence[Sums]) -> Comparison:
-    """Return the comparison with what rounding may change. rounded: the whole batch's results with other rounding."""
+def _with_rounding(comparison: Comparison, observer: Observer, rounded: Sequence[Sums]) -> Comparison:
+    """Return the comparison with what rounding may change.
+
+    Args:
+        comparison: without it.
+        observer: of a call with the whole batch.
+        rounded: the whole batch's results with other rounding.
+    """
     return comparison._replace(
-        epsilon=observed.epsilon_of_loss,
-        epsilon_of_metrics=observed.epsilon,
+        epsilon=observer.epsilon_of_loss,
+        epsilon_of_metrics=observer.epsilon,
         rounded=tuple(sums.metrics for sums in rounded),
         rounded_losses=tuple(sums.loss for sums in rounded),
     )
 
 
-def _reason_not_to_judge(
-    mode: Mode, results: Mapping[str, Sums], again: Sums, observed: Observed, is_learnt: bool
-) -> str:
-    """Why results that do not add up say nothing about the task; "" if they do. again: the results of a second call for
-    all samples. is_learnt: whether it is known which draws are whose.
+def _reason_not_to_judge(call: ModeCalls, results: Results, repeated: Sums, observer: Observer) -> str:
+    """Return why results that do not add up say nothing about the task; "" if they do.
+
+    Args:
+        call: calls the task.
+        results: what does not add up.
+        repeated: the results of a second call for all samples.
+        observer: of that call.
     """
-    if not all(math.isfinite(value) for sums in results.values() for value in (sums.loss, sums.divisor)):
-        return "the loss or its count is not finite"
-    if mode.training and observed.writes:
-        return f"the forward writes state ({listed(observed.writes, 1)})"
-    if again.drawn:
+    for sums in results.values():
+        if not (math.isfinite(sums.loss) and math.isfinite(sums.divisor)):
+            return "the loss or its count is not finite"
+    if call.mode.training and observer.writes:
+        return f"the forward writes state ({listed(observer.writes, 1)})"
+    if repeated.drew_outside_torch:
         return "draws from Python's or NumPy's generator"
-    if observed.draws and not is_learnt:
+    if observer.draws and not call.knows_draws:
         return "draws whose samples are not known"
     # Observed, torch may choose other kernels, such as for an encoder layer: in 16 bits their rounding shows.
-    if not math.isclose(again.loss, results["ab"].loss, rel_tol=max(1e-5, observed.epsilon_of_loss)):
+    tolerance = max(REPRODUCIBLE, observer.epsilon_of_loss)
+    if not math.isclose(repeated.loss, results["ab"].loss, rel_tol=tolerance):
         return "two calls with the same samples differ"
     return ""

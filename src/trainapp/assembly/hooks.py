@@ -1,13 +1,13 @@
 """Stateful metrics, callbacks and loggers: located, built and tried."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainapp.assembly.trials import is_small
+from trainapp.assembly.probe import is_small
 from trainapp.config import excludes, targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
@@ -27,25 +27,29 @@ from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
-SAMPLES = 2  # no fewer: the last evaluation batch may be this small
+EXAMPLE_SAMPLES = 2  # in the batch that tries the metrics; no fewer: the last evaluation batch may be this small
 Hooks = dict[str, dict[str, Any]]  # the objects of `metrics`, `callbacks` and `tracker`, by section and name
 log = logging.getLogger(__name__)
 
 
 def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
-    """Build the hooks. spec: the data's, which fills in parameters such as `num_classes`. Raises UserError with all
-    errors in names and arguments.
+    """Build the hooks. Raises UserError with all errors in names and arguments.
+
+    Args:
+        config: with the sections of hooks.
+        spec: the data's, which fills in parameters such as `num_classes`.
     """
     errors: list[str] = []
     hooks: Hooks = {"metrics": {}, "callbacks": {}, "tracker": {}}
-    for group, built in hooks.items():
-        for name, node in getattr(config, group).items():
-            setting = f"{group}.{name}"
+    for section, objects in hooks.items():
+        for name, node in getattr(config, section).items():
+            setting = f"{section}.{name}"
             try:
-                kind = targets.locate(node.target, f"{setting}._target_", config.user_packages)
-                if package := getattr(kind, "package", None):
-                    targets.require_package(package, f"{group}={name}")
-                built[name] = targets.construct(kind, node.arguments, setting, config.user_packages, dict(spec))
+                hook_class = targets.locate(node.target, f"{setting}._target_", config.user_packages)
+                package = getattr(hook_class, "package", None)
+                if package:
+                    targets.require_package(package, f"{section}={name}")
+                objects[name] = targets.construct(hook_class, node.arguments, setting, config.user_packages, dict(spec))
             except UserError as error:
                 errors.append(str(error))
     for name in losses.RESERVED & hooks["metrics"].keys():
@@ -58,31 +62,50 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
 
 
 def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence[str]) -> dict[str, Any]:
-    """The callbacks, including early stopping if `stopping.patience` is set and the run trains, and the questions to a
-    sweep. task, sets: see `Objective.of`. Raises UserError if a sweep looks for the opposite, or for the best where
-    there is none.
+    """Return the callbacks: those of `callbacks`; if the run trains, also early stopping (`stopping.patience`) and the
+    questions to a sweep.
+
+    Raises UserError if a sweep looks for the opposite of the objective, or for the best where there is none.
+
+    Args:
+        config: the run's.
+        hooks: from `load_hooks`.
+        task, sets: see `Objective.of`.
     """
-    found, stopping, goal = dict(hooks["callbacks"]), config.stopping, Objective.of(config, task, sets)
-    if config.sweeper_direction:
-        excludes.require_best(config, f"hydra.sweeper.direction={config.sweeper_direction}imize")
-    if config.sweeper_direction not in ("", goal.direction):
+    objective = Objective.of(config, task, sets)
+    _require_objective_of_sweeper(config, objective)
+    callbacks = dict(hooks["callbacks"])
+    if not config.activity.trains:
+        return callbacks
+    stopping = config.stopping
+    if stopping.patience is not None:
+        watched = objective if stopping.metric == "auto" else Objective.parsed(stopping.metric)
+        assert watched.direction is not None, "refused by config.excludes"
+        callbacks[EARLY_STOPPING] = EarlyStopping(
+            stopping.patience, stopping.min_delta, watched.direction, watched.metric
+        )
+    run_dir = Path(config.run_dir)
+    if asks_sweep(run_dir):
+        excludes.require_best(config, "sweep.pruner")
+        assert objective.direction is not None
+        callbacks[RUNGS] = AskSweep(run_dir, objective.direction, objective.metric)
+    return callbacks
+
+
+def _require_objective_of_sweeper(config: Config, objective: Objective) -> None:
+    """Raise UserError if a sweep looks for the opposite of the objective, or for the best where there is none."""
+    if not config.sweeper_direction:
+        return
+    excludes.require_best(config, f"hydra.sweeper.direction={config.sweeper_direction}imize")
+    if config.sweeper_direction != objective.direction:
         raise UserError(
             f"hydra.sweeper.direction={config.sweeper_direction}imize: the objective of these runs is "
-            f"{goal.direction} {goal.metric}; set hydra.sweeper.direction={goal.direction}imize"
+            f"{objective.direction} {objective.metric}; set hydra.sweeper.direction={objective.direction}imize"
         )
-    if config.activity.trains and stopping.patience is not None:
-        watched = goal if stopping.metric == "auto" else Objective.parsed(stopping.metric)
-        assert watched.direction is not None, "refused by config.excludes"
-        found[EARLY_STOPPING] = EarlyStopping(stopping.patience, stopping.min_delta, watched.direction, watched.metric)
-    if config.activity.trains and asks_sweep(Path(config.run_dir)):
-        excludes.require_best(config, "sweep.pruner")
-        assert goal.direction is not None
-        found[RUNGS] = AskSweep(Path(config.run_dir), goal.direction, goal.metric)
-    return found
 
 
 def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
-    """The metrics, on the device, where their states count as memory. Raises UserError for any other object."""
+    """Return the metrics, on the device, where their states count as memory. Raises UserError for any other object."""
     metrics = StatefulMetrics(hooks["metrics"])
     for metric in hooks["metrics"].values():
         if isinstance(metric, FirstPredictions) and metric.class_dim is None:
@@ -92,7 +115,7 @@ def metrics_of(hooks: Hooks, engine: Engine) -> StatefulMetrics:
 
 
 def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
-    """The counter of the model's FLOPs, if the device's peak is known and no compiler hides operations; else None."""
+    """Return the counter of the model's FLOPs, if the device's peak is known and no compiler hides operations."""
     peak = peak_flops(engine.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None or config.train.compile:
         return None
@@ -114,42 +137,49 @@ def try_metrics(session: Session) -> None:
     config = session.config
     if not config.activity.trains:
         return
-    if not (session.eval_sets and any(session.limits.evaluate)):
-        _do_without_evaluations(session)
+    is_evaluated = session.eval_sets and any(session.limits.evaluate)
+    if not is_evaluated:
+        _refuse_settings_that_need_evaluations(session)
         return
     is_built_in = losses.is_built_in(session.task)
-    found = {"loss", "accuracy"} if is_built_in else {"loss"}
+    names = {"loss", "accuracy"} if is_built_in else {"loss"}
     if not losses.has_embeddings(session.task) and (session.metrics.names or not is_built_in):
-        found |= _tried(session)
+        names |= _try_on_examples(session)
     if session.state.progress.objective is None:  # never evaluated before
-        _require_known(session, found | session.metrics.names)
+        _require_named_metrics(session, names | session.metrics.names)
 
 
-def _do_without_evaluations(session: Session) -> None:
-    """Raises UserError for a setting that would have no effect without evaluations."""
+def _refuse_settings_that_need_evaluations(session: Session) -> None:
+    """Raise UserError for a setting that would have no effect without evaluations."""
     config = session.config
-    why = "every.eval=null" if session.eval_sets else f"data={config.data.target} has no validation split"
-    follows = {
-        f"schedule._target_={config.schedule.target}": session.state.updates[0].schedule.follows_evaluations,
-        f"stopping.patience={config.stopping.patience}": config.stopping.patience is not None,
-    }
-    if needing := " and ".join(setting for setting, needs in follows.items() if needs):
-        raise UserError(f"{needing}: it follows evaluations, but {why}; enable them, or leave the setting out")
+    settings = []
+    if session.state.updates[0].schedule.follows_evaluations:
+        settings.append(f"schedule._target_={config.schedule.target}")
+    if config.stopping.patience is not None:
+        settings.append(f"stopping.patience={config.stopping.patience}")
+    if settings:
+        why = "every.eval=null" if session.eval_sets else f"data={config.data.target} has no validation split"
+        raise UserError(
+            f"{' and '.join(settings)}: it follows evaluations, but {why}; enable them, or leave the setting out"
+        )
     if config.objective != "auto":
         log.warning("objective=%s: the run is never evaluated, so its result has no objective", config.objective)
 
 
-def _tried(session: Session) -> set[str]:
-    """The names of the metrics that the task has for the first samples, on any rank. Collective."""
-    found: set[str] = set()
-    parameters: Parameters = "all" if is_small(*session.state.modules) else "written"
+def _try_on_examples(session: Session) -> set[str]:
+    """Update the metrics with examples, and undo that. Return the names of the metrics that the task has for them, on
+    any rank. Collective.
+    """
+    modules = session.state.modules
+    names: set[str] = set()
+    copied: Parameters = "all" if is_small(*modules) else "written"
     session.ranks.enable_votes(False)
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
-        with torch.no_grad(), session.snapshot.undone(parameters), uncompiled(), evaluation_mode(session.state.modules):
+        with torch.no_grad(), session.snapshot.undone(copied), uncompiled(), evaluation_mode(modules):
             try:
-                batch = map_tensors(lambda tensor: tensor.to(session.state.device), batches.example(SAMPLES))
+                batch = map_tensors(lambda tensor: tensor.to(session.state.device), batches.example(EXAMPLE_SAMPLES))
                 _, _, metrics = session.engine.evaluate(session.task, batch)
                 if session.strategy.forward_is_collective:
                     session.strategy.finish_accumulation()
@@ -159,29 +189,44 @@ def _tried(session: Session) -> set[str]:
             session.metrics.update(metrics)
         if session.snapshot.lost:
             log.warning("%s", written_without_copy("the first trial of the metrics", session.snapshot.lost))
-        found |= {"loss", *metrics} - {EVERY}
-    found = found.union(*session.ranks.all_gather_object(found))
-    if found:  # else no rank could try
+        names |= {"loss", *metrics} - {EVERY}
+    names = names.union(*session.ranks.all_gather_object(names))
+    if names:  # else no rank could try
         session.metrics.require_updates(session.ranks)
     session.metrics.reset()
-    return found
+    return names
 
 
-def _require_known(session: Session, found: set[str]) -> None:
-    config, progress = session.config, session.state.progress
-    known = {logged_name(name, metric) for name in session.eval_sets for metric in found}
-    named = {"objective": config.objective}
+def _require_named_metrics(session: Session, names: set[str]) -> None:
+    """Raise UserError if a built-in task does not have a metric that a setting names. For any other task, start with an
+    evaluation.
+
+    Args:
+        session: the run's.
+        names: of the metrics that the task has for each evaluation set, as far as is known.
+    """
+    config = session.config
+    progress = session.state.progress
+    logged_names: set[str] = set()
+    for set_name in session.eval_sets:
+        logged_names.update(logged_name(set_name, metric) for metric in names)
+    settings = {"objective": config.objective}
     if config.stopping.patience is not None:
-        named["stopping.metric"] = config.stopping.metric
-    for setting, text in named.items():
+        settings["stopping.metric"] = config.stopping.metric
+    for setting, text in settings.items():
         if text == "auto":
             continue
         direction, metric = text.split()
-        owner = metric.rpartition("/")[0]  # `per_class/3` is a value of the metric per_class
-        if metric in known or (owner in known and owner.rpartition("/")[2] in session.metrics.names):
+        if metric in logged_names or _is_value_of_metric(metric, logged_names, session.metrics.names):
             continue
         if losses.is_built_in(session.task):
-            raise no_such_metric(setting, direction, metric, known)
+            raise no_such_metric(setting, direction, metric, logged_names)
         if progress.step == 0:
             progress.evaluated_at = -1  # makes an evaluation due before the first step
             log.info("%s=%s: not among the metrics of the first samples, so evaluating first", setting, text)
+
+
+def _is_value_of_metric(name: str, logged_names: set[str], metric_names: Collection[str]) -> bool:
+    """Return whether the name is one of several values of a metric, as `per_class/3` of the metric per_class."""
+    parent = name.rpartition("/")[0]
+    return parent in logged_names and parent.rpartition("/")[2] in metric_names

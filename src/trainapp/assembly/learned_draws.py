@@ -3,7 +3,7 @@
 Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
 as in `cat([view, view])`: the loss of the four is that of their halves only if rows are read as they are meant. This is
-seen best in fp64, with noise on the parameters. What was found, and what could not be tried and why, is in
+seen best in fp64, with noise on the parameters. Whose draws are whose, and what could not be tried and why, is in
 `Resources.checks`.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.checks import NO_CHECK_NEEDED, Mode, is_known, modes_of, without_values
 from trainapp.assembly.comparison import excess, size_of
+from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
+from trainapp.assembly.precisions import first_working_result, precisions_to_try
+from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.resources import Resources
-from trainapp.assembly.trials import TaskProbe, first_that_works, precisions_to_try
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.draws import belong_to_samples
@@ -28,147 +29,181 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import DrawLayout, DrawRecord, RandomDraw, SampleDraws, places_of, topic_of
 from trainapp.units import listed
 
-# A deviation of the loss above it shows that rows are read wrong, in fp64 and otherwise.
-CLOSE, CLOSE_IN_FP32 = 1e-5, 1e-3
+# By how much the loss may deviate from that of its halves, relative, if rows are read right. Rounding is far below it:
+# fp64's epsilon is 2e-16, fp32's 1.2e-7, and "as trained" may be in 16 bits.
+MAX_DEVIATION_IN_FP64 = 1e-5
+MAX_DEVIATION = 1e-3
+# Standard deviation of what is added to the parameters of copies. More than in `checks`: nothing is said about the task
+# here, and rows that are read wrong have to show in the loss.
 NOISE = 0.3
 BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of draws that are not known
-Places = dict[int, DrawLayout]
+Layouts = dict[int, DrawLayout]  # of the draws of a forward, by the draw's number
 
 
-def learnt(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
+def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
     """Return the first rank's record of draws. Collective. Call before the model is compiled or sharded. Restores all
     that a Snapshot covers. Raises errors of reading a stream.
     """
     draw_record = DrawRecord()
-    tried = []
+    tried_modes = []
     for mode in modes_of(resources):
         if mode.is_trained and not mode.training:  # an update's task is not evaluated
             continue
-        if reason := _reason_to_skip(config, resources, model, mode):
-            resources.note_check(mode.check("draws"), reason)
+        reason = _reason_to_skip(config, resources, model, mode)
+        if reason:
+            resources.note_check(mode.check_name("draws"), reason)
         else:
-            tried.append(mode)
-    samples = resources.first_samples(config.train.seed) if tried else None
-    for mode in tried:
+            tried_modes.append(mode)
+    samples = resources.first_samples(config.train.seed) if tried_modes else None
+    for mode in tried_modes:
         if samples is None:
             text = f"not tried: {resources.samples_error}"
-        elif not samples.same:
+        elif not samples.is_joined:
             text = f"not tried: a batch is not its halves joined; {BY_DEFAULT}"
         else:
-            text = _learn(config, resources, model, mode, draw_record)
-        resources.note_check(mode.check("draws"), text)
-    (first, *_) = ranks.all_gather_object(draw_record)
-    return first
+            text = _learn_mode(config, resources, model, mode, draw_record)
+        resources.note_check(mode.check_name("draws"), text)
+    return ranks.all_gather_object(draw_record)[0]
 
 
 def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
-    """Why nothing is learnt of a mode, the same on all ranks; "" if it is."""
+    """Return why nothing is learnt of a mode, the same on all ranks; "" if it is."""
     if not belong_to_samples(config.train.draws, resources.device):
         return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {resources.device.type}"
     if resources.resumes:
         return "those of the resumed checkpoint"
-    if is_known(mode, model):
+    if needs_no_check(mode, model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
         return "of the whole batch: the task declares whole_batch, it is never cut"
-    reason = without_values(model)
+    reason = reason_without_values(model)
     return f"not tried: {reason}; {BY_DEFAULT}" if reason else ""
 
 
-def _learn(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> str:
-    """Add a mode's draws to the record. Return what was found, in words."""
-    compute = _of_embeddings if has_embeddings(mode.task) else None
-    ways = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
+def _learn_mode(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> str:
+    """Add a mode's draws to the record. Return whose draws are whose, in words."""
+    compute = _weighted_sum_of_embeddings if has_embeddings(mode.task) else None
+    factories = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
+    read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
     try:
-        shapes = functools.partial(_shapes, mode=mode, draw_record=draw_record)
-        candidates, others = first_that_works(ways(noise=None), shapes, mode.is_trained).result
+        candidates, other_draws = first_working_result(factories(noise=None), read, mode.is_trained).value
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"
-    text = _in_words(draw_record, mode, others)
-    try:
-        if candidates:
-            choose = functools.partial(_choose, mode=mode, draw_record=draw_record, candidates=candidates)
-            first_that_works(ways(noise=NOISE), choose, mode.is_trained)
-    except Exception as error:
-        text += f", by their shapes alone: {summary_of(error)}"
+    text = _in_words(draw_record, mode, other_draws)
+    if candidates:
+        choose = functools.partial(_choose_layouts, mode=mode, draw_record=draw_record, candidates=candidates)
+        try:
+            first_working_result(factories(noise=NOISE), choose, mode.is_trained)
+        except Exception as error:
+            text += f", by their shapes alone: {summary_of(error)}"
     if _topic(mode) in draw_record.depends:
         text += ", but the loss does not add up: perhaps not each to its own"
     return text
 
 
-def _in_words(draw_record: DrawRecord, mode: Mode, others: list[str]) -> str:
-    """Whose draws are whose. others: what else is drawn, in words."""
-    places = draw_record.places[mode.work].values()
+def _weighted_sum_of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """Return what is compared in place of the loss: the sum of squares of normalised embeddings is constant."""
+    total = torch.zeros((), dtype=torch.float64)
+    for embeddings in tensors_in(contrastive.embed(task, model, batch)):
+        device = embeddings.device
+        weights = torch.arange(embeddings[0].numel(), dtype=torch.float64, device=device).cos()
+        total = total.to(device) + (embeddings.double().flatten(1) * weights).sum()
+    return total, 1, {}
+
+
+def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple[list[Layouts], list[str]]:
+    """Add what is drawn to the record, with layouts by the shapes of the draws.
+
+    Returns:
+        The layouts that are possible, one or two, empty if no draw has samples; and what else is drawn, in words.
+    """
+    samples = probe.samples
+    noted = DrawRecord()
+    other_draws: list[str] = []
+    draws_of: dict[str, dict[int, RandomDraw]] = {"ab": {}, "a": {}}
+    for batch_name, draws in draws_of.items():
+        sample_draws = SampleDraws((0,), samples.positions(batch_name), noted, mode.work, draws)
+        sums = probe(batch_name, mode.training, sample_draws)
+        if sums.drew_outside_torch and not other_draws:
+            other_draws.append("Python's or NumPy's of the micro-batch")
+    for topic, text in noted.depends.items():
+        # A generator of the user's, fused kernels. Whose the draws of other topics are was not known to this record.
+        if not topic.startswith(topic_of("")):
+            other_draws.append(text)
+
+    number = len(samples.positions("ab"))
+    number_in_half = len(samples.positions("a"))
+    draws_of_whole = draws_of["ab"]
+    draws_of_half = draws_of["a"]
+    layouts = places_of(draws_of_whole, draws_of_half, number, number_in_half)
+    draw_record.places[mode.work] = layouts
+    if len(draws_of_whole) != len(draws_of_half):
+        draw_record.depends["number of draws"] = (
+            f"the forward draws {len(draws_of_whole)} times for {number} samples and {len(draws_of_half)} times for "
+            f"{number_in_half}: later draws depend on the micro-batch"
+        )
+        other_draws.append("their number depends on the micro-batch")
+
+    if all(layout.axis is None for layout in layouts.values()):
+        return [], other_draws
+    interleaved = {draw: layout._replace(interleaved=layout.rows > 1) for draw, layout in layouts.items()}
+    candidates = [layouts] if interleaved == layouts else [layouts, interleaved]
+    return candidates, other_draws
+
+
+def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> str:
+    """Return whose draws are whose.
+
+    Args:
+        draw_record: has the mode's draws.
+        mode: the mode.
+        other_draws: what else is drawn, in words.
+    """
+    layouts = draw_record.places[mode.work].values()
+    varying = {_kernel_name(layout) for layout in layouts if layout.varies}
+    shared = {_kernel_name(layout) for layout in layouts if layout.axis is None and not layout.varies}
     texts = []
-    if shared := sorted({_kernel(place) for place in places if place.axis is None and not place.varies}):
-        texts.append(f"shared by all samples: {listed(shared)}")
-    if varying := sorted({_kernel(place) for place in places if place.varies}):
-        texts.append(f"of the micro-batch: {listed(varying)}")
-    texts.extend(others)
-    if any(place.axis is not None for place in places):
+    if shared:
+        texts.append(f"shared by all samples: {listed(sorted(shared))}")
+    if varying:
+        texts.append(f"of the micro-batch: {listed(sorted(varying))}")
+    texts.extend(other_draws)
+    if any(layout.axis is not None for layout in layouts):
         texts.append("the others belong to samples" if texts else "all belong to samples")
     return "; ".join(texts) or "none"
 
 
-def _kernel(place: DrawLayout) -> str:
-    return place.kernel.partition(".")[0]
+def _kernel_name(layout: DrawLayout) -> str:
+    """Return the name of a draw's kernel without its overload: `bernoulli_` of `bernoulli_.float`."""
+    return layout.kernel.partition(".")[0]
+
+
+def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candidates: list[Layouts]) -> None:
+    """Record the layouts with which the loss of all samples is that of their halves. Raises ArithmeticError for a loss
+    that is not finite.
+    """
+    deviations = [_deviation(probe, mode, layouts) for layouts in candidates]
+    smallest = min(deviations)
+    if not math.isfinite(smallest):
+        raise ArithmeticError("the loss is not finite")
+    draw_record.places[mode.work] = candidates[deviations.index(smallest)]
+    if smallest > (MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION):
+        draw_record.depends[_topic(mode)] = (
+            f"the loss of {probe.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
+            "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
+        )
+
+
+def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
+    """Return by how much the loss of all samples differs from that of their halves with these layouts, relative."""
+    losses = {}
+    for batch_name in ("ab", "a", "b"):
+        positions = probe.samples.positions(batch_name)
+        sample_draws = SampleDraws((0,), positions, DrawRecord({mode.work: layouts}), mode.work)
+        losses[batch_name] = probe(batch_name, mode.training, sample_draws).loss
+    return abs(excess(losses)) / (size_of(losses) or 1.0)
 
 
 def _topic(mode: Mode) -> str:
     """Return the topic under which draws that cannot be assigned are noted."""
     return f"draws of {mode.work}"
-
-
-def _of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
-    """A weighted sum of the embeddings in place of the loss: the sum of squares of normalised ones is constant."""
-    total = torch.zeros((), dtype=torch.float64)
-    for one in tensors_in(contrastive.embed(task, model, batch)):
-        weights = torch.arange(one[0].numel(), dtype=torch.float64, device=one.device).cos()
-        total = total.to(one.device) + (one.double().flatten(1) * weights).sum()
-    return total, 1, {}
-
-
-def _shapes(trial: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple[list[Places], list[str]]:
-    """Add what is drawn to the record. Return the ways to read it, and what else is drawn, in words."""
-    logs = {"ab": dict[int, RandomDraw](), "a": dict[int, RandomDraw]()}
-    positions = {batch: trial.samples.positions(batch) for batch in logs}
-    noted = DrawRecord()
-    others: list[str] = []
-    for batch, drawn in logs.items():
-        sums = trial(batch, mode.training, SampleDraws((0,), positions[batch], noted, mode.work, drawn))
-        if sums.drawn and not others:
-            others.append("Python's or NumPy's of the micro-batch")
-    # A generator of its own, fused kernels; whose the other draws are is not known to this record.
-    others += [text for topic, text in noted.depends.items() if not topic.startswith(topic_of(""))]
-    (whole, part), (number, of_part) = logs.values(), map(len, positions.values())
-    draw_record.places[mode.work] = places = places_of(whole, part, number, of_part)
-    if len(whole) != len(part):
-        draw_record.depends["number of draws"] = (
-            f"the forward draws {len(whole)} times for {number} samples and {len(part)} times for {of_part}: later "
-            "draws depend on the micro-batch"
-        )
-        others.append("their number depends on the micro-batch")
-    if all(own.axis is None for own in places.values()):
-        return [], others
-    turned = {draw: own._replace(interleaved=own.rows > 1) for draw, own in places.items()}
-    return [places] if turned == places else [places, turned], others
-
-
-def _choose(trial: TaskProbe, mode: Mode, draw_record: DrawRecord, candidates: list[Places]) -> None:
-    """Keep the one with which the loss of all samples is that of their halves."""
-    deviations = []
-    for candidate in candidates:
-        values = {}
-        for name in ("ab", "a", "b"):
-            drawing = SampleDraws((0,), trial.samples.positions(name), DrawRecord({mode.work: candidate}), mode.work)
-            values[name] = trial(name, mode.training, drawing).loss
-        deviations.append(abs(excess(values)) / (size_of(values) or 1.0))
-    smallest = min(deviations)
-    if not math.isfinite(smallest):
-        raise ArithmeticError("the loss is not finite")
-    draw_record.places[mode.work] = candidates[deviations.index(smallest)]
-    if smallest > (CLOSE if trial.dtype is torch.float64 else CLOSE_IN_FP32):
-        draw_record.depends[_topic(mode)] = (
-            f"the loss of {trial.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
-            "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
-        )

@@ -1,130 +1,43 @@
-"""Assembles an engine from the configuration: model, losses, strategy and optimizers. Opens no files.
-
-Used for training on real tensors and for plans on fake ones.
-"""
+"""The model: constructed by its class, made ready on its device, and its sizes compared with those of the data."""
 
 import contextlib
 import inspect
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainapp.assembly import checks, learned_draws, updates
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
-from trainapp.assembly.sizes import compare_sizes
-from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
-from trainapp.config.targets import Spec, construct
+from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
-from trainapp.draws import belong_to_samples, install
 from trainapp.errors import UserError
-from trainapp.losses import losses
-from trainapp.losses.losses import beside_inputs, inputs_and_targets
+from trainapp.losses.losses import classification, next_token, unchecked
 from trainapp.models.huggingface import require_documents_apart
-from trainapp.models.inspect import batchnorms, blocks_of, is_of_transformers, lazy_modules, without_cache
-from trainapp.optim import emulated_kernels, matmuls
-from trainapp.optim.ema import WeightAverage
+from trainapp.models.inspect import is_of_transformers, lazy_modules, without_cache
+from trainapp.optim import emulated_kernels
 from trainapp.optim.groups import match_names
-from trainapp.parallel.ddp import DDP
-from trainapp.parallel.fsdp import FSDP
-from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Strategy
-from trainapp.rng import DrawRecord, preserved_rng, seed_everything
-from trainapp.state.stateful import Stateful
-from trainapp.techniques import checkpointing, chunked_loss, offload
-from trainapp.techniques.catalogue import Situation, require_suited
-from trainapp.torch_private import draw_as_uncompiled
-from trainapp.training.cached_gradients import CachedGradients
-from trainapp.training.engine import Engine
-from trainapp.training.in_backward import InBackward
 
+CONTEXT = "context_length"  # the size of a model and of the data that is a length of sequences
 log = logging.getLogger(__name__)
 
 
-def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
-    """The model on its device, spread over the ranks, with its optimizers and losses.
+def build_model(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
+    """Return the model in training mode on its device: constructed, its lazy modules given their shapes, its parameters
+    frozen and cast as the configuration says.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
-    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
-    callbacks: the run's callbacks, whose state is saved with it. Raises UserError for parts that do not fit together.
+    Args:
+        config: the run's.
+        resources: opened for it.
+        is_meta: build it on the meta device.
     """
-    targets, device, precision = resources.targets, resources.device, resources.numerics
-    is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
-    model = built(config, resources, is_meta)
-    names = updates.names_of(config, model)
-    for own in config.by_optimizer():
-        require_suited(Situation(own, model, targets.knows_loss))
-    draw_record = DrawRecord()
-    by_sample = belong_to_samples(config.train.draws, device)
-    if by_sample:
-        for kind in {"cpu", device.type}:
-            install(kind)
-    if config.activity.trains:
-        draw_record = learned_draws.learnt(config, resources, model, ranks)
-        checks.require_sum(config, resources, model, ranks, draw_record)
-        if config.memory.loss_chunk is not None and targets.knows_loss:
-            _require_same_forward(config, model, resources)
-    if config.precision.mode in ("int8", "fp8"):
-        _quantize_products(model, config.precision.mode)
-    checkpointing.apply(model, config.activation_checkpointing)
-    offloading = offload.apply(model, config)
-    if config.train.compile:
-        draw_as_uncompiled(by_sample)
-        # With FSDP, torch compiles each block separately, from shared code: for different shapes it would compile for
-        # dynamic ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
-        model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
-    strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
-    if not strategy.recovers_in_place:
-        ranks.disable_votes()
-    if is_meta:
-        _initialise_shards(config, strategy, ranks, device)
-    state = TrainState(
-        model=model,
-        updates=updates.build(config, model, names, precision, device),
-        average=WeightAverage(model, config.train.ema),
-        device=device,
-        seed=config.train.seed,
-        keeps_gradients=not config.optimizer.in_backward,
-        filled=resources.filled,
-        stateful=Stateful(model=model, **resources.owners, callbacks=callbacks or None),
-    )
-    for module in state.stateful.modules.values():
-        module.to(device)
-    return _kind_of_engine(config, targets)(
-        state,
-        strategy,
-        losses.in_chunks(targets.task, config.memory.loss_chunk),
-        {name: losses.in_chunks(task, config.memory.loss_chunk) for name, task in targets.updates.items()},
-        config.train,
-        wrap_compute=None if offloading is None else offloading.wrap_compute,
-        stateful_metrics=frozenset(targets.hooks["metrics"]),
-        draw_record=draw_record,
-    )
-
-
-def _kind_of_engine(config: Config, targets: ResolvedTargets) -> type[Engine]:
-    if config.optimizer.in_backward:
-        return CachedInBackward if targets.has_embeddings else InBackward
-    return CachedGradients if targets.has_embeddings else Engine
-
-
-class CachedInBackward(InBackward, CachedGradients):
-    """Both; the update happens during pass 3."""
-
-
-def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
-    """The model in training mode on its device: constructed, its lazy modules given their shapes, its parameters frozen
-    and cast as the configuration says. is_meta: build it on the meta device.
-    """
-    initial = "meta" if is_meta else resources.initial_device
-    with torch.device(initial) if initial else contextlib.nullcontext():
-        model = _constructed(config, resources)
     device = resources.device
-    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+    initial_device = "meta" if is_meta else resources.initial_device
+    with torch.device(initial_device) if initial_device else contextlib.nullcontext():
+        model = _construct_model(config, resources)
+    if not is_meta and not _is_on(device, model):
         model.to(device)
     model.train()
     materialise(model, resources, device, is_meta)
@@ -140,39 +53,49 @@ def built(config: Config, resources: Resources, is_meta: bool = False) -> nn.Mod
     return model
 
 
-def _constructed(config: Config, resources: Resources) -> nn.Module:
-    """The model as constructed by its class. Raises UserError for a model that cannot read the data."""
+def _is_on(device: torch.device, model: nn.Module) -> bool:
+    tensors = (*model.parameters(), *model.buffers())
+    return all(tensor.device.type == device.type for tensor in tensors)
+
+
+def _construct_model(config: Config, resources: Resources) -> nn.Module:
+    """Return the model as constructed by its class. Raises UserError for a model that cannot read the data."""
     targets = resources.targets
     spec = Spec(targets.spec, filled=resources.filled)
-    required = [
-        name
-        for name, parameter in inspect.signature(targets.model).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    lacking = [name for name in required if name not in config.model.arguments and name not in spec.values]
-    if lacking:
-        raise UserError(
-            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
-        )
+    _require_arguments(config, targets, spec)
     model: Any = construct(targets.model, config.model.arguments, "model", config.user_packages, spec=spec)
     _require_training_switch(model)
-    compare_sizes(config, targets, spec)
+    _compare_sizes(config, targets, spec)
     without_cache(model)
     if spec.values.get("packed") and is_of_transformers(model):
         require_documents_apart(model)
     return model
 
 
+def _require_arguments(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
+    """Raise UserError if the model's class needs an argument that neither the user nor the data has."""
+    lacking = []
+    for name, parameter in inspect.signature(targets.model).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_required and name not in config.model.arguments and name not in spec.values:
+            lacking.append(name)
+    if lacking:
+        raise UserError(
+            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
+            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
+        )
+
+
 def _require_training_switch(model: nn.Module) -> None:
-    """Raises UserError for a module whose `train` is another function than torch's, such as a training loop."""
+    """Raise UserError for a module whose `train` is another function than torch's, such as a training loop."""
     for name, module in model.named_modules():
+        signature = inspect.signature(module.train)
         try:
-            inspect.signature(module.train).bind(True)
+            signature.bind(True)
         except TypeError:
-            place = f"its module {name}" if name else "it"
+            module_text = f"its module {name}" if name else "it"
             raise UserError(
-                f"model: {place} ({type(module).__name__}) has a method train{inspect.signature(module.train)}, which "
+                f"model: {module_text} ({type(module).__name__}) has a method train{signature}, which "
                 "replaces torch's train(mode=True), by which models are switched between training and evaluation; give "
                 "it another name"
             ) from None
@@ -180,7 +103,13 @@ def _require_training_switch(model: nn.Module) -> None:
 
 def materialise(model: nn.Module, resources: Resources, device: torch.device, is_meta: bool = False) -> None:
     """Give lazy modules their shapes by a forward of two samples, equal on every rank. Raises UserError for modules
-    that it does not reach. is_meta: whether the model has no values to compute with.
+    that it does not reach.
+
+    Args:
+        model: on the device.
+        resources: have the samples and the tasks.
+        device: of the forward.
+        is_meta: whether the model has no values to compute with.
     """
     if not is_meta and lazy_modules(model):
         model.eval()
@@ -188,69 +117,107 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
             for task in resources.targets.training_tasks:
                 task(model, map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2)))
         model.train()
-    if lazy := lazy_modules(model):
+    still_lazy = lazy_modules(model)
+    if still_lazy:
         reason = "parallel.fsdp.meta_init=true" if is_meta else "a forward of the first two samples"
-        raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; set them")
-
-
-def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
-    """Raises UserError unless the loss in chunks agrees with the model's forward on two samples."""
-    name = "loss in chunks"
-    if not config.train.check_loss:
-        resources.note_check(name, "not compared: train.check_loss=false")
-        return
-    if reason := checks.without_values(model):
-        resources.note_check(name, f"not compared: {reason}")
-        return
-    with preserved_rng(resources.device), resources.numerics.autocast:
-        batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
-        inputs, _ = inputs_and_targets(batch)
-        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
-    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
-
-
-def _quantize_products(model: nn.Module, kind: matmuls.Kind) -> None:
-    layers = matmuls.quantizable(blocks_of(model, f"precision={kind}"))
-    if not layers:
         raise UserError(
-            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
-            f"multiples of {matmuls.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+            f"model: the shapes of {', '.join(still_lazy)} are lazy and {reason} does not give them; set them"
         )
-    matmuls.quantize(layers, kind)
-    total = sum(isinstance(module, nn.Linear) for module in model.modules())
-    log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
 
 
-def _spread(
-    config: Config,
-    model: nn.Module,
-    ranks: Ranks,
-    compute_dtype: torch.dtype,
-    updates: list[list[nn.Parameter]],
-) -> Strategy:
-    if ranks.world_size == 1:
-        return SingleDevice(model, ranks)
-    if config.parallel.strategy == "ddp":
-        return DDP(model, ranks, config.parallel.ddp, updates)
-    blocks = blocks_of(model, "parallel=fsdp")
-    # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
-    dtype = torch.float32 if batchnorms(model) else compute_dtype
-    return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
+# --- sizes that the user has set, beside those of the data
 
 
-def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:
-    """Allocate the shards of a model that was built on the meta device, and initialise them.
-
-    On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have
-    the same distribution. On CUDA torch draws shards as parts of the whole.
+def _compare_sizes(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
+    """Log the model's sizes that differ from the data's, one line each. Raises UserError if a built-in loss has targets
+    for which the model has no output.
     """
-    assert isinstance(strategy, FSDP)
-    model = strategy.model
-    strategy.to_empty(device)
-    if device.type == "cpu":
-        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
-        torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
-    initialise: Any = model.init_weights  # existence checked by `require_suited`
-    with torch.no_grad():
-        initialise()
-    seed_everything(config.train.seed)
+    differing = [written for written in spec.written if _differs(written, spec)]
+    if config.activity.computes_loss:
+        if config.model.target.startswith("trainapp.models."):
+            _require_context(spec)
+        for task in (targets.task, *targets.training_tasks):
+            _require_outputs(task, differing, spec)
+    if config.mode != "export":  # it reads no batch
+        for written in differing:
+            _log_difference(written, spec.values[written.name])
+
+
+def _differs(written: Written, spec: Spec) -> bool:
+    """Return whether the user's value is not the data's. 0 counts as unset: it means a model without a head."""
+    value = written.value
+    size_in_data = spec.values[written.name]
+    if not (_is_plain(value) and _is_plain(size_in_data)):
+        return False
+    if written.name == CONTEXT:
+        return _is_less(value, size_in_data)  # a model may take longer sequences than those of the data
+    return value != 0 and _as_list(value) != _as_list(size_in_data)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the value is one that YAML may hold: a `spec` may also have tensors, say."""
+    return isinstance(value, (int, float, str, list, tuple))
+
+
+def _as_list(value: Any) -> Any:
+    """Return a tuple as the list that YAML has for it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _require_outputs(task: Any, differing: list[Written], spec: Spec) -> None:
+    """Raise UserError if the size that bounds the task's targets is too small wherever the model has it. (One of them
+    may be, such as that of an encoder with its own vocabulary.)
+
+    Args:
+        task: the task.
+        differing: sizes of the user's that are not the data's.
+        spec: all sizes.
+    """
+    name = _size_that_bounds_targets(task)
+    if name is None or any(setting.endswith(f".{name}") for setting in spec.filled):
+        return
+    needed: Any = spec.values.get(name)
+    too_small = [written for written in differing if written.name == name and _is_less(written.value, needed)]
+    sizes_of_this_name = sum(written.name == name for written in spec.written)
+    if too_small and len(too_small) == sizes_of_this_name:
+        settings = ", ".join(f"{written.setting}={written.value}" for written in too_small)
+        pronoun = "it" if len(too_small) == 1 else "them"
+        raise UserError(
+            f"{settings}: the data has {name}={needed}, so a target of {needed - 1} would be out of range; remove "
+            f"{pronoun} to use the data's size, or set at least {needed}"
+        )
+
+
+def _require_context(spec: Spec) -> None:
+    """Raise UserError if the data's sequences are longer than the model's longest."""
+    for written in spec.written:
+        if written.name == CONTEXT and _differs(written, spec):
+            raise UserError(
+                f"{written.setting}={written.value}: the data has sequences of {spec.values[CONTEXT]} tokens; remove "
+                f"it to use the data's size, or lower data.{CONTEXT}"
+            )
+
+
+def _size_that_bounds_targets(task: Any) -> str | None:
+    """Return the size by name; None for a task of the user's own, whose targets may mean anything."""
+    if unchecked(task) is classification:
+        return "num_classes"
+    if unchecked(task) is next_token:
+        return "vocab_size"
+    return None
+
+
+def _is_less(value: Any, other: Any) -> bool:
+    """Return whether both are integers, and the first is the smaller one."""
+    return isinstance(value, int) and isinstance(other, int) and value < other
+
+
+def _log_difference(written: Written, size_in_data: Any) -> None:
+    setting = f"{written.setting}={written.value}"
+    in_data = f"the data's {written.name}={size_in_data}"
+    if _is_less(size_in_data, written.value):  # such as a vocabulary padded to a multiple of 64
+        log.info("%s is larger than %s", setting, in_data)
+    elif _is_less(written.value, size_in_data):
+        log.warning("%s is smaller than %s: larger indices are out of range", setting, in_data)
+    else:
+        log.warning("%s differs from %s", setting, in_data)

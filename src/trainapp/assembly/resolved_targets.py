@@ -57,75 +57,138 @@ class ResolvedTargets:
 
 def resolve_targets(config: Config) -> ResolvedTargets:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
-    found = located(config)
-    train, evaluated = _datasets(config, found)
-    if not evaluated and config.mode == "eval":
+    targets_by_setting = locate_targets(config)
+    train_data, eval_data = _open_datasets(config, targets_by_setting)
+    if not eval_data and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
     if config.mode == "predict" and config.predict.split == "train":
-        evaluated["train"] = train
-    spec = dict(getattr(train, "spec", {}))
-    task, updates = _tasks(config, found, train)
+        eval_data["train"] = train_data
+    spec = dict(getattr(train_data, "spec", {}))
+    task, updates = _tasks(config, targets_by_setting, train_data)
     return ResolvedTargets(
-        model=adapted(found["model"], config, _base_weights(config)),
+        model=adapted(targets_by_setting["model"], config, _base_weights(config)),
         task=task,
         updates=updates,
-        train_data=train,
-        eval_data=evaluated,
+        train_data=train_data,
+        eval_data=eval_data,
         spec=spec,
         hooks=load_hooks(config, spec),
     )
 
 
-def located(config: Config) -> dict[str, Any]:
-    """The classes and functions that `data`, `model`, `eval`, the optimizers and the tasks name, by setting. Raises
-    UserError with all errors at once.
+def locate_targets(config: Config) -> dict[str, Any]:
+    """Return the classes and functions that `data`, `model`, `eval`, the optimizers and the tasks name, by setting.
+    Raises UserError with all errors at once.
     """
     errors: list[str] = []
-    found: dict[str, Any] = {}
-    data: dict[str, Target] = {"data": config.data} | {f"eval.{name}": own for name, own in config.eval.items()}
-    objects = {**data, "model": config.model, **config.optimizers}
-    tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
-    tasks |= {} if config.task == "auto" else {"task": config.task}
-    for name, target in ({name: own.target for name, own in objects.items()} | tasks).items():
-        setting = name if name in tasks else f"{name}._target_"
+    located_targets: dict[str, Any] = {}
+
+    data_nodes: dict[str, Target] = {"data": config.data}
+    data_nodes.update((f"eval.{name}", node) for name, node in config.eval.items())
+    for name, node in {**data_nodes, "model": config.model, **config.optimizers}.items():
         try:
-            own_task = BUILT_IN_TASKS.get(target) if name in tasks else None
-            found[name] = own_task or targets.locate(target, setting, config.user_packages)
-            if name in objects:
-                provided = {"split", "seed"} if name in data else set(parameters_of(found[name]))
-                errors += check_arguments(found[name], objects[name].arguments, name, provided)
+            target = targets.locate(node.target, f"{name}._target_", config.user_packages)
+            located_targets[name] = target
+            provided = {"split", "seed"} if name in data_nodes else set(parameters_of(target))
+            errors.extend(check_arguments(target, node.arguments, name, provided))
         except UserError as error:
             errors.append(str(error))
+
+    tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
+    if config.task != "auto":
+        tasks["task"] = config.task
+    for setting, task in tasks.items():
+        try:
+            built_in_task = BUILT_IN_TASKS.get(task)
+            located_targets[setting] = built_in_task or targets.locate(task, setting, config.user_packages)
+        except UserError as error:
+            errors.append(str(error))
+
     if errors:
         raise UserError("\n".join(errors))
-    return found
+    return located_targets
 
 
-def _base_weights(config: Config) -> str | None:
-    """The file with the initial weights of the adapters' base: `model.init_from`, or that of the run it names, whose
-    adapters this run starts from.
+# --- data sets
+
+
+def _open_datasets(config: Config, targets_by_setting: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the training data, and the evaluation data: see `ResolvedTargets`."""
+    if "split" not in parameters_of(targets_by_setting["data"]):
+        raise UserError(
+            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
+            'split="train" and split="val"'
+        )
+
+    def opened(setting: str, node: Target, split: str) -> Any:
+        provided = {"split": split, "seed": config.train.seed}
+        return targets.construct(targets_by_setting[setting], node.arguments, setting, config.user_packages, provided)
+
+    train_data = opened("data", config.data, "train")
+    validation_data = opened("data", config.data, "val")
+    if is_empty(train_data):
+        raise UserError(f"data={config.data.target}: the training split is empty")
+    eval_data: dict[str, Any] = {}
+    if validation_data is not None and not is_empty(validation_data):
+        eval_data[""] = validation_data
+    for name, node in config.eval.items():
+        dataset = opened(f"eval.{name}", node, "val")
+        if dataset is None or is_empty(dataset):
+            raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
+        eval_data[name] = dataset
+    for name, dataset in eval_data.items():
+        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
+        _require_same_vocabulary(train_data, dataset, setting)
+        _require_same_classes(train_data, dataset, setting)
+    return train_data, eval_data
+
+
+def _require_same_vocabulary(train_data: Any, eval_data: Any, setting: str) -> None:
+    """Raise UserError for an evaluation set whose tokenizer differs: all its metrics would be wrong."""
+    trained = getattr(train_data, "vocabulary", None)
+    evaluated = getattr(eval_data, "vocabulary", None)
+    if trained and evaluated and trained != evaluated:
+        raise UserError(
+            f"{setting}: its tokenizer differs from that of the training data (a tokenizer trained on the data depends "
+            "on it); give both the same `tokenizer`"
+        )
+
+
+def _require_same_classes(train_data: Any, eval_data: Any, setting: str) -> None:
+    """Raise UserError for an evaluation set whose class names, or their order, differ: all its metrics would be
+    wrong.
     """
-    source = None if config.adapter.kind == "none" else config.model.init_from
-    while source is not None and names_checkpoint(source):
-        source = read_manifest(resolve(source, "model.init_from"))["config"]["model"]["init_from"]
-    return source
+    trained = list(getattr(train_data, "class_names", None) or ())
+    evaluated = list(getattr(eval_data, "class_names", None) or ())
+    if trained and evaluated and trained != evaluated:
+        raise UserError(
+            f"{setting}: its classes are {listed(evaluated)}, but those of the training data {listed(trained)}; they "
+            "must be the same, in the same order (a folder of images takes them as `classes`)"
+        )
 
 
-def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTask, dict[str, CheckedTask]]:
-    """The task of evaluations and those of the updates. For task=auto, the first is the data set's or, with updates,
-    the last one's; data for several losses need not declare one.
+# --- tasks
+
+
+def _tasks(
+    config: Config, targets_by_setting: dict[str, Any], train_data: Any
+) -> tuple[CheckedTask, dict[str, CheckedTask]]:
+    """Return the task of evaluations and those of the updates. For task=auto, the first is the data set's or, with
+    updates, the last one's; data for several losses need not declare one.
     """
     updates = {}
     for number, update in enumerate(config.updates):
         setting = f"updates.{number}.task"
-        task = updates[update.name] = _task(config, found[setting], setting, update.task, update.task_arguments)
+        task = _bind_task(config, targets_by_setting[setting], setting, update.task, update.task_arguments)
+        updates[update.name] = task
         if losses.needs_whole_batch(task):
             raise UserError(
                 f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is cut separately; "
                 "use a loss that is a sum over samples, or an embedding loss (trainapp.tasks.EmbeddingTask)"
             )
     if config.task != "auto":
-        return _task(config, found["task"], "task", config.task, config.task_arguments), updates
+        task = _bind_task(config, targets_by_setting["task"], "task", config.task, config.task_arguments)
+        return task, updates
     if updates:
         if config.task_arguments:
             raise UserError(
@@ -133,80 +196,59 @@ def _tasks(config: Config, found: dict[str, Any], data: Any) -> tuple[CheckedTas
                 "arguments are its own; write them there, or name a task for evaluation"
             )
         return list(updates.values())[-1], updates
-    declared = getattr(data, "task", None)
+    declared = getattr(train_data, "task", None)
     if declared not in BUILT_IN_TASKS:
         raise UserError(
             f"task=auto: {config.data.target} declares the task {declared!r}, which must be one of "
             f"{', '.join(BUILT_IN_TASKS)}; set task to one of them, or to your own function"
         )
-    return _task(config, BUILT_IN_TASKS[declared], "task", "auto", config.task_arguments), updates
+    return _bind_task(config, BUILT_IN_TASKS[declared], "task", "auto", config.task_arguments), updates
 
 
-def _task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> CheckedTask:
-    """An instance of the class that a setting names, or the named function or object, with arguments bound. Raises
-    UserError for arguments that do not fit.
+def _bind_task(config: Config, target: Any, setting: str, value: str, arguments: dict[str, Any]) -> CheckedTask:
+    """Return an instance of the class that a setting names, or the named function or object, with arguments bound.
+    Raises UserError for arguments that do not fit.
 
     `output` is an argument of every task. One that does not take it leaves it to prediction and generation.
+
+    Args:
+        config: the run's.
+        target: the class, function or object.
+        setting: the setting that names it.
+        value: of that setting.
+        arguments: to bind.
     """
     output = arguments.get("output")
-    parameters = parameters_of(found)
-    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not is_open and "output" not in parameters:
-        arguments = {argument: value for argument, value in arguments.items() if argument != "output"}
-        if not (output is None or type(output) in (int, str)):
+    is_index_or_name = type(output) in (int, str)
+    parameters = parameters_of(target)
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any_keyword and "output" not in parameters:
+        arguments = {name: argument for name, argument in arguments.items() if name != "output"}
+        if not (output is None or is_index_or_name):
             raise UserError(f"{setting}.output={output}: must be the index or the name of a part of the model's output")
-    task = targets.function_of(found, arguments, setting, config.user_packages, leading=2)
-    return CheckedTask(task, f"{setting}={name}", output if type(output) in (int, str) else None)
+    task = targets.function_of(target, arguments, setting, config.user_packages, leading=2)
+    return CheckedTask(task, f"{setting}={value}", output if is_index_or_name else None)
 
 
-def _datasets(config: Config, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The training data, and the evaluation data: see `ResolvedTargets`."""
-
-    def opened(setting: str, node: Target, split: str) -> Any:
-        provided = {"split": split, "seed": config.train.seed}
-        return targets.construct(found[setting], node.arguments, setting, config.user_packages, provided)
-
-    if "split" not in parameters_of(found["data"]):
-        raise UserError(
-            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
-            'split="train" and split="val"'
-        )
-    train, own = (opened("data", config.data, split) for split in ("train", "val"))
-    if is_empty(train):
-        raise UserError(f"data={config.data.target}: the training split is empty")
-    evaluated = {} if own is None or is_empty(own) else {"": own}
-    for name, node in config.eval.items():
-        evaluated[name] = opened(f"eval.{name}", node, "val")
-        if evaluated[name] is None or is_empty(evaluated[name]):
-            raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
-    for name, data in evaluated.items():
-        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
-        _require_same_classes(train, data, setting)
-    return train, evaluated
+# --- the model's weights, the device
 
 
-def _require_same_classes(train: Any, data: Any, setting: str) -> None:
-    """Raises UserError for an evaluation set whose class names, their order, or tokenizer differ: all its metrics would
-    be wrong.
+def _base_weights(config: Config) -> str | None:
+    """Return the file with the initial weights of the adapters' base: `model.init_from`, or that of the run it names,
+    whose adapters this run starts from.
     """
-    known, own = (getattr(of, "vocabulary", None) for of in (train, data))
-    if known and own and known != own:
-        raise UserError(
-            f"{setting}: its tokenizer differs from that of the training data (a tokenizer trained on the data depends "
-            "on it); give both the same `tokenizer`"
-        )
-    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
-    if known and own and known != own:
-        raise UserError(
-            f"{setting}: its classes are {listed(own)}, but those of the training data {listed(known)}; they must be "
-            "the same, in the same order (a folder of images takes them as `classes`)"
-        )
+    source = None if config.adapter.kind == "none" else config.model.init_from
+    while source is not None and names_checkpoint(source):
+        source = read_manifest(resolve(source, "model.init_from"))["config"]["model"]["init_from"]
+    return source
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device of `train.device`; auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is missing."""
+    """Return the device of `train.device`; auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is
+    missing.
+    """
     is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [name for name, has_it in is_available.items() if has_it]
+    available = [name for name in is_available if is_available[name]]
     name = available[0] if setting == "auto" else setting
     if name not in available:
         raise UserError(

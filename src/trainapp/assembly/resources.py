@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from trainapp.assembly import padding
 from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
-from trainapp.assembly.trials import SAMPLES, Samples, first_samples
+from trainapp.assembly.samples import COMPARED_SAMPLES, SEARCHED_SAMPLES, Samples, first_samples, with_cut
 from trainapp.config.schema import Config
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.loader import Fetcher
@@ -32,13 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Resources:
-    """Opened data, memory and numerics of a run. A trace replaces them before it assembles an engine.
-
-    initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
-    the meta device, then shard by shard).
-    filled: settings that were filled in from the data's `spec`, by their names, such as `model.num_classes`.
-    checks: what was checked before the first step, with the outcome in words; or why it was not.
-    """
+    """Opened data, memory and numerics of a run. A trace replaces them before it assembles an engine."""
 
     targets: ResolvedTargets
     device: torch.device
@@ -46,39 +39,47 @@ class Resources:
     numerics: precision.Precision
     batches: TrainBatches
     eval_sets: EvalSets
+    # Where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on the meta
+    # device, then shard by shard).
     initial_device: str | None = None
-    resumes: bool = False
+    resumes: bool = False  # whether the caller restores a checkpoint
     samples: Samples | None = None  # see `first_samples`
     samples_error: str = ""  # why there are none
+    # Settings that were filled in from the data's `spec`, by their names, such as `model.num_classes`.
     filled: dict[str, Any] = field(default_factory=dict)
+    # What was checked before the first step, with the outcome in words; or why it was not.
     checks: dict[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> dict[str, Any]:
         """Owners of state other than the model's tensors, by their names in checkpoints."""
         tasks = {"task": self.targets.task.unchecked}
-        tasks |= {f"{name}'s task": task.unchecked for name, task in self.targets.updates.items()}
-        evaluated = {name: own.dataset for name, own in self.eval_sets.items() if not own.is_stream}
-        return {**tasks, **_data_roots(self.batches.source.state_owner, evaluated)}
+        for name, task in self.targets.updates.items():
+            tasks[f"{name}'s task"] = task.unchecked
+        eval_data = {name: eval_set.dataset for name, eval_set in self.eval_sets.items() if not eval_set.is_stream}
+        return {**tasks, **_data_by_owner_name(self.batches.source.state_owner, eval_data)}
 
     def first_samples(self, seed: int) -> Samples | None:
-        """The first samples of training, to compare; None if there are too few, or if they cannot be fetched, which the
-        first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
+        """Return the first samples of training, to compare; None if there are too few, or if they cannot be fetched,
+        which the first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
         only_stacks = Fetcher(self.targets.train_data, seed).only_stacks
-        data, indices = self.batches.source.first(SAMPLES if only_stacks else padding.LOOKED_AT)
-        if self.samples is None and not self.samples_error:
-            stateful = Stateful(data=data)
-            for module in stateful.modules.values():
-                module.to(self.device)
-            try:
-                with Snapshot.of(stateful).undone():
-                    self.samples = first_samples(data, indices[:SAMPLES], seed)
-                    if self.samples is not None:
-                        self.samples = padding.with_cut(self.samples, data, indices, seed, self.batches.split)
-                self.samples_error = "" if self.samples else "fewer than two samples"
-            except Exception as error:
-                self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"
+        data, indices = self.batches.source.first(COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES)
+        has_fetched = self.samples is not None or self.samples_error
+        if has_fetched:
+            return self.samples
+        stateful = Stateful(data=data)
+        for module in stateful.modules.values():
+            module.to(self.device)
+        try:
+            with Snapshot.of(stateful).undone():
+                self.samples = first_samples(data, indices[:COMPARED_SAMPLES], seed)
+                if self.samples is not None:
+                    self.samples = with_cut(self.samples, data, indices, seed, self.batches.split)
+            if self.samples is None:
+                self.samples_error = "fewer than two samples"
+        except Exception as error:
+            self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"
         return self.samples
 
     def note_check(self, name: str, outcome: str) -> None:
@@ -88,8 +89,8 @@ class Resources:
     def close(self) -> None:
         """End the reader processes."""
         self.batches.close()
-        for evaluated in self.eval_sets.values():
-            evaluated.close()
+        for eval_set in self.eval_sets.values():
+            eval_set.close()
 
 
 def open_resources(
@@ -99,41 +100,72 @@ def open_resources(
     memory: DeviceMemory | None = None,
     resumes: bool = False,
 ) -> Resources:
-    """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters.
+    """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters. Raises
+    UserError for errors in names and arguments, and for settings that do not suit the data.
 
-    targets: resolved by an earlier call. memory, resumes: see `build`. Raises UserError for errors in names and
-    arguments, and for settings that do not suit the data.
+    Args:
+        config: the run's.
+        ranks: the processes of the run.
+        targets: resolved by an earlier call.
+        memory, resumes: see `build`.
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     targets = targets or resolve_targets(config)
     device = ranks.device if ranks.world_size > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or build_memory(config.memory, device)  # before anything is allocated on the device
-    memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
+    memory.keep_events = config.memory.timeline
+    memory.compiles = config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    common: dict[str, Any] = {
+    loading: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _workers(config, targets, ranks.world_size),
+        "workers": _worker_count(config, targets, ranks.world_size),
         "ranks": ranks,
     }
-    batches = _train_batches(config, targets, common)
-    common["equal"] = ranks.world_size > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
+    batches = _train_batches(config, targets, loading)
+    loading["equal"] = ranks.world_size > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
     split = attribute(targets.task, "split")
-    eval_sets = {name: EvalBatches(data, split=split, **common) for name, data in targets.eval_data.items()}
+    eval_sets = {name: EvalBatches(data, split=split, **loading) for name, data in targets.eval_data.items()}
     return Resources(targets, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
-def _data_roots(train: Any, evaluated: dict[str, Any]) -> dict[str, Any]:
-    """Training and evaluation data by their names in `Stateful`."""
-    return {"data": train} | {f"eval_{name}_data" if name else "eval_data": data for name, data in evaluated.items()}
+def _train_batches(config: Config, targets: ResolvedTargets, loading: dict[str, Any]) -> TrainBatches:
+    """Return the batches of training. Raises UserError for settings that do not suit the data.
+
+    Args:
+        config: the run's.
+        targets: with the data.
+        loading: how samples are loaded, in evaluations, too.
+    """
+    data = targets.train_data
+    settings = config.data
+    loading = loading | {"global_size": config.batch.global_size, "split": _split_of_training(targets)}
+    if is_stream(data):
+        _require_streamable(config)
+        # `auto` is one process at most: with more, the order of the samples depends on their number.
+        shards = 1 if settings.num_workers == "auto" else max(1, loading["workers"])
+        return TrainBatches(data, shards=shards, **loading)
+    batches = TrainBatches(data, drop_last=settings.drop_last, weights=settings.sampling.weights, **loading)
+    if batches.epoch_samples == 0:
+        raise UserError(
+            f"data.drop_last=true with batch.global_size={config.batch.global_size}: the data set has only "
+            f"{batches.samples} samples, so no batch is left; use data.drop_last=false"
+        )
+    return batches
 
 
 def _split_of_training(targets: ResolvedTargets) -> Any:
-    """The training tasks' `split` function, if they have one. Raises UserError if updates have different ones."""
-    splits = [split for task in targets.training_tasks if callable(split := attribute(task, "split"))]
-    if callable(getattr(targets.train_data, "split", None)) or not splits:
+    """Return the training tasks' `split` function, if any. Raises UserError if updates have different ones."""
+    if callable(getattr(targets.train_data, "split", None)):
+        return None
+    splits = []
+    for task in targets.training_tasks:
+        split = attribute(task, "split")
+        if callable(split):
+            splits.append(split)
+    if not splits:
         return None
     if len(splits) < len(targets.training_tasks) or any(split != splits[0] for split in splits):
         raise UserError(
@@ -143,25 +175,8 @@ def _split_of_training(targets: ResolvedTargets) -> Any:
     return splits[0]
 
 
-def _train_batches(config: Config, targets: ResolvedTargets, common: dict[str, Any]) -> TrainBatches:
-    size, data, settings = config.batch.global_size, targets.train_data, config.data
-    common = common | {"global_size": size, "split": _split_of_training(targets)}
-    if is_stream(data):
-        _require_streamable(config)
-        # `auto` is one process at most: with more, the order of the samples depends on their number.
-        shards = 1 if settings.num_workers == "auto" else max(1, common["workers"])
-        return TrainBatches(data, shards=shards, **common)
-    batches = TrainBatches(data, drop_last=settings.drop_last, weights=settings.sampling.weights, **common)
-    if batches.epoch_samples == 0:
-        raise UserError(
-            f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
-            "no batch is left; use data.drop_last=false"
-        )
-    return batches
-
-
 def _require_streamable(config: Config) -> None:
-    """Raises UserError for settings that need the number of samples."""
+    """Raise UserError for settings that need the number of samples."""
     name = config.data.target
     if config.activity.trains and config.train.max_steps is None:
         raise UserError(
@@ -175,14 +190,15 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _workers(config: Config, targets: ResolvedTargets, world_size: int) -> int:
-    """The number of loader processes; none for stateful data: each would change its own copy, ahead of the steps. (A
-    stream's state is its position.)
+def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> int:
+    """Return the number of loader processes; none for stateful data: each would change its own copy, ahead of the
+    steps. (A stream's state is its position.)
     """
-    setting, local_ranks = config.data.num_workers, min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    setting = config.data.num_workers
+    local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     count = worker_count(setting, targets.train_data, local_ranks)
-    sets = _data_roots(targets.train_data, targets.eval_data)
-    owners = Stateful(**{name: data for name, data in sets.items() if not is_stream(data)}).owners
+    data_by_name = _data_by_owner_name(targets.train_data, targets.eval_data)
+    owners = Stateful(**{name: data for name, data in data_by_name.items() if not is_stream(data)}).owners
     if not (count and owners):
         return count
     is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())
@@ -194,3 +210,16 @@ def _workers(config: Config, targets: ResolvedTargets, world_size: int) -> int:
         "no workers are used" if is_off else "a retried or resumed step may see other numbers",
     )
     return 0 if is_off else count
+
+
+def _data_by_owner_name(train_data: Any, eval_data: dict[str, Any]) -> dict[str, Any]:
+    """Return training and evaluation data by their names in `Stateful`.
+
+    Args:
+        train_data: the training data.
+        eval_data: by the name of the evaluation set, "" for the data's own split.
+    """
+    data_by_name = {"data": train_data}
+    for name, data in eval_data.items():
+        data_by_name[f"eval_{name}_data" if name else "eval_data"] = data
+    return data_by_name

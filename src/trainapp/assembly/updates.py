@@ -24,43 +24,57 @@ Names = list[list[str]]  # parameter names of each update, including frozen ones
 
 
 def names_of(config: Config, model: nn.Module) -> Names:
-    """Each update's parameter names. Raises UserError as `divide_names` does, and for parameters in no update."""
+    """Return each update's parameter names. Raises UserError as `divide_names`, and for parameters in no update."""
     parameters = parameters_by_name(model)
     if not config.updates:
         return [list(parameters)]
     patterns = {f"updates.{number}.parameters": update.parameters for number, update in enumerate(config.updates)}
-    found = list(divide_names(model, patterns).values())
-    taken = {id(parameters[name]) for names in found for name in names}
-    if left := [name for name, p in parameters.items() if p.requires_grad and id(p) not in taken]:
+    names_by_update = list(divide_names(model, patterns).values())
+
+    trained_ids: set[int] = set()  # a tied weight has several names, of which one suffices
+    for names in names_by_update:
+        trained_ids.update(id(parameters[name]) for name in names)
+    untrained = [name for name, p in parameters.items() if p.requires_grad and id(p) not in trained_ids]
+    if untrained:
         raise UserError(
-            f"updates: no update trains {listed(left)}; add them to the parameters of one, or to model.freeze"
+            f"updates: no update trains {listed(untrained)}; add them to the parameters of one, or to model.freeze"
         )
-    return found
+    return names_by_update
 
 
-def parameters_of(model: nn.Module, names: Names) -> list[list[nn.Parameter]]:
-    """The parameters that each update trains."""
+def parameters_of(model: nn.Module, names_by_update: Names) -> list[list[nn.Parameter]]:
+    """Return the parameters that each update trains."""
     parameters = parameters_by_name(model)
-    unique = [dict.fromkeys(parameters[name] for name in own) for own in names]
-    return [[parameter for parameter in own if parameter.requires_grad] for own in unique]
+    trained_by_update = []
+    for names in names_by_update:
+        unique = dict.fromkeys(parameters[name] for name in names)
+        trained_by_update.append([parameter for parameter in unique if parameter.requires_grad])
+    return trained_by_update
 
 
-def build(config: Config, model: nn.Module, names: Names, precision: Precision, device: torch.device) -> list[Update]:
-    """The updates, with their optimizers. Call once the model is spread over the ranks."""
-    every = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained = parameters_of(model, names)
+def build(
+    config: Config, model: nn.Module, names_by_update: Names, precision: Precision, device: torch.device
+) -> list[Update]:
+    """Return the updates, with their optimizers. Call once the model is spread over the ranks."""
+    trained_by_update = parameters_of(model, names_by_update)
+    every_trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     updates = []
-    for number, ((setting, settings), own) in enumerate(zip(config.optimizers.items(), trained, strict=True)):
+    for number, (setting, settings) in enumerate(config.optimizers.items()):
+        trained = trained_by_update[number]
         decay = settings.layer_decay
-        with requires_grad_only(own, every):
+        with requires_grad_only(trained, every_trained):
             blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
             optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
             if settings.in_backward:
                 require_separable(optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        scaled = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))  # each has its own loss scale
-        updates.append(Update(optimizer, scaled, parameters=own, number=number))
-    for update, given in zip(updates, config.updates, strict=False):  # without `updates`, the only one has no name
-        update.name, update.every = given.name, given.every
+        # Each update has its own loss scale.
+        with_scaler = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))
+        updates.append(Update(optimizer, with_scaler, parameters=trained, number=number))
+
+    # Without `updates`, the only one has no name and is made in every step.
+    for update, settings_of_update in zip(updates, config.updates, strict=False):
+        update.name = settings_of_update.name
+        update.every = settings_of_update.every
     return updates

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainapp.assembly.model import assemble
+from trainapp.assembly.engine import assemble
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import open_resources
 from trainapp.config.schema import Config, Memory

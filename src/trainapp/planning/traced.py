@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.model import assemble, materialise
+from trainapp.assembly.engine import assemble
+from trainapp.assembly.model import materialise
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources, open_resources
 from trainapp.config.schema import Config

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainapp.assembly import model as assembly
+from trainapp.assembly.model import build_model
 from trainapp.assembly.resources import open_resources
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import checkpoints_in, resolve
@@ -74,7 +74,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
         precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
     )
     with contextlib.closing(open_resources(config, SingleRank())) as resources:
-        data, built = resources.targets.train_data, assembly.built(config, resources)
+        data, built = resources.targets.train_data, build_model(config, resources)
     values = checkpointer.restore_model(built, path, resources.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)

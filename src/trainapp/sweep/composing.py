@@ -169,12 +169,12 @@ class Composer:
 
 def _errors_of_classes(configs: dict[str, Config]) -> dict[str, str]:
     """Return the mistakes in the classes that configurations name, and in their arguments, by the jobs' names."""
-    from trainapp.assembly.resolved_targets import located
+    from trainapp.assembly.resolved_targets import locate_targets
 
     errors = {}
     for name, config in configs.items():
         try:
-            located(config)
+            locate_targets(config)
         except UserError as error:
             errors[name] = str(error)
     return errors

@@ -1,0 +1,225 @@
+"""Assembles an engine from the configuration: model, losses, strategy and optimizers. Opens no files.
+
+Used for training on real tensors and for plans on fake ones.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainapp.assembly import checks, learned_draws, updates
+from trainapp.assembly.model import build_model
+from trainapp.assembly.modes import reason_without_values
+from trainapp.assembly.resolved_targets import ResolvedTargets
+from trainapp.assembly.resources import Resources
+from trainapp.checkpoint.train_state import TrainState
+from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors
+from trainapp.draws import belong_to_samples, install
+from trainapp.errors import UserError
+from trainapp.losses import losses
+from trainapp.losses.losses import beside_inputs, inputs_and_targets
+from trainapp.models.inspect import batchnorms, blocks_of
+from trainapp.optim import matmuls
+from trainapp.optim.ema import WeightAverage
+from trainapp.parallel.ddp import DDP
+from trainapp.parallel.fsdp import FSDP
+from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import SingleDevice, Strategy
+from trainapp.rng import DrawRecord, preserved_rng, seed_everything
+from trainapp.state.stateful import Stateful
+from trainapp.techniques import checkpointing, chunked_loss, offload
+from trainapp.techniques.catalogue import Situation, require_suited
+from trainapp.torch_private import draw_as_uncompiled
+from trainapp.training.cached_gradients import CachedGradients
+from trainapp.training.engine import Engine
+from trainapp.training.in_backward import InBackward
+
+log = logging.getLogger(__name__)
+
+
+def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
+    """Return an engine: the model on its device, spread over the ranks, with its optimizers and losses.
+
+    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
+    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators. Raises
+    UserError for parts that do not fit together.
+
+    Args:
+        config: the run's.
+        resources: opened for it.
+        ranks: the processes of the run.
+        callbacks: the run's callbacks, whose state is saved with it.
+    """
+    targets = resources.targets
+    device = resources.device
+    is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
+    model = build_model(config, resources, is_meta)
+    parameter_names = updates.names_of(config, model)
+    for config_of_optimizer in config.by_optimizer():
+        require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
+
+    draws_by_sample = belong_to_samples(config.train.draws, device)
+    if draws_by_sample:
+        for device_type in {"cpu", device.type}:
+            install(device_type)
+    draw_record = _try_task(config, resources, model, ranks) if config.activity.trains else DrawRecord()
+
+    if config.precision.mode in ("int8", "fp8"):
+        _quantize_matmuls(model, config.precision.mode)
+    checkpointing.apply(model, config.activation_checkpointing)
+    offloading = offload.apply(model, config)
+    if config.train.compile:
+        _compile(model, config, draws_by_sample)
+
+    compute_dtype = resources.numerics.compute_dtype
+    strategy = _spread(config, model, ranks, compute_dtype, updates.parameters_of(model, parameter_names))
+    if not strategy.recovers_in_place:
+        ranks.disable_votes()
+    if is_meta:
+        _initialise_shards(config, strategy, ranks, device)
+
+    rows = config.memory.loss_chunk
+    return _kind_of_engine(config, targets)(
+        _train_state(config, resources, model, parameter_names, callbacks),
+        strategy,
+        losses.in_chunks(targets.task, rows),
+        {name: losses.in_chunks(task, rows) for name, task in targets.updates.items()},
+        config.train,
+        wrap_compute=None if offloading is None else offloading.wrap_compute,
+        stateful_metrics=frozenset(targets.hooks["metrics"]),
+        draw_record=draw_record,
+    )
+
+
+def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
+    """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
+    forwards draw. Raises UserError for a loss that is no sum, or that in chunks is another one. Collective.
+    """
+    draw_record = learned_draws.learn_draws(config, resources, model, ranks)
+    checks.require_sum(config, resources, model, ranks, draw_record)
+    if config.memory.loss_chunk is not None and resources.targets.knows_loss:
+        _require_same_forward(config, model, resources)
+    return draw_record
+
+
+def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
+    """Raise UserError unless the loss in chunks agrees with the model's forward on two samples."""
+    name = "loss in chunks"
+    if not config.train.check_loss:
+        resources.note_check(name, "not compared: train.check_loss=false")
+        return
+    reason = reason_without_values(model)
+    if reason:
+        resources.note_check(name, f"not compared: {reason}")
+        return
+    with preserved_rng(resources.device), resources.numerics.autocast:
+        batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
+        inputs, _ = inputs_and_targets(batch)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
+    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
+
+
+def _quantize_matmuls(model: nn.Module, kind: matmuls.Kind) -> None:
+    """Compute the matmuls of the blocks' linear layers in 8 bits. Raises UserError if none of them can be."""
+    layers = matmuls.quantizable(blocks_of(model, f"precision={kind}"))
+    if not layers:
+        raise UserError(
+            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
+            f"multiples of {matmuls.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+        )
+    matmuls.quantize(layers, kind)
+    total = sum(isinstance(module, nn.Linear) for module in model.modules())
+    log.info("precision=%s: %d of %d linear layers compute their matmuls in %s", kind, len(layers), total, kind)
+
+
+def _compile(model: nn.Module, config: Config, draws_by_sample: bool) -> None:
+    draw_as_uncompiled(draws_by_sample)
+    if config.parallel.strategy == "fsdp":
+        # Torch compiles each block separately, from shared code: for different shapes it would compile for dynamic
+        # ones, which fails for BatchNorm (torch 2.13), so each shape is compiled.
+        model.compile(dynamic=False)
+    else:
+        model.compile()
+
+
+def _spread(
+    config: Config,
+    model: nn.Module,
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    trained_parameters: list[list[nn.Parameter]],
+) -> Strategy:
+    """Spread the model over the ranks. Return the strategy that does.
+
+    Args:
+        config: has the strategy.
+        model: on the device, or on the meta device for FSDP.
+        ranks: the processes.
+        compute_dtype: of forward and backward.
+        trained_parameters: of each update.
+    """
+    if ranks.world_size == 1:
+        return SingleDevice(model, ranks)
+    if config.parallel.strategy == "ddp":
+        return DDP(model, ranks, config.parallel.ddp, trained_parameters)
+    blocks = blocks_of(model, "parallel=fsdp")
+    # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
+    dtype = torch.float32 if batchnorms(model) else compute_dtype
+    return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
+
+
+def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:
+    """Allocate the shards of a model that was built on the meta device, and initialise them.
+
+    On the CPU each rank initialises its shards with its own seed: the values differ from the whole model's, but have
+    the same distribution. On CUDA torch draws shards as parts of the whole.
+    """
+    assert isinstance(strategy, FSDP)
+    strategy.to_empty(device)
+    if device.type == "cpu":
+        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
+        torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
+    initialise: Any = strategy.model.init_weights  # existence checked by `require_suited`
+    with torch.no_grad():
+        initialise()
+    seed_everything(config.train.seed)
+
+
+def _train_state(
+    config: Config,
+    resources: Resources,
+    model: nn.Module,
+    parameter_names: updates.Names,
+    callbacks: Mapping[str, Any] | None,
+) -> TrainState:
+    """Return the model's state with its optimizers and with all that is saved beside it; moves modules of that to the
+    device.
+    """
+    device = resources.device
+    state = TrainState(
+        model=model,
+        updates=updates.build(config, model, parameter_names, resources.numerics, device),
+        average=WeightAverage(model, config.train.ema),
+        device=device,
+        seed=config.train.seed,
+        keeps_gradients=not config.optimizer.in_backward,
+        filled=resources.filled,
+        stateful=Stateful(model=model, **resources.owners, callbacks=callbacks or None),
+    )
+    for module in state.stateful.modules.values():
+        module.to(device)
+    return state
+
+
+def _kind_of_engine(config: Config, targets: ResolvedTargets) -> type[Engine]:
+    if config.optimizer.in_backward:
+        return CachedInBackward if targets.has_embeddings else InBackward
+    return CachedGradients if targets.has_embeddings else Engine
+
+
+class CachedInBackward(InBackward, CachedGradients):
+    """An engine of both kinds; the update happens during pass 3."""

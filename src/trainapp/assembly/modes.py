@@ -1,0 +1,61 @@
+"""The modes in which a run calls its tasks: in evaluation, and in training for each update."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from trainapp.assembly.resources import Resources
+from trainapp.losses.losses import CheckedTask, is_built_in
+from trainapp.torch_private import has_values
+from trainapp.training.engine import training_draws
+from trainapp.training.evaluate import EVALUATION
+
+NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
+
+
+class Mode(NamedTuple):
+    """A task and how it is called."""
+
+    task: CheckedTask
+    work: str  # names its draws in the record
+    training: bool  # whether the model is in training mode
+    update: str = ""  # the name of its update, if any
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a run calls the task with gradients."""
+        return self.work != EVALUATION
+
+    def check_name(self, subject: str) -> str:
+        """Return the name of a check of its "loss", "padding" or "draws" in `Resources.checks`."""
+        name = subject
+        if self.update:
+            name += f" of update {self.update}"
+        if self.training:
+            name += " in training"
+        return name
+
+
+def modes_of(resources: Resources) -> list[Mode]:
+    """Return the task in evaluation, the updates' tasks in evaluation mode, and the training tasks in training mode."""
+    task = resources.targets.task
+    updates = resources.targets.updates
+    modes = [Mode(task, EVALUATION, training=False)]
+    for name, update_task in updates.items():
+        modes.append(Mode(update_task, training_draws(name), training=False, update=name))
+    training_tasks = updates or {"": task}
+    for name, training_task in training_tasks.items():
+        modes.append(Mode(training_task, training_draws(name), training=True, update=name))
+    return modes
+
+
+def needs_no_check(mode: Mode, model: nn.Module) -> bool:
+    """Return whether task and model are trainapp's own: samples never interact, and draws have them first."""
+    return type(model).__module__.startswith("trainapp.models.") and is_built_in(mode.task)
+
+
+def reason_without_values(model: nn.Module) -> str:
+    """Return why a model without values is not called; "" for others."""
+    if all(map(has_values, model.parameters())):
+        return ""
+    return "parameters have no values yet (parallel.fsdp.meta_init)"

@@ -1,0 +1,235 @@
+"""The precisions in which a task may be tried: fp64, on copies of a small model and its task; fp32; as it is trained.
+
+Rounding may hide a difference that a check looks for: the first precision in which the task runs is used.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.assembly.probe import Compute, TaskProbe, is_small
+from trainapp.assembly.resources import Resources
+from trainapp.assembly.samples import Samples
+from trainapp.config.schema import Config
+from trainapp.errors import summary_of
+from trainapp.losses.losses import CheckedTask
+from trainapp.memory.cpu import uncompiled
+from trainapp.state.stateful import Stateful, held_tensors
+from trainapp.units import listed
+
+FP64 = "fp64"  # the precision of copies
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class ProbeFactory(NamedTuple):
+    """A way to call a task in some precision."""
+
+    precision: str  # in words
+    make_probe: Callable[[], TaskProbe]
+
+
+def precisions_to_try(
+    task: CheckedTask,
+    config: Config,
+    resources: Resources,
+    model: nn.Module,
+    noise: float | None = 0.0,
+    compute: Compute | None = None,
+) -> list[ProbeFactory]:
+    """Return how a task may be called with the first samples, the most precise way first; empty without samples.
+
+    Args:
+        task: the task.
+        config: the run's.
+        resources: has the samples.
+        model: what the task is called with.
+        noise: in small models' copies in fp64, see `probe_in_fp64`; None: no copies.
+        compute: see `TaskProbe`.
+    """
+    if resources.samples is None:
+        return []
+    metric_names = frozenset(resources.targets.hooks["metrics"])
+    arguments: Any = (task, model, resources.samples, resources.device, config.train.seed, metric_names)
+    factories = []
+    if noise is not None and is_small(model, task.unchecked):
+        factories.append(ProbeFactory(FP64, functools.partial(probe_in_fp64, *arguments, noise=noise, compute=compute)))
+
+    make_probe = functools.partial(TaskProbe, *arguments, compute=compute)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    factories.append(ProbeFactory("fp32" if dtypes <= {torch.float32} else "the model's dtype", make_probe))
+
+    make_probe_as_trained = functools.partial(make_probe, call_context=lambda: resources.numerics.autocast)
+    factories.append(ProbeFactory("as trained", make_probe_as_trained))
+    return factories
+
+
+# --- the first precision that works
+
+
+@dataclass(frozen=True)
+class ProbeResult(Generic[T]):
+    """The first result that raised no error."""
+
+    value: T
+    precision: str  # of its probe
+    failures: dict[str, str]  # why there is none in a higher precision, by precision
+
+
+def first_working_result(
+    factories: Sequence[ProbeFactory], use: Callable[[TaskProbe], T], is_trained: bool = False
+) -> ProbeResult[T]:
+    """Return what `use` returns for the first probe that raises no error. Raises the error of the last of them.
+
+    Args:
+        factories: of the probes, in the order in which they are tried.
+        use: calls the task.
+        is_trained: whether a run calls the task with gradients. A probe then does so, too, if the task needs them.
+    """
+    failures: dict[str, str] = {}
+    for precision, make_probe in factories:
+        try:
+            with uncompiled():
+                probe = make_probe()
+                value = _use_with_gradients_if_needed(probe, use, is_trained)
+        except Exception as error:
+            failures[precision] = summary_of(error)
+            if len(failures) == len(factories):
+                raise
+            continue
+        lost = probe.snapshot.lost
+        if lost:
+            log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
+        return ProbeResult(value, precision, failures)
+    raise ValueError("no way to call the task")
+
+
+def _use_with_gradients_if_needed(probe: TaskProbe, use: Callable[[TaskProbe], T], is_trained: bool) -> T:
+    """Return what `use` returns, with gradients where it fails for want of them, as with a gradient penalty."""
+    try:
+        return use(probe)
+    except RuntimeError as error:
+        if not (is_trained and _lacks_gradients(error)):
+            raise
+    probe.with_gradients = True
+    return use(probe)
+
+
+def _lacks_gradients(error: RuntimeError) -> bool:
+    """Return whether torch should compute a gradient, or take a hook, of a tensor without a graph: no class of errors
+    tells it (2.13).
+    """
+    text = str(error)
+    return "does not require grad" in text or "doesn't require gradient" in text or "has requires_grad=False" in text
+
+
+# --- copies in fp64
+
+
+def probe_in_fp64(
+    task: CheckedTask,
+    model: nn.Module,
+    samples: Samples,
+    device: torch.device,
+    seed: int,
+    stateful_metrics: Collection[str] = (),
+    *,
+    noise: float,
+    compute: Compute | None = None,
+) -> TaskProbe:
+    """Return a probe of copies of task and model in fp64, also the default dtype of a call.
+
+    Raises errors of copying, and `copy.Error` if a copy shares tensors of a module with its original. What else cannot
+    be converted, such as a tensor in a closure, fails when called.
+
+    Args:
+        task, model, samples, device, seed, stateful_metrics, compute: see `TaskProbe`.
+        noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before
+            it.
+    """
+    originals = _outermost_modules(model, task.unchecked)
+    tensor_copies = _tensor_copies(originals.values(), task, model)
+    copied_model, copied_task = copy.deepcopy((model, task.unchecked), tensor_copies)
+    copies = _outermost_modules(copied_model, copied_task)
+    _require_separate(copies, originals)
+    for module in copies.values():
+        module.double()
+    _add_noise(copied_model, noise)
+    return TaskProbe(
+        CheckedTask(copied_task, task.setting),
+        copied_model,
+        samples,
+        device,
+        seed,
+        stateful_metrics,
+        compute=compute,
+        call_context=_fp64_by_default,
+        dtype=torch.float64,
+    )
+
+
+def _outermost_modules(model: nn.Module, task: Any) -> dict[str, nn.Module]:
+    """Return the model and the modules found outside of it, by name."""
+    return {"model": model, **Stateful(model=model, task=task).modules}
+
+
+def _tensor_copies(modules: Iterable[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:
+    """Return, by id, for `copy.deepcopy`: the tensors in attributes, which `module.double()` does not reach, and those
+    that it cannot copy (2.13: compressed sparse and nested ones).
+    """
+    registered = {id(tensor) for module in modules for tensor in _registered_tensors(module)}
+    copies = {}
+    for tensor in held_tensors([model, task.unchecked]):
+        can_be_copied = tensor.layout is torch.strided and not tensor.is_nested
+        is_out_of_reach = id(tensor) not in registered and tensor.is_floating_point()
+        if can_be_copied and not is_out_of_reach:
+            continue
+        tensor_copy = tensor.detach().clone()
+        if tensor.is_floating_point():
+            tensor_copy = tensor_copy.double().requires_grad_(tensor.requires_grad)
+        copies[id(tensor)] = tensor_copy
+    return copies
+
+
+def _require_separate(copies: Mapping[str, nn.Module], originals: Mapping[str, nn.Module]) -> None:
+    """Raise `copy.Error` where converting the copies would convert their originals: `copy.deepcopy` copies neither a
+    function's closure nor what a class returns as its own copy.
+    """
+    original_tensors = {id(tensor) for module in originals.values() for tensor in _registered_tensors(module)}
+    for name, module_copy in copies.items():
+        for path, module in module_copy.named_modules(prefix=name):
+            if any(id(tensor) in original_tensors for tensor in _registered_tensors(module, recurse=False)):
+                raise copy.Error(f"the copy shares {path} ({type(module).__name__}), such as by a closure")
+
+
+def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _add_noise(model: nn.Module, standard_deviation: float) -> None:
+    """Add normal random numbers to the floating-point parameters, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter.device), alpha=standard_deviation)
+
+
+@contextlib.contextmanager
+def _fp64_by_default() -> Iterator[None]:
+    """Make fp64 torch's default dtype inside the block."""
+    dtype_before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype_before)

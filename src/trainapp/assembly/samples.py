@@ -1,0 +1,216 @@
+"""The first samples of training, in the batches that the checks compare.
+
+A batch is compared with its halves, and with batches of the same values in another order. That does not show what
+depends on the padding: samples that are collated differently together than in halves, mostly because they are padded to
+the longest, are therefore looked for (`with_cut`), and compared with their halves as training makes them: collated
+apart, or cut by `split`.
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainapp.data.batch import elements_in, map_tensors, tensors_in
+from trainapp.data.joining import are_equal, batch_dims, is_padded, join_parts
+from trainapp.data.loader import Fetcher, Request, Split
+from trainapp.errors import summary_of
+
+COMPARED_SAMPLES = 4  # the fewest that have two halves, and parts of unequal sizes
+SEARCHED_SAMPLES = 16  # among which other lengths are looked for: each of them is fetched and collated
+# Stop the search at a half with so many times the elements of the first half: no sum of real lengths is then equal by
+# chance.
+SUFFICIENT_RATIO = 2.0
+UNEVEN = ("first", "rest")  # names of batches: a cut into unequal parts
+
+
+class Cut(NamedTuple):
+    """A batch and its halves as training makes them, which may hold other values than the batch: padding."""
+
+    names: tuple[str, ...] = ()  # theirs in `Samples.batches`, the whole one first; empty if they are not compared
+    reason: str = ""  # why they are not compared; "" for data whose batches torch stacks
+    is_padded: bool = False  # whether the batch is known to differ from its halves by padding alone
+
+
+class Samples(NamedTuple):
+    """The batches to compare, on the CPU, by name.
+
+    `a` and `b` are halves of the samples, and `ab` is the two together. If `is_joined`, there are also `ba`, `aa` and
+    `bb`, or `b` is the first half again; and of four samples `first` and `rest`, a cut into unequal parts. The names of
+    `cut` come in addition: `c` for another second half, capital letters for halves made by `split`.
+    """
+
+    number: int  # of samples in `ab`
+    batches: dict[str, Any]
+    is_joined: bool  # whether `ab` is known to be its halves joined: padding and graphs may depend on the whole batch
+    cut: Cut = Cut()
+
+    def positions(self, name: str) -> list[int]:
+        """Return the positions of a batch's samples: `a` and `A` have the first ones."""
+        if name == "first":
+            return [0]
+        if name == "rest":
+            return list(range(1, self.number))
+        half = self.number // 2
+        positions: list[int] = []
+        for letter in name:
+            positions.extend(range(half) if letter in "aA" else range(half, self.number))
+        return positions
+
+
+def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
+    """Fetch these samples of a data set in batches. Return None for a single sample."""
+    number = len(indices) // 2 * 2
+    if number < 2:
+        return None
+    half = number // 2
+    first_half = list(indices[:half])
+    second_half = list(indices[half:number])
+    whole = _fetch(data, first_half + second_half, seed)
+    a = _fetch(data, first_half, seed)
+    b = _fetch(data, second_half, seed)
+
+    dims = batch_dims(whole, [a, b])
+    if dims:
+        batches = {"ab": whole, "a": a, "b": b}
+        for name, parts in {"ba": (b, a), "aa": (a, a), "bb": (b, b)}.items():
+            batches[name] = join_parts(whole, parts, dims)
+        if number > 2:
+            uneven = [_fetch(data, part, seed) for part in (first_half[:1], first_half[1:] + second_half)]
+            if batch_dims(whole, uneven):
+                batches.update(zip(UNEVEN, uneven, strict=True))
+        return Samples(number, batches, is_joined=True)
+
+    # Two halves of different lengths: the first one twice may still be itself joined.
+    twice = _fetch(data, first_half * 2, seed)
+    if batch_dims(twice, [a, a]):
+        return Samples(number, {"ab": twice, "a": a, "b": a}, is_joined=True)
+    return Samples(number, {"ab": whole, "a": a, "b": b}, is_joined=False)
+
+
+def _fetch(data: Any, indices: list[Any], seed: int) -> Any:
+    return Fetcher(data, seed)[Request(0, indices)]
+
+
+# --- samples that are collated differently together than in halves
+
+
+def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, split: Split | None) -> Samples:
+    """Return the samples with a batch that is not just its halves joined, if there is one; otherwise the reason.
+
+    Args:
+        samples: from `first_samples`.
+        data: their data set.
+        indices: of the first samples, `SEARCHED_SAMPLES` of them if there are as many.
+        seed: see `Fetcher`.
+        split: see `BatchLoader`.
+    """
+    fetcher = Fetcher(data, seed)
+    if fetcher.only_stacks:
+        return samples
+    try:
+        return _with_cut(samples, fetcher, list(indices), split)
+    except Exception as error:  # training meets it, too, and tells where
+        return samples._replace(cut=Cut(reason=summary_of(error)))
+
+
+def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Split | None) -> Samples:
+    half = samples.number // 2
+    batches = dict(samples.batches)
+    names: tuple[str, ...]
+    if samples.is_joined:
+        different_half = _differently_shaped_half(samples, fetcher, indices)
+        if not different_half:
+            reason = f"the first {len(indices)} samples have one shape" if fetcher.collate is not None else ""
+            return samples._replace(cut=Cut(reason=reason))
+        whole_indices = indices[:half] + different_half
+        names = ("ac", "a", "c")
+        batches["ac"] = fetcher[Request(0, whole_indices)]
+        batches["c"] = fetcher[Request(0, different_half)]
+    else:
+        whole_indices = indices[: samples.number]
+        names = ("ab", "a", "b")
+
+    whole = batches[names[0]]
+    reason = _reason_not_to_compare(fetcher, whole, whole_indices)
+    if reason:
+        return samples._replace(cut=Cut(reason=reason))
+
+    if split is not None:
+        batches["A"] = split(map_tensors(Tensor.clone, whole), 0, half)
+        batches["C"] = split(map_tensors(Tensor.clone, whole), half, 2 * half)
+        if not batch_dims(whole, [batches["A"], batches["C"]]):  # it cuts more than the samples, such as padding
+            names = (names[0], "A", "C")
+    halves = [batches[name] for name in names[1:]]
+    if batch_dims(whole, halves):
+        return samples._replace(cut=Cut(reason="batches are their halves joined, whatever their shapes"))
+    return samples._replace(batches=batches, cut=Cut(names, is_padded=is_padded(whole, halves)))
+
+
+def _differently_shaped_half(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> list[Any]:
+    """Return the indices of half as many samples as are compared, whose batch has other shapes than the first half: the
+    first with a sufficient ratio of elements, or the most different. Empty if all have the same shapes.
+    """
+    half = samples.number // 2
+    first_half = samples.batches["a"]
+    most_different: list[Any] = []
+    if "ba" not in samples.batches:  # the two halves are known to differ, if not by their shapes
+        most_different = indices[half : 2 * half]
+    largest_ratio = 0.0
+    for start in range(half, len(indices) - half + 1, half):
+        candidate = indices[start : start + half]
+        ratio = _ratio_of_elements(first_half, fetcher[Request(0, candidate)])
+        if ratio > largest_ratio:
+            most_different = candidate
+            largest_ratio = ratio
+        if ratio >= SUFFICIENT_RATIO:
+            break
+    return most_different
+
+
+def _ratio_of_elements(first: Any, second: Any) -> float:
+    """Return how many times as many elements one batch has as the other; 0 if all shapes are equal."""
+    first_shapes = [tensor.shape for tensor in tensors_in(first)]
+    second_shapes = [tensor.shape for tensor in tensors_in(second)]
+    if first_shapes == second_shapes:
+        return 0.0
+    fewer, more = sorted((elements_in(first), elements_in(second)))
+    return more / max(fewer, 1)
+
+
+def _reason_not_to_compare(fetcher: Fetcher, batch: Any, indices: list[Any]) -> str:
+    """Return why the batch of these samples may differ from its halves by chance; "" if it does not."""
+    own_collate = fetcher.collate
+    has_drawn: list[bool] = []
+    if own_collate is not None:
+        fetcher.collate = _noting_draws(own_collate, has_drawn)
+    repeated_batch = fetcher[Request(0, indices)]
+    fetcher.collate = own_collate
+    if any(has_drawn):
+        return "the data's `collate` draws random numbers"
+    tensors = tensors_in(batch)
+    repeated = tensors_in(repeated_batch)
+    if len(tensors) != len(repeated) or not all(map(are_equal, tensors, repeated)):
+        return "a batch has other values when it is fetched again"
+    return ""
+
+
+def _noting_draws(collate: Callable[[list[Any]], Any], has_drawn: list[bool]) -> Callable[[list[Any]], Any]:
+    """Return the function, which then appends to `has_drawn` whether a call drew from a global generator."""
+
+    def collate_and_note(samples: list[Any]) -> Any:
+        states_before = _generator_states()
+        batch = collate(samples)
+        has_drawn.append(states_before != _generator_states())
+        return batch
+
+    return collate_and_note
+
+
+def _generator_states() -> bytes:
+    states = (torch.get_rng_state().numpy(), np.random.get_state(), random.getstate())
+    return pickle.dumps(states)
