@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -13,11 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from trainapp.data.batch import MicroBatch, map_tensors
+from trainapp.data.batch import MicroBatch, compacted, map_tensors
 from trainapp.data.sampler import Draw
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import outside_dispatch_modes
 
+PARENT_CHECK = 1.0  # seconds
 DUMMY = 0  # the sample of a micro-batch that only keeps its rank in step with the others
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of only its samples [start, end)
 
@@ -121,17 +124,30 @@ def loader_of(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
         dataset,
         batch_size=None,
         num_workers=workers,
-        worker_init_fn=_outlive_a_stop,
+        worker_init_fn=_follow_the_run,
         generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
         multiprocessing_context="fork" if workers and standard and sys.platform == "linux" else None,
         **options,
     )
 
 
-def _outlive_a_stop(worker: int) -> None:
-    """Ignore signals that reach the whole process group: the step in progress still needs the workers."""
+def _follow_the_run(worker: int) -> None:
+    """Make this worker end with the process that started it: not before, and not after."""
+    # Signals may reach the whole process group; the step in progress still needs the workers.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, not for programs that a worker starts
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once `parent` is gone, as after SIGKILL.
+
+    torch's workers notice that too (2.13), but then wait for what they have sent to be read. The system's own signal
+    (PR_SET_PDEATHSIG) already comes when the thread that started the worker ends.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK)
+    os._exit(1)
 
 
 def started(loader: DataLoader) -> Iterator[Any]:
@@ -141,10 +157,6 @@ def started(loader: DataLoader) -> Iterator[Any]:
     for worker in items._workers:
         worker._popen.terminate = worker._popen.kill
     return items
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 class BatchLoader:
@@ -166,7 +178,9 @@ class BatchLoader:
             self._loader = loader_of(
                 self.fetcher,
                 workers,
-                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
+                # Torch's default makes lists of tuples, and loses attributes of mappings. A view of the data would be
+                # sent by copying all of the data to shared memory, once per worker.
+                collate_fn=compacted,
                 sampler=self,
                 pin_memory=self._pinned,
                 persistent_workers=True,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_convert
 
-from trainapp.data.batch import own_part, tensors_in
+from trainapp.data.batch import compacted, own_part, tensors_in
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Shard, StreamPosition
 from trainapp.errors import UserError
@@ -38,7 +38,7 @@ class HeldSamples(Dataset):
             return sample  # torch's collating copies it
         # A user's collate may take samples apart, or pass them on to a task that writes to its batch: a retry needs
         # them unchanged.
-        return copy.deepcopy(sample)
+        return copy.deepcopy(compacted(sample))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -171,7 +171,8 @@ class Stream(Source):
             by_rank = self.ranks.all_gather_object((len(samples), ends))
             counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
             if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
-                spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
+                spares = self.ranks.all_gather_object(compacted(spare))
+                spare = next(sample for sample in spares if sample is not None)
             numbers = [(consumed + number) * world_size + rank for number in range(len(samples))]
         else:
             counts = [

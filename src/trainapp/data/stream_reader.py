@@ -8,12 +8,15 @@ before each sample, so that random transforms and shuffles repeat.
 
 import contextlib
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import IterableDataset
 
+from trainapp.data.batch import compact
 from trainapp.data.loader import loader_of, started
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
@@ -159,7 +162,7 @@ class Shard(IterableDataset):
 
     def _ahead(self) -> Iterator[Read | None]:
         # Pickled, because torch sends every tensor of a worker through an open file.
-        return map(pickle.loads, started(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)))
+        return map(pickle.loads, started(loader_of(self, 1, prefetch_factor=AHEAD, collate_fn=_pickled)))
 
     def __iter__(self) -> Iterator[Read | None]:
         """The samples after the position, in this and all later epochs, with None after each epoch's end. Seeds the
@@ -209,3 +212,24 @@ class Shard(IterableDataset):
 
     def _state(self) -> Any:
         return copy.deepcopy(self.source.state_dict())
+
+
+def _pickled(read: Read | None) -> bytes:
+    file = io.BytesIO()
+    _CompactPickler(file).dump(read)
+    return file.getvalue()
+
+
+class _CompactPickler(pickle.Pickler):
+    """Pickles a view of a larger tensor without the rest of its storage, which is often the whole data set.
+
+    A pickler rather than a walk over the sample: it also reaches tensors in objects that are not containers, and one
+    that occurs twice stays one.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            compacted = compact(value)
+            if compacted is not value:
+                return compacted.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented

@@ -73,7 +73,7 @@ class Meter:
     returns those of metrics.
     counts_tokens: whether the loss's counts are numbers of tokens. utilisation: None if unknown.
     Attributes: began, when (in `time.monotonic`) the run would have begun without interruptions; samples; waited,
-    seconds spent waiting for batches; paused, seconds that are not training time; static, bytes that persist between
+    seconds spent waiting for data; paused, seconds that are not training time; static, bytes that persist between
     steps, by category.
     """
 
@@ -118,13 +118,21 @@ class Meter:
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches and counts the time spent waiting for them."""
         while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - start
+            with self.waiting():
+                batch = next(batches, None)
             if batch is None:
                 return
             yield batch
             del batch
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block, such as reading a stream's samples, as time spent waiting for data."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - started
 
     def count(self, samples: int, divisor: Any = 0) -> None:
         """Count a finished step's samples. divisor: its loss's count, a number or a tensor."""
