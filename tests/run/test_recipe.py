@@ -12,6 +12,14 @@ MLP = runs.MODELS["mlp"]
 PARTS = {"a": "head", "b": "layers"}  # names of updates, and of parameters
 
 
+def ramp(step, warmup):
+    return min(1.0, (step + 1) / warmup)
+
+
+def half(step):
+    return 0.5
+
+
 def recipe_of(run_dir, *overrides, checks=None):
     run = runs.closed(run_dir, *overrides)
     if checks is not None:
@@ -45,6 +53,16 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
             ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=10"),
             "schedule",
             "torch.optim.lr_scheduler.StepLR(step_size=10), advanced in every step",
+        ),
+        (
+            ("schedule._target_=test_recipe.ramp", "schedule.warmup=8", "user_packages=[test_recipe]"),
+            "schedule",
+            "test_recipe.ramp(warmup=8), advanced in every step, no warm-up added to its own",
+        ),
+        (
+            ("schedule._target_=test_recipe.half", "schedule.warmup=8", "user_packages=[test_recipe]"),
+            "schedule",
+            "test_recipe.half, advanced in every step, with 8 steps of warm-up",
         ),
         (
             ("schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1.0"),

@@ -194,7 +194,10 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
-    """A shape, or `target` with `arguments`, for which only `warmup` of the other settings applies."""
+    """A shape with its settings, or `target` with `arguments`: all other keys of its node.
+
+    `warmup` of a target is among its arguments, until the signature shows whose it is: see `schedules.for_optimizer`.
+    """
 
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
@@ -206,7 +209,7 @@ class Schedule:
     @model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, node: Any) -> Any:
-        return _split(node, {"warmup"})
+        return _split(node, set())
 
 
 @dataclass(config=STRICT)

@@ -259,7 +259,7 @@ def _schedule(session: Session) -> dict[str, Any]:
     schedule = session.state.updates[0].schedule
     return {
         "name": settings.shape if settings.target is None else settings.target,
-        "arguments": dict(settings.arguments),
+        "arguments": dict(schedule.arguments),
         "advances_with_each": "evaluation" if schedule.follows_evaluations else "step",
         "warmup_steps": schedule.warmup_steps,
         "final_factor": settings.final if settings.target is None and settings.shape != "constant" else None,
@@ -280,6 +280,8 @@ def _schedule_text(recipe: dict[str, Any]) -> str:
         text += f", towards {schedule['final_factor']:g} x lr after step {schedule['total_steps']}"
     if schedule["warmup_steps"]:
         text += f", with {plural(schedule['warmup_steps'], 'step')} of warm-up"
+    if "warmup" in schedule["arguments"]:  # a parameter of the class or function
+        text += ", no warm-up added to its own"
     return text
 
 
