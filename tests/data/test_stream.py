@@ -140,6 +140,18 @@ def test_resuming_twice_is_exact(kind, workers, stops):
     assert torch.equal(torch.cat(inputs), whole[1])
 
 
+def test_samples_that_are_skipped_are_named_when_they_are_read(caplog):
+    """On the old code whenever a checkpoint was loaded, also by a mode that reads no training data."""
+    caplog.set_level("INFO")
+    first, progress = batches_of(own_streams.Plain("train")), Progress()
+    trained(first, progress, 2)
+    again = batches_of(own_streams.Plain("train"))
+    again.source.load_state_dict(first.source.state_dict())
+    assert caplog.text == ""
+    trained(again, progress, 1)
+    assert "the first 32 samples of epoch 0 are read again and skipped" in caplog.text
+
+
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (16, 0), (16, 1), (64, 1)])
 def test_an_order_that_depends_on_the_epochs_before_is_continued(workers, size):
     """Stopped after the first step of an epoch, at its end, in the middle; the state of an epoch of one step, too."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
+from trainapp.data.source import Cadence
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.optim.optimizers import all_names, build_optimizer, divided, require_separable
@@ -61,5 +62,6 @@ def build(config: Config, model: nn.Module, names: Names, precision: Precision, 
         scaled = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))  # each has its own loss scale
         updates.append(Update(optimizer, scaled, parameters=own, number=number))
     for update, given in zip(updates, config.updates, strict=False):  # without `updates`, the only one has no name
-        update.name, update.every = given.name, given.every
+        update.name = given.name
+        update.cadence = Cadence(given.every, given.offset)
     return updates

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainapp.checkpoint import state_dicts
 from trainapp.checkpoint.state_dicts import ModelState, Sizes, decoded, encoded
-from trainapp.data.source import Progress
+from trainapp.data.source import EVERY_STEP, Cadence, Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
@@ -29,7 +29,7 @@ class Update:
     """The parameters, optimizer and schedule of one update. A step has one, or several in turn: see `updates`.
 
     name: empty for a step's only update. parameters: the parameters it trains. precision: with its own loss scale.
-    schedule: of its learning rates. number: its index in the step. every: its interval in steps, see `update_after`.
+    schedule: of its learning rates. number: its index in the step. cadence: the steps that have it.
     """
 
     optimizer: torch.optim.Optimizer
@@ -38,7 +38,7 @@ class Update:
     parameters: list[nn.Parameter] = field(default_factory=list)
     schedule: Schedule = field(default_factory=Schedule)
     number: int = 0
-    every: int = 1
+    cadence: Cadence = EVERY_STEP
     # Options of the newly built groups: later differences are state, not configuration.
     built_options: list[dict[str, Any]] = field(init=False)
 
@@ -73,7 +73,12 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.model_state = ModelState(self.model)
-        self.every = tuple(update.every for update in self.updates)  # interval of each update, in steps
+        self.cadences = tuple(update.cadence for update in self.updates)
+
+    @property
+    def first_steps(self) -> int:
+        """The number of steps after which each update has been made once."""
+        return max(cadence.first_step for cadence in self.cadences)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
@@ -234,8 +243,17 @@ class UpdateSettings:
     task: Str
     parameters: Annotated[list[Str], Field(min_length=1)]
     optimizer: Optimizer
-    every: PositiveInt = 1  # in steps; the first step has every update
+    every: PositiveInt = 1  # in steps; the first step has every update without an offset
+    offset: NonNegativeInt | None = None  # step % every == offset % every; the first step is then like any other
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
+
+    @field_validator("offset")
+    @classmethod
+    def _within_the_interval(cls, offset: int | None, info: ValidationInfo) -> int | None:
+        every = info.data.get("every")
+        if offset is not None and every is not None and offset > every:
+            raise ValueError(f"must be at most `every`, {every}: it shifts the steps, and delays none; lower it")
+        return offset
 
 
 @dataclass(config=STRICT)

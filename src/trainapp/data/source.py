@@ -6,7 +6,7 @@ A `Source` chooses a step's samples: `data.sampler` for indexable data, `data.st
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +18,36 @@ from trainapp.data.stream_reader import Shard, is_stream
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 
-def update_after(update: int, step: int, every: Sequence[int]) -> int | None:
+class Cadence(NamedTuple):
+    """The steps, numbered from 1, that have an update: the multiples of `every`, and the first step, so that its memory
+    needs show at once. With an `offset`, the steps that are `offset` more than a multiple, and no others.
+    """
+
+    every: int = 1
+    offset: int | None = None
+
+    def includes(self, step_number: int) -> bool:
+        """Whether this step has the update."""
+        if self.offset is None:
+            return step_number == 1 or step_number % self.every == 0
+        return step_number % self.every == self.offset % self.every
+
+    @property
+    def first_step(self) -> int:
+        """The first step that has the update."""
+        return next(filter(self.includes, itertools.count(1)))
+
+
+EVERY_STEP = Cadence()
+
+
+def update_after(update: int, step: int, cadences: Sequence[Cadence]) -> int | None:
     """The index of the update after `update` in the step after `step` finished ones; None if `update` is its last.
 
-    every: each update's interval in steps; the first step has all updates, so that their memory needs show at once.
+    cadences: of each update; the first has every step.
     """
-    for number in range(update + 1, len(every)):
-        if step == 0 or (step + 1) % every[number] == 0:
+    for number in range(update + 1, len(cadences)):
+        if cadences[number].includes(step + 1):
             return number
     return None
 
@@ -46,12 +69,12 @@ class Progress:
     update: int = 0  # index of the current step's coming update; with one optimizer, a step has one
     applied: int = 0  # number of the step's finished updates that changed the parameters
 
-    def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
+    def finish_update(self, applied: bool, cadences: Sequence[Cadence]) -> bool:
         """Count an update of the step, see `update_after`. Returns whether it was the last, which finishes the step. A
         step counts as skipped if none of its updates was applied.
         """
         self.applied += applied
-        later = update_after(self.update, self.step, every)
+        later = update_after(self.update, self.step, cadences)
         if later is not None:
             self.update = later
             return False
@@ -134,17 +157,21 @@ class TrainBatches:
         return -(-self.global_size // self.world_size // size)
 
     def micro_batches(
-        self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,), fewest: Sequence[int] = ()
+        self,
+        progress: Progress,
+        sizes: Sequence[int],
+        cadences: tuple[Cadence, ...] = (EVERY_STEP,),
+        fewest: Sequence[int] = (),
     ) -> Iterator[MicroBatch]:
         """The coming step's micro-batches, on the device; the same number on every rank.
 
         sizes: micro-batch size per update; fewest: samples that a micro-batch must have, per update, if more than one;
-        every: see `update_after`. The next update's batches are prefetched. Batches prefetched for another position or
-        other sizes are dropped, and their samples fetched again.
+        cadences: see `update_after`. The next update's batches are prefetched. Batches prefetched for another position
+        or other sizes are dropped, and their samples fetched again.
         """
-        step = progress.step if max(every) > 1 else 0  # a skipped step does not count
+        step = progress.step if _differ_by_step(cadences) else 0  # a skipped step does not count
         bounds = tuple(zip(fewest or [1] * len(sizes), sizes, strict=True))
-        position = (progress.epoch, progress.consumed, step, progress.update, bounds, every)
+        position = (progress.epoch, progress.consumed, step, progress.update, bounds, cadences)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
             self._open = self._loader.batches(self._requests(*position))
@@ -194,14 +221,19 @@ class TrainBatches:
             position = self._after_update(*position)
 
     def _after_update(
-        self, epoch: int, consumed: int, step: int, update: int, bounds: tuple[Any, ...], every: tuple[int, ...]
+        self, epoch: int, consumed: int, step: int, update: int, bounds: tuple[Any, ...], cadences: tuple[Cadence, ...]
     ) -> tuple:
         """The position of the next update: on the same samples, or on the next step's."""
-        later = update_after(update, step, every)
+        later = update_after(update, step, cadences)
         if later is not None:
-            return epoch, consumed, step, later, bounds, every
+            return epoch, consumed, step, later, bounds, cadences
         after = self.source.share(epoch, consumed, self.global_size).after
-        return *after, step + (max(every) > 1), 0, bounds, every
+        return *after, step + _differ_by_step(cadences), 0, bounds, cadences
+
+
+def _differ_by_step(cadences: Sequence[Cadence]) -> bool:
+    """Return whether some steps lack an update."""
+    return max(cadence.every for cadence in cadences) > 1
 
 
 class EvalBatches:

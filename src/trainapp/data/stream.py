@@ -137,14 +137,7 @@ class Stream(Source):
                 self.close()
                 self._open(shards)
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            shard.go_to(epoch, number, place := StreamPosition(*base))
-            if number and place.state is None:
-                log.info(
-                    "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
-                    "the first %d samples of epoch %d are read again and skipped",
-                    number,
-                    epoch,
-                )
+            shard.go_to(epoch, number, StreamPosition(*base))
         self._turn, self._step = state["turn"], _Step()
 
     def _read(self, epoch: int, consumed: int, size: int) -> _Step:

@@ -9,6 +9,7 @@ before each sample, so that random transforms and shuffles repeat.
 import contextlib
 import copy
 import io
+import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process
 
+log = logging.getLogger(__name__)
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
 _END = object()  # takes the place of a sample after the last
@@ -150,6 +152,7 @@ class Shard(IterableDataset):
         """Read the next sample, or the end of the epoch."""
         try:
             if self._reads is None:
+                self._note_skipped()
                 self._reads = iter(self) if self._in_process else self._ahead()
             read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
@@ -159,6 +162,16 @@ class Shard(IterableDataset):
             self._ended = True
         else:
             self._buffer.append(read)
+
+    def _note_skipped(self) -> None:
+        """Log that samples will be skipped: when reading begins, which not every mode does."""
+        if self.number and self.base.state is None:
+            log.info(
+                "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
+                "the first %d samples of epoch %d are read again and skipped",
+                self.number,
+                self.epoch,
+            )
 
     def _ahead(self) -> Iterator[Read | None]:
         # Pickled, because torch sends every tensor of a worker through an open file.

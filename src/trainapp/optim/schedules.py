@@ -49,6 +49,11 @@ class Schedule:
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
 
+    def first_rates(self, groups: Groups) -> list[float]:
+        """Return the rates of the run's first step."""
+        factor = self(0)
+        return [group["initial_lr"] * factor for group in groups]
+
     def evaluated(self, objective: float) -> None:
         """Report the objective of an evaluation, equal on all ranks."""
 
@@ -234,6 +239,7 @@ class TorchSchedule(Schedule):
         self._scheduler, self._steps = scheduler, 0
         self._groups = scheduler.optimizer.param_groups
         self._rates = [group["lr"] for group in self._groups]  # the scheduler's rates, without the warm-up factor
+        self._initial_rates = list(self._rates)
         self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
@@ -243,6 +249,9 @@ class TorchSchedule(Schedule):
             self._steps += 1
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * self._warmed_up(step)
+
+    def first_rates(self, groups: Groups) -> list[float]:
+        return [rate * self._warmed_up(0) for rate in self._initial_rates]
 
     def evaluated(self, objective: float) -> None:
         if self.follows_evaluations:
