@@ -52,7 +52,7 @@ def test_a_schedule(composed):
     schedule = composed("schedule: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 30}\n").schedule
     assert (schedule.arguments, schedule.warmup) == ({"step_size": 30}, 0)
     schedule = composed("schedule: {_target_: torch.optim.lr_scheduler.StepLR, warmup: 5 percent}\n").schedule
-    assert (schedule.arguments, schedule.warmup) == ({}, "5 percent")
+    assert (schedule.arguments, schedule.warmup) == ({"warmup": "5 percent"}, 0)
 
 
 def test_a_model(composed):

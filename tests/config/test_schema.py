@@ -119,7 +119,7 @@ def test_arguments_of_classes_are_apart_from_settings():
     assert (first.task, first.task_arguments) == ("my.Loss", {"width": 2})
     assert (first.optimizer.lr, first.optimizer.arguments) == (1, config.optimizer.arguments)
     assert (second.optimizer.target, second.optimizer.arguments) == ("my.SGD", {"nesterov": True})
-    assert (config.schedule.warmup, config.schedule.arguments) == (3, {"decay": 2})
+    assert (config.schedule.warmup, config.schedule.arguments) == (0, {"warmup": 3, "decay": 2})
     assert {name: own.arguments for name, own in config.metrics.items()} == {"f1": {"target": 3}}
     assert (config.task, config.task_arguments) == ("my.loss", {"scale": 2})
 

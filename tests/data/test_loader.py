@@ -6,8 +6,10 @@ import sys
 
 import helpers
 import pytest
+import torch
 from torch.utils.data import Dataset
 
+from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.workers import build_loader
 
 
@@ -28,6 +30,33 @@ def test_a_data_set_need_not_pickle_unless_the_program_has_another_start_method(
     assert [*build_loader(Squares(), 1)] == [0, 1, 4]
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
     assert build_loader(Squares(), 1).multiprocessing_context is None  # that of the program
+
+
+class Views(Dataset):
+    """Its batches are views of the data."""
+
+    table = torch.arange(4000.0).reshape(1000, 4)
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return self.table[index]
+
+    @staticmethod
+    def collate(samples):
+        return {"first": samples[0], "all": samples}
+
+
+def test_a_worker_sends_a_view_without_the_rest_of_the_data():
+    """On the old code it copied all of the data to shared memory."""
+    loader = BatchLoader(Views(), 0, 1, torch.device("cpu"))
+    (micro,) = loader.batches(iter([Request(0, [1, 2])]))
+    loader.close()
+    first = micro.data["first"]
+    assert first.tolist() == [4, 5, 6, 7]
+    assert first.untyped_storage().nbytes() == 16
+    assert micro.data["all"][0].data_ptr() == first.data_ptr()
 
 
 STUCK = """

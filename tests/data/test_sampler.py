@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from trainapp.data.batch import cut, pieces_of, size_for
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.loader import BatchLoader, Fetcher, Request
-from trainapp.data.progress import Progress
+from trainapp.data.progress import Cadence, Progress
 from trainapp.data.sampler import Permutation
 from trainapp.data.sets.digits import Digits
 from trainapp.data.sets.synthetic import SyntheticTokens
@@ -241,14 +241,30 @@ def test_batches_without_workers_are_lazy():
     assert data.fetched == 1
 
 
+@pytest.mark.parametrize(
+    ("cadence", "steps"),
+    [
+        (Cadence(), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        (Cadence(5), [1, 5, 10]),
+        (Cadence(5, 1), [1, 6, 11]),
+        (Cadence(5, 0), [5, 10]),
+        (Cadence(5, 5), [5, 10]),
+        (Cadence(5, 2), [2, 7]),
+    ],
+)
+def test_the_steps_that_have_an_update(cadence, steps):
+    assert list(filter(cadence.includes, range(1, 12))) == steps
+    assert cadence.first_step == steps[0]
+
+
 def test_batches_of_the_next_update_are_fetched_ahead():
     """The same samples again, cut by its own size, from the same iteration: none is fetched twice for one update."""
     data = Counted(20)
     batches = TrainBatches(data, global_size=8, seed=0, device=CPU)
-    sizes, every, progress, opened = (8, 3), (1, 1), Progress(), []
+    sizes, cadences, progress, opened = (8, 3), (Cadence(), Cadence()), Progress(), []
     for update, size in enumerate(sizes):
         progress.update = update
-        cut = [micro.data.tolist() for micro in batches.micro_batches(progress, sizes, every)]
+        cut = [micro.data.tolist() for micro in batches.micro_batches(progress, sizes, cadences)]
         opened.append(batches._open)
         assert [len(piece) for piece in cut] == ([8] if size == 8 else [3, 3, 2])
         assert [number for piece in cut for number in piece] == Permutation(0, 20).indices(0, 0, 8)
@@ -256,7 +272,7 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     assert data.fetched == 16
     progress.update = 0
     batches.advance(progress)
-    assert next(iter(batches.micro_batches(progress, sizes, every))).data.tolist() == Permutation(0, 20).indices(
+    assert next(iter(batches.micro_batches(progress, sizes, cadences))).data.tolist() == Permutation(0, 20).indices(
         0, 8, 16
     )
 

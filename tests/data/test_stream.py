@@ -1,9 +1,14 @@
 """Streams: where a position is, that it is reached again exactly, and which rank reads what."""
 
+import multiprocessing
+import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import own_streams
+import psutil
 import pytest
 import torch
 
@@ -134,6 +139,18 @@ def test_resuming_twice_is_exact(kind, workers, stops):
         batches.close()
     assert numbers == whole[0]
     assert torch.equal(torch.cat(inputs), whole[1])
+
+
+def test_samples_that_are_skipped_are_named_when_they_are_read(caplog):
+    """On the old code whenever a checkpoint was loaded, also by a mode that reads no training data."""
+    caplog.set_level("INFO")
+    first, progress = batches_of(own_streams.Plain("train")), Progress()
+    trained(first, progress, 2)
+    again = batches_of(own_streams.Plain("train"))
+    again.source.load_state_dict(first.source.state_dict())
+    assert caplog.text == ""
+    trained(again, progress, 1)
+    assert "the first 32 samples of epoch 0 are read again and skipped" in caplog.text
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (16, 0), (16, 1), (64, 1)])
@@ -284,3 +301,92 @@ def test_an_interrupted_prediction_continues(finished):
     assert rest == list(range(finished, 20))
     again = [n for m in batches.from_sample(0, 2, SingleRank()) for n in m.data["number"].tolist()]
     assert again == list(range(20))
+
+
+class Rows:
+    """As a script's loop has it: each sample is a view of the whole table."""
+
+    table = torch.arange(4000.0).reshape(1000, 4)
+
+    def __iter__(self):
+        for number, row in enumerate(self.table):
+            yield {"number": number, "inputs": row, "again": row, "object": SimpleNamespace(row=row[1:])}
+
+
+class CollatedRows(Rows):
+    @staticmethod
+    def collate(samples):
+        return samples
+
+
+def storage_bytes(tensor):
+    return tensor.untyped_storage().nbytes()
+
+
+def test_a_sample_is_sent_without_the_table_of_which_it_is_a_view():
+    """On the old code each of them took the whole data set with it."""
+    shard = Shard(Rows(), 0, in_process=False)
+    shard.available(0, 2)
+    sample = shard.sample(1)
+    shard.close()
+    assert sample["inputs"].tolist() == [4, 5, 6, 7]
+    assert sample["object"].row.tolist() == [5, 6, 7]
+    assert (storage_bytes(sample["inputs"]), storage_bytes(sample["object"].row)) == (16, 12)
+    assert sample["again"] is sample["inputs"]
+
+
+def test_tensors_that_fill_their_storage_are_sent_as_they_are():
+    """With their strides; a copy of a part still requires gradients."""
+    whole, expanded = torch.zeros(3, 5).t(), torch.zeros(1).expand(4)
+    part, sparse = torch.zeros(9, requires_grad=True)[:2], torch.eye(3).to_sparse()
+    sent = pickle.loads(stream_reader._pickled((whole, expanded, part, sparse)))
+    assert [tensor.stride() for tensor in sent[:3]] == [(1, 5), (0,), (1,)]
+    assert (sent[2].requires_grad, storage_bytes(sent[2])) == (True, 8)
+    assert torch.equal(sent[3].to_dense(), torch.eye(3))
+
+
+def test_a_collate_gets_copies_of_views_without_their_table():
+    batches = batches_of(CollatedRows())
+    (micro,) = batches.micro_batches(Progress(), [16])
+    sample = micro.data[1]
+    assert storage_bytes(sample["inputs"]) == 16
+    assert sample["again"] is sample["inputs"]
+    sample["inputs"].zero_()
+    assert Rows.table[1].tolist() == [4, 5, 6, 7]
+
+
+def read_and_wait(connection):
+    shard = Shard(Endless(), 0, in_process=False)
+    shard.available(0, 1)
+    connection.send([child.pid for child in psutil.Process().children()])
+    time.sleep(60)
+
+
+class Endless:
+    """More than a pipe holds."""
+
+    def __iter__(self):
+        while True:
+            yield torch.zeros(100_000)
+
+
+def has_ended(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_reader_ends_soon_after_its_run_was_killed():
+    """On the old code it waited forever for its samples to be read."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    run = multiprocessing.get_context("fork").Process(target=read_and_wait, args=(sender,))
+    run.start()
+    readers = [psutil.Process(pid) for pid in receiver.recv()]
+    run.kill()
+    run.join()
+    deadline = time.monotonic() + 20
+    while not all(map(has_ended, readers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lost = [reader for reader in readers if not has_ended(reader)]
+    for reader in lost:
+        reader.kill()
+    assert readers
+    assert lost == []

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import multiprocessing
+import time
 
 import numpy as np
 import torch
@@ -119,6 +120,14 @@ class Late(Stateful):
         while self.position < len(self.numbers):
             yield self.sample(self.numbers[self.position])
             self.position += 1
+
+
+class Slow(Plain):
+    """Waits for each sample."""
+
+    def sample(self, number):
+        time.sleep(0.005)
+        return super().sample(number)
 
 
 class TellsEpochs(Plain):

@@ -8,6 +8,7 @@ import pytest
 import runs
 import torch
 from helpers import evaluations, metrics
+from pydantic import TypeAdapter
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -180,6 +181,23 @@ def sequence(optimizer, first: int):
     return lr_scheduler.SequentialLR(optimizer, parts, [first])
 
 
+def noam(step, warmup: float = 4000):
+    """With a warm-up of its own."""
+    return min((step + 1) ** -0.5, (step + 1) * warmup**-1.5)
+
+
+class Delayed:
+    def __init__(self, warmup):
+        self.warmup = warmup
+
+    def __call__(self, step):
+        return float(step >= self.warmup)
+
+
+def delayed(optimizer, warmup):
+    return lr_scheduler.ConstantLR(optimizer, 0.1, warmup)
+
+
 def negative(step):
     return -1.0
 
@@ -203,8 +221,33 @@ def test_a_function_of_the_step_and_one_that_builds_schedulers(tmp_path, own, ra
 
 
 @pytest.mark.parametrize(
+    ("name", "warmup", "factors"),
+    [
+        ("noam", 4, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5**-0.5]),
+        ("noam", 0.25, [1.0, 2**-0.5, 3**-0.5]),  # it may be anything
+        ("noam", None, [4000**-1.5, 2 * 4000**-1.5]),
+        ("Delayed", 2, [0.0, 0.0, 1.0]),
+        ("delayed", 2, [0.1, 0.1, 1.0]),
+    ],
+)
+def test_a_target_with_a_parameter_warmup_gets_it(name, warmup, factors):
+    """On the old code the program took it for a warm-up of its own, and the function kept its default."""
+    node = {"_target_": f"test_schedules.{name}"} | ({"warmup": warmup} if warmup is not None else {})
+    own, _ = optimizers()
+    for group in own.param_groups:
+        group["initial_lr"] = group["lr"]
+    settings = TypeAdapter(schema.Schedule).validate_python(node)
+    given = for_optimizer(settings, RUN, own, ["test_schedules"])
+    assert given.warmup_steps == 0
+    for step, factor in enumerate(factors):
+        given.set_rates(own.param_groups, step)
+        assert own.param_groups[0]["lr"] == pytest.approx(0.1 * factor)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("schedule.warmup=soon", r"schedule\.warmup=soon: must be a number of steps, or like '2 epochs'"),
         ("schedule._target_=torch.optim.lr_scheduler.StepLR", r"schedule\.step_size: required, but not set"),
         ("schedule._target_=test_schedules.negative", r"for step 0 it returned -1\.0; it must return the factor"),
         ("schedule._target_=test_schedules.nothing", "must be one of torch's schedulers or return one, not a None"),

@@ -12,6 +12,14 @@ MLP = runs.MODELS["mlp"]
 PARTS = {"a": "head", "b": "layers"}  # names of updates, and of parameters
 
 
+def ramp(step, warmup):
+    return min(1.0, (step + 1) / warmup)
+
+
+def half(step):
+    return 0.5
+
+
 def recipe_of(run_dir, *overrides, checks=None):
     run = runs.closed(run_dir, *overrides)
     if checks is not None:
@@ -47,6 +55,16 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
             "torch.optim.lr_scheduler.StepLR(step_size=10), advanced in every step",
         ),
         (
+            ("schedule._target_=test_recipe.ramp", "schedule.warmup=8", "user_packages=[test_recipe]"),
+            "schedule",
+            "test_recipe.ramp(warmup=8), advanced in every step, no warm-up added to its own",
+        ),
+        (
+            ("schedule._target_=test_recipe.half", "schedule.warmup=8", "user_packages=[test_recipe]"),
+            "schedule",
+            "test_recipe.half, advanced in every step, with 8 steps of warm-up",
+        ),
+        (
             ("schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1.0"),
             "optimizer",
             "AdamW, begins at lr 0.04, betas (0.95, 0.999)",
@@ -55,6 +73,16 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
             ("schedule=plateau", "schedule.patience=1", "every.eval=2"),
             "schedule",
             "min_lr=0.0), advanced by max accuracy after each evaluation",
+        ),
+        (
+            ("schedule._target_=test_recipe.half", "user_packages=[test_recipe]", "optimizer.lr=0.1"),
+            "optimizer",
+            "AdamW, lr 0.1, begins at 0.05, betas",
+        ),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.LinearLR", "optimizer.lr=0.3", "schedule.warmup=2"),
+            "optimizer",
+            "AdamW, lr 0.3, begins at 0.05, betas",
         ),
         (("precision=bf16",), "precision", "matmuls and convolutions in bf16 (autocast); weights in float32"),
     ],
@@ -80,6 +108,33 @@ def test_batchnorm_and_the_tasks_of_updates_are_named(tmp_path):
     updates = ", ".join(f"{{name: {name}, task: classification, parameters: [{part}]}}" for name, part in PARTS.items())
     _, lines = recipe_of(tmp_path / "updates", *MLP, f"updates=[{updates}]")
     assert "task classification for a, classification for b;" in lines["data"]
+
+
+@pytest.mark.parametrize(
+    ("cadence", "text", "steps"),
+    [
+        ("", "b: AdamW", [1, 2, 3, 4]),
+        (", every: 5", "b (in steps 1, 5, 10, 15, ...): AdamW", [1, 5, 10, 15]),
+        (
+            ", every: 5, offset: 1",
+            "b (in steps 1, 6, 11, 16, ...; every.log meets none of them): AdamW",
+            [1, 6, 11, 16],
+        ),
+        (", every: 3, offset: 1", "b (in steps 1, 4, 7, 10, ...): AdamW", [1, 4, 7, 10]),
+    ],
+)
+def test_the_steps_of_a_rare_update_are_named(tmp_path, cadence, text, steps):
+    first, second = (f"{{name: {name}, task: classification, parameters: [{part}]" for name, part in PARTS.items())
+    facts, lines = recipe_of(tmp_path, *MLP, "every.log=10", f"updates=[{first}}}, {second}{cadence}}}]")
+    assert f"; {text}" in lines["optimizer"]
+    assert facts["optimizers"][1]["first_steps"] == steps
+
+
+def test_weights_of_samples_are_named(tmp_path):
+    run = runs.closed(tmp_path, *MLP, "data.sampling.weights=balanced")
+    facts = recipe.recipe_of(run)
+    assert facts["batch"]["sampling_weights"] == "balanced"
+    assert recipe.lines_of(facts)[0].endswith("drawn with replacement (data.sampling.weights=balanced)")
 
 
 def test_batchnorm_that_stays_in_evaluation_mode_does_not_depend_on_the_micro_batch(tmp_path):

@@ -267,3 +267,16 @@ def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
     search = sizes.searches[16]
     assert (search.size, search.smallest_failing, search.search_has_ended) == (16, 32, True)
     assert not sizes.tries_larger_size
+
+
+def test_the_schedule_of_an_update_that_is_not_in_each_step_is_followed():
+    """On the old code an entry was skipped unless the update was in its very step."""
+    sizes = MicroBatchSizes(64, schedule={1: 32, 4: 16, 5: 8, 20: 4})
+    sizes.apply_schedule(1)
+    assert pieces(sizes, batch_of(64, 16)) == [32, 32]
+    sizes.apply_schedule(6)
+    assert pieces(sizes, batch_of(16, 16)) == [8, 8]
+    sizes.set_sizes(2)  # as after an out-of-memory error
+    sizes.apply_schedule(11)
+    assert pieces(sizes, batch_of(4, 16)) == [2, 2]
+    assert sizes.schedule == {20: 4}

@@ -177,7 +177,7 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
     found = runs.run(tmp_path / "own", *settings, BY_SAMPLE)
     assert (found.draws, found.depends_on_micro_batch) == ("per_sample", [])
     found = runs.run(tmp_path / "none", *runs.STEPS_ONLY, *runs.MODELS["mlp"], "model.dropout=0", BY_SAMPLE)
-    assert (found.draws, found.depends_on_micro_batch) == (None, [])
+    assert (found.draws, found.depends_on_micro_batch) == ("none", [])
 
 
 def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):

@@ -62,6 +62,13 @@ def test_evaluation_and_checkpoints_follow_the_epochs(tmp_path):
     assert ended.samples == 50 + 50 + 16
 
 
+def test_reading_a_stream_counts_as_waiting_for_data(tmp_path):
+    """On the old code `data_wait` was 0."""
+    runs.run(tmp_path, *of("Slow", "train.max_steps=3", "every.log=3"))
+    (line,) = helpers.metrics(tmp_path)
+    assert 0.5 < line["data_wait"] <= 1
+
+
 def test_a_stream_may_have_indexed_validation_data(tmp_path):
     runs.run(tmp_path, *of("indexed_validation", "every.eval=9"))
     assert len(helpers.evaluations(tmp_path)) == 1

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
+from trainapp.data.progress import Cadence
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.optim.groups import divide_names, parameters_by_name
@@ -76,5 +77,5 @@ def build(
     # Without `updates`, the only one has no name and is made in every step.
     for update, settings_of_update in zip(updates, config.updates, strict=False):
         update.name = settings_of_update.name
-        update.every = settings_of_update.every
+        update.cadence = Cadence(settings_of_update.every, settings_of_update.offset)
     return updates

@@ -13,7 +13,7 @@ from trainapp.checkpoint import optimizer_state, state_dicts
 from trainapp.checkpoint.plain_values import decoded, digest, encoded
 from trainapp.checkpoint.shards import Sizes
 from trainapp.checkpoint.state_dicts import ModelState
-from trainapp.data.progress import Progress
+from trainapp.data.progress import EVERY_STEP, Cadence, Progress
 from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
@@ -36,7 +36,7 @@ class Update:
     parameters: list[nn.Parameter] = field(default_factory=list)  # those it trains
     schedule: Schedule = field(default_factory=Schedule)  # of its learning rates
     number: int = 0  # its index in the step
-    every: int = 1  # its interval in steps, see `update_after`
+    cadence: Cadence = EVERY_STEP  # the steps that have it
     # Options of the newly built groups: later differences are state, not configuration.
     built_options: list[dict[str, Any]] = field(init=False)
 
@@ -70,7 +70,12 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.model_state = ModelState(self.model)
-        self.every = tuple(update.every for update in self.updates)  # interval of each update, in steps
+        self.cadences = tuple(update.cadence for update in self.updates)
+
+    @property
+    def first_steps(self) -> int:
+        """The number of steps after which each update has been made once."""
+        return max(cadence.first_step for cadence in self.cadences)
 
     @property
     def modules(self) -> list[nn.Module]:

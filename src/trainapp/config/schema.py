@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from typing_extensions import NotRequired, TypedDict
 
@@ -217,7 +226,10 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
-    """A shape, or `target` with `arguments`, for which only `warmup` of the other settings applies."""
+    """A shape with its settings, or `target` with `arguments`: all other keys of its node.
+
+    `warmup` of a target is among its arguments, until the signature shows whose it is: see `schedules.for_optimizer`.
+    """
 
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
@@ -229,7 +241,7 @@ class Schedule:
     @model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, node: Any) -> Any:
-        return _separate_arguments(node, {"warmup"})
+        return _separate_arguments(node, set())
 
 
 @dataclass(config=STRICT)
@@ -254,8 +266,17 @@ class UpdateSettings:
     task: Str
     parameters: Annotated[list[Str], Field(min_length=1)]
     optimizer: Optimizer
-    every: PositiveInt = 1  # in steps; the first step has every update
+    every: PositiveInt = 1  # in steps; the first step has every update without an offset
+    offset: NonNegativeInt | None = None  # step % every == offset % every; the first step is then like any other
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
+
+    @field_validator("offset")
+    @classmethod
+    def _within_the_interval(cls, offset: int | None, info: ValidationInfo) -> int | None:
+        every = info.data.get("every")
+        if offset is not None and every is not None and offset > every:
+            raise ValueError(f"must be at most `every`, {every}: it shifts the steps, and delays none; lower it")
+        return offset
 
 
 @dataclass(config=STRICT)

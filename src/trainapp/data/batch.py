@@ -51,6 +51,30 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a view whose storage is larger than itself; any other tensor unchanged.
+
+    `pickle` and `copy.deepcopy` take a tensor with its whole storage: a row with all the rows of its table.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def compacted(batch: Any) -> Any:
+    """The batch with `compact` tensors. One that occurs twice stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def compact_once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = compact(tensor)
+        return copies[id(tensor)]
+
+    return map_tensors(compact_once, batch)
+
+
 def elements_in(batch: Any) -> int:
     """Return the number of elements in all of the batch's tensors."""
     return sum(tensor.numel() for tensor in tensors_in(batch))

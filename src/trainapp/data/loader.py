@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from trainapp.data.batch import MicroBatch, map_tensors
+from trainapp.data.batch import MicroBatch, compacted, map_tensors
 from trainapp.data.sampler import Draw
 from trainapp.data.workers import build_loader, start_iteration
 from trainapp.rng import CPU, preserved_rng, seed_from
@@ -138,7 +138,9 @@ class BatchLoader:
             self._loader = build_loader(
                 self.fetcher,
                 workers,
-                collate_fn=_return_unchanged,  # torch's makes lists of tuples, and loses attributes of mappings
+                # Torch's default makes lists of tuples, and loses attributes of mappings. A view of the data would be
+                # sent by copying all of the data to shared memory, once per worker.
+                collate_fn=compacted,
                 sampler=self,
                 pin_memory=self._pins_memory,
                 persistent_workers=True,
@@ -198,7 +200,3 @@ class BatchLoader:
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=self._pins_memory), batch)
-
-
-def _return_unchanged(batch: Any) -> Any:
-    return batch

@@ -1,20 +1,47 @@
 """A run's progress, in steps, updates and samples."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-def update_after(update: int, step: int, every: Sequence[int]) -> int | None:
+class Cadence(NamedTuple):
+    """The steps, numbered from 1, that have an update.
+
+    These are the multiples of `every`, and the first step, so that its memory needs show at once. With an `offset`,
+    they are the steps that are `offset` more than a multiple, and no others.
+    """
+
+    every: int = 1
+    offset: int | None = None
+
+    def includes(self, step_number: int) -> bool:
+        """Return whether this step has the update."""
+        if self.offset is None:
+            return step_number == 1 or step_number % self.every == 0
+        return step_number % self.every == self.offset % self.every
+
+    @property
+    def first_step(self) -> int:
+        """The first step that has the update."""
+        return next(filter(self.includes, itertools.count(1)))
+
+
+EVERY_STEP = Cadence()
+
+
+def update_after(update: int, step: int, cadences: Sequence[Cadence]) -> int | None:
     """Return the index of the update after `update` in the step after `step` finished ones; None if `update` is its
     last.
 
     Args:
         update: an index among the updates of a step.
         step: the number of finished steps.
-        every: each update's interval in steps; the first step has all updates, so that their memory needs show at once.
+        cadences: of each update; the first has every step.
     """
-    for number in range(update + 1, len(every)):
-        if step == 0 or (step + 1) % every[number] == 0:
+    for number in range(update + 1, len(cadences)):
+        if cadences[number].includes(step + 1):
             return number
     return None
 
@@ -36,18 +63,18 @@ class Progress:
     update: int = 0  # index of the current step's coming update; with one optimizer, a step has one
     applied: int = 0  # number of the step's finished updates that changed the parameters
 
-    def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
+    def finish_update(self, applied: bool, cadences: Sequence[Cadence]) -> bool:
         """Count an update of the step. Return whether it was the last, which finishes the step.
 
         A step counts as skipped if none of its updates was applied.
 
         Args:
             applied: whether the update changed the parameters.
-            every: see `update_after`.
+            cadences: see `update_after`.
         """
         if applied:
             self.applied += 1
-        next_update = update_after(self.update, self.step, every)
+        next_update = update_after(self.update, self.step, cadences)
         if next_update is not None:
             self.update = next_update
             return False

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_convert
 
-from trainapp.data.batch import part_bounds, tensors_in
+from trainapp.data.batch import compacted, part_bounds, tensors_in
 from trainapp.data.sampler import Share, Source
 from trainapp.data.stream_reader import Shard, StreamPosition
 from trainapp.errors import UserError
@@ -41,7 +41,7 @@ class NumberedSamples(Dataset):
             return sample  # torch's collating copies it
         # A user's collate may take samples apart, or pass them on to a task that writes to its batch: a retry needs
         # them unchanged.
-        return copy.deepcopy(sample)
+        return copy.deepcopy(compacted(sample))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -161,15 +161,7 @@ class Stream(Source):
                 self._open_shards(shards)
 
         for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
-            base_place = StreamPosition(*base)
-            shard.go_to(epoch, number, base_place)
-            if number and base_place.state is None:
-                log.info(
-                    "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
-                    "the first %d samples of epoch %d are read again and skipped",
-                    number,
-                    epoch,
-                )
+            shard.go_to(epoch, number, StreamPosition(*base))
         self._turn = state["turn"]
         self._step = _ReadStep()
 
@@ -258,7 +250,7 @@ class Stream(Source):
         counts = [rank_samples for rank_samples, _ in by_rank]
         epoch_ends_on_all = all(rank_ends for _, rank_ends in by_rank)
         if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
-            spares = self.ranks.all_gather_object(spare)
+            spares = self.ranks.all_gather_object(compacted(spare))
             spare = next(rank_spare for rank_spare in spares if rank_spare is not None)
         return counts, epoch_ends_on_all, spare
 

@@ -8,17 +8,22 @@ before each sample, so that random transforms and shuffles repeat.
 
 import contextlib
 import copy
+import io
+import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import IterableDataset
 
+from trainapp.data.batch import compact
 from trainapp.data.workers import build_loader, start_iteration
 from trainapp.errors import UserError
 from trainapp.rng import CPU, preserved_rng, seed_from
 from trainapp.torch_private import become_main_process
 
+log = logging.getLogger(__name__)
 AHEAD = 32  # samples that a worker process keeps ready
 STATE_EVERY = 16  # samples; a position in between is reached by reading on from the last state
 _END = object()  # takes the place of a sample after the last
@@ -136,6 +141,7 @@ class Shard(IterableDataset):
         """Read the next sample, or the end of the epoch."""
         try:
             if self._reads is None:
+                self._note_skipped()
                 self._reads = iter(self) if self._in_process else self._read_ahead()
             read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
@@ -146,10 +152,20 @@ class Shard(IterableDataset):
         else:
             self._buffer.append(read)
 
+    def _note_skipped(self) -> None:
+        """Log that samples will be skipped: when reading begins, which not every mode does."""
+        if self.number and self.base.state is None:
+            log.info(
+                "the stream has no `state_dict` of its position (or counts a sample only after it was yielded): "
+                "the first %d samples of epoch %d are read again and skipped",
+                self.number,
+                self.epoch,
+            )
+
     def _read_ahead(self) -> Iterator[Read | None]:
         """Iterate over this shard in a process of its own."""
         # Pickled, because torch sends every tensor of a worker through an open file.
-        loader = build_loader(self, 1, prefetch_factor=AHEAD, collate_fn=pickle.dumps)
+        loader = build_loader(self, 1, prefetch_factor=AHEAD, collate_fn=_pickled)
         return map(pickle.loads, start_iteration(loader))
 
     def __iter__(self) -> Iterator[Read | None]:
@@ -245,3 +261,24 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
     inner_iterables = [getattr(iterable, "ex_iterable", None)]
     inner_iterables.extend(getattr(iterable, "ex_iterables", None) or [])
     return any(_has_shuffle_buffer(inner) for inner in inner_iterables if inner is not None)
+
+
+def _pickled(read: Read | None) -> bytes:
+    file = io.BytesIO()
+    _CompactPickler(file).dump(read)
+    return file.getvalue()
+
+
+class _CompactPickler(pickle.Pickler):
+    """A pickler of views of larger tensors without the rest of their storage, which is often the whole data set.
+
+    A pickler rather than a walk over the sample: it also reaches tensors in objects that are not containers, and one
+    that occurs twice stays one.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            compact_value = compact(value)
+            if compact_value is not value:
+                return compact_value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented

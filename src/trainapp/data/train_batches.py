@@ -10,7 +10,7 @@ import torch
 
 from trainapp.data.batch import MicroBatch, cut, size_for
 from trainapp.data.loader import BatchLoader, Request, Split
-from trainapp.data.progress import Progress, update_after
+from trainapp.data.progress import EVERY_STEP, Cadence, Progress, update_after
 from trainapp.data.sampler import Sampler, Share, Source
 from trainapp.data.stream import Stream
 from trainapp.data.stream_reader import is_stream
@@ -26,7 +26,7 @@ class _UpdatePosition(NamedTuple):
     update: int  # its index in the step
     sizes: tuple[int, ...]  # micro-batch size per update
     fewest: tuple[int, ...]  # samples that a micro-batch must have, per update
-    every: tuple[int, ...]  # see `update_after`
+    cadences: tuple[Cadence, ...]  # see `update_after`
 
 
 class TrainBatches:
@@ -114,7 +114,11 @@ class TrainBatches:
         return -(-self.global_size // self.world_size // size)
 
     def micro_batches(
-        self, progress: Progress, sizes: Sequence[int], every: tuple[int, ...] = (1,), fewest: Sequence[int] = ()
+        self,
+        progress: Progress,
+        sizes: Sequence[int],
+        cadences: tuple[Cadence, ...] = (EVERY_STEP,),
+        fewest: Sequence[int] = (),
     ) -> Iterator[MicroBatch]:
         """Yield the coming update's micro-batches, on the device; the same number on every rank.
 
@@ -124,15 +128,15 @@ class TrainBatches:
         Args:
             progress: says which update is the coming one.
             sizes: micro-batch size per update.
-            every: see `update_after`.
+            cadences: see `update_after`.
             fewest: samples that a micro-batch must have, per update, if more than one.
         """
         # The number of the step is left out where all steps are alike: after a skipped step, which does not count, what
         # was prefetched would belong to another position.
-        step = progress.step if max(every) > 1 else 0
+        step = progress.step if _differ_by_step(cadences) else 0
         fewest = tuple(fewest) or (1,) * len(sizes)
         position = _UpdatePosition(
-            progress.epoch, progress.consumed, step, progress.update, tuple(sizes), fewest, every
+            progress.epoch, progress.consumed, step, progress.update, tuple(sizes), fewest, cadences
         )
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
@@ -190,9 +194,14 @@ class TrainBatches:
 
     def _position_after(self, position: _UpdatePosition) -> _UpdatePosition:
         """Return the position of the next update: on the same samples, or on the next step's."""
-        next_update = update_after(position.update, position.step, position.every)
+        next_update = update_after(position.update, position.step, position.cadences)
         if next_update is not None:
             return position._replace(update=next_update)
         epoch, consumed = self.source.share(position.epoch, position.consumed, self.global_size).after
-        step = position.step + 1 if max(position.every) > 1 else 0
+        step = position.step + 1 if _differ_by_step(position.cadences) else 0
         return position._replace(epoch=epoch, consumed=consumed, step=step, update=0)
+
+
+def _differ_by_step(cadences: Sequence[Cadence]) -> bool:
+    """Return whether some steps lack an update."""
+    return max(cadence.every for cadence in cadences) > 1

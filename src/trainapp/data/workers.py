@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainapp.torch_private import outside_dispatch_modes
+
+PARENT_CHECK = 1.0  # seconds
 
 
 def build_loader(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
@@ -26,18 +30,31 @@ def build_loader(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
         dataset,
         batch_size=None,
         num_workers=workers,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=_follow_the_run,
         generator=torch.Generator(),  # the default draws from the run's, so workers would change the result
         multiprocessing_context="fork" if forks else None,
         **options,
     )
 
 
-def _ignore_stop_signals(worker: int) -> None:
-    """Ignore signals that reach the whole process group: the step in progress still needs the workers."""
+def _follow_the_run(worker: int) -> None:
+    """Make this worker end with the process that started it: not before, and not after."""
+    # Signals may reach the whole process group; the step in progress still needs the workers.
     for stop_signal in (signal.SIGINT, signal.SIGTERM):
         # Unlike SIG_IGN, a handler is not passed on to programs that a worker starts.
         signal.signal(stop_signal, lambda signal_number, frame: None)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once `parent` is gone, as after SIGKILL.
+
+    torch's workers notice that too (2.13), but then wait for what they have sent to be read. The system's own signal
+    (PR_SET_PDEATHSIG) already comes when the thread that started the worker ends.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK)
+    os._exit(1)
 
 
 def start_iteration(loader: DataLoader) -> Iterator[Any]:

@@ -4,16 +4,19 @@ The built-in shapes and users' functions are pure functions of the number of app
 have a state, which is saved in checkpoints. A retried or skipped step advances neither.
 """
 
+import dataclasses
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainapp.config import schema, targets
+from trainapp.config.arguments import as_yaml
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.errors import UserError
 from trainapp.units import RunLength, parse_duration, to_steps
@@ -25,9 +28,12 @@ Groups = list[dict[str, Any]]
 class Schedule:
     """Sets the rates of an optimizer's groups, whose `initial_lr` is the configured rate. Calling it returns their
     factor: 1/w, 2/w, ..., 1 in `warmup` steps, then a function of the steps since.
+
+    Attributes: `arguments`, those from the configuration for which a user's or torch's class or function was built.
     """
 
     follows_evaluations = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, factor: Factor = lambda step: 1.0, warmup: int = 0):
         self._factor = factor
@@ -46,6 +52,11 @@ class Schedule:
         factor = self(step)
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
+
+    def first_rates(self, groups: Groups) -> list[float]:
+        """Return the rates of the run's first step."""
+        factor = self(0)
+        return [group["initial_lr"] * factor for group in groups]
 
     def record_objective(self, objective: float) -> None:
         """Record the objective of an evaluation, equal on all ranks."""
@@ -67,14 +78,45 @@ def for_optimizer(
 ) -> Schedule:
     """The schedule of an optimizer whose groups have an `initial_lr`.
 
+    A target with a parameter `warmup` gets that key as it is written; otherwise the program adds a linear warm-up.
+
     direction: "min" or "max", the objective's; None if no value of it is better than another. Raises UserError as
     `build` does, and if `_target_` is not allowed, gets wrong arguments, is neither a function of the step nor one of
     torch's schedulers, or follows an objective without a direction.
     """
     if settings.target is None:
         return build(settings, run)
-    warmup, name = to_steps("schedule.warmup", settings.warmup, run), settings.target
-    target = targets.locate(name, "schedule._target_", user_packages)
+    target = targets.locate(settings.target, "schedule._target_", user_packages)
+    arguments = dict(settings.arguments)
+    warmup = 0
+    if "warmup" not in inspect.signature(target).parameters:
+        warmup = _warmup_steps(arguments.pop("warmup", settings.warmup), run)
+    settings = dataclasses.replace(settings, arguments=arguments)
+    schedule = _of_target(target, settings, run, warmup, optimizer, user_packages, direction)
+    schedule.arguments = arguments
+    return schedule
+
+
+def _warmup_steps(warmup: Any, run: RunLength) -> int:
+    """Return the steps of a target's warm-up, which the schema has not checked. Raises UserError."""
+    try:
+        parse_duration(warmup)
+    except ValueError as error:
+        raise UserError(f"schedule.warmup={as_yaml(warmup)}: {error}") from None
+    return to_steps("schedule.warmup", warmup, run)
+
+
+def _of_target(
+    target: Callable[..., Any],
+    settings: schema.Schedule,
+    run: RunLength,
+    warmup: int,
+    optimizer: torch.optim.Optimizer,
+    user_packages: Sequence[str],
+    direction: str | None,
+) -> Schedule:
+    """Return the schedule of a function of the step, or of one of torch's schedulers, after `warmup` steps."""
+    name = str(settings.target)
     provided: dict[str, Any] = {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
         return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
@@ -218,6 +260,7 @@ class TorchSchedule(Schedule):
         self._steps = 0  # of the scheduler, since the warm-up
         self._groups = scheduler.optimizer.param_groups
         self._rates = [group["lr"] for group in self._groups]  # the scheduler's rates, without the warm-up factor
+        self._initial_rates = list(self._rates)
         self.follows_evaluations = isinstance(scheduler, ReduceLROnPlateau)
 
     def set_rates(self, groups: Groups, step: int) -> None:
@@ -228,6 +271,9 @@ class TorchSchedule(Schedule):
                 self._steps += 1
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * self._warmup_factor(step)
+
+    def first_rates(self, groups: Groups) -> list[float]:
+        return [rate * self._warmup_factor(0) for rate in self._initial_rates]
 
     def record_objective(self, objective: float) -> None:
         if self.follows_evaluations:

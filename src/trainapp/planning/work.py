@@ -59,7 +59,8 @@ def planned_config(config: Config, size: int, samples: int) -> Config:
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
-        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # some step has them all
+        # For a plan, all updates are in one step.
+        "updates": [dataclasses.replace(update, every=1, offset=None) for update in config.updates],
     }
     return dataclasses.replace(config, mode="train", **changes)
 
@@ -123,7 +124,7 @@ class Work:
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
                     micro_batches = engine.micro_batches(cut, self._watched)
                     result = run_update(engine, micro_batches, self._micro_batch_context)
-                    step_is_complete = state.progress.finish_update(result.applied, state.every)
+                    step_is_complete = state.progress.finish_update(result.applied, state.cadences)
                     if step_is_complete:
                         batches.advance(state.progress)
                     engine.finish_update()

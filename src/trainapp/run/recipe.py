@@ -7,6 +7,7 @@ and biases, sizes filled in from the data. Users should not have to find that ou
 
 import functools
 import inspect
+import itertools
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -24,6 +25,7 @@ from trainapp.report.differences import RECIPE
 from trainapp.training.session import Session
 from trainapp.units import listed, plural
 
+FIRST_STEPS = 4  # of an update, named on the line
 MOST_FILLED = 6  # settings named on the line
 LONGEST = 120  # characters of a check's outcome on the line
 
@@ -41,7 +43,7 @@ def recipe_of(session: Session) -> dict[str, Any]:
         "tasks_by_update": {name: _task_name(task) for name, task in session.engine.tasks.items()},
         "task_arguments": dict(session.config.task_arguments),
         "objective": f"{objective.direction} {objective.metric}" if session.config.has_best else None,
-        "optimizers": [_optimizer(update, session.state.model) for update in session.state.updates],
+        "optimizers": [_optimizer(update, session) for update in session.state.updates],
         "grad_clip": session.config.train.grad_clip,
         "schedule": _schedule(session),
         "batchnorm_layers": _batchnorm_layers(session.state.model),
@@ -123,6 +125,7 @@ def _batch(session: Session) -> dict[str, Any]:
         "has_micro_schedule": session.config.batch.micro_schedule is not None,
         "samples": None if steps_per_epoch is None else batches.samples,
         "steps_per_epoch": steps_per_epoch,
+        "sampling_weights": session.config.data.sampling.weights,
     }
 
 
@@ -135,7 +138,10 @@ def _batch_text(batch: dict[str, Any]) -> str:
         text += " (the sizes are those of batch.micro_schedule)"
     if batch["samples"] is None:
         return f"{text}; a stream"
-    return f"{text}; {batch['samples']} samples, {batch['steps_per_epoch']} steps per epoch"
+    text += f"; {batch['samples']} samples, {batch['steps_per_epoch']} steps per epoch"
+    if batch["sampling_weights"] is not None:
+        text += f", drawn with replacement (data.sampling.weights={batch['sampling_weights']})"
+    return text
 
 
 def _filled_text(recipe: dict[str, Any]) -> str:
@@ -173,14 +179,16 @@ _NOT_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "label")  # of a g
 _ALWAYS_SHOWN = ("betas", "momentum")
 
 
-def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's class, and its groups with their options and parameters."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+def _optimizer(update: Update, session: Session) -> dict[str, Any]:
+    """Return an optimizer's class, the steps in which it updates, and its groups with their options and parameters."""
+    name_of = {id(parameter): name for name, parameter in session.state.model.named_parameters()}
+    first_rates = update.schedule.first_rates(update.optimizer.param_groups)
     groups = []
-    for group in update.optimizer.param_groups:
+    for group, first_rate in zip(update.optimizer.param_groups, first_rates, strict=True):
         groups.append(
             {
                 "lr": float(group.get("initial_lr", group["lr"])),
+                "first_lr": float(first_rate),  # with the schedule's factor in the first step
                 "weight_decay": group.get("weight_decay"),
                 "options": {name: value for name, value in group.items() if name not in _NOT_OPTIONS},
                 "tensors": len(group["params"]),
@@ -192,8 +200,16 @@ def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
     for name, parameter in inspect.signature(type(update.optimizer)).parameters.items():
         if parameter.default is not parameter.empty:
             defaults[name] = parameter.default
+    cadence = update.cadence
+    steps = filter(cadence.includes, itertools.count(1))
+    log_every = session.limits.log
+    logged_steps = range(log_every, log_every * cadence.every + 1, log_every) if log_every else ()
     return {
         "update": update.name,
+        "every": cadence.every,
+        "offset": cadence.offset,
+        "first_steps": list(itertools.islice(steps, FIRST_STEPS)),
+        "is_logged": any(map(cadence.includes, logged_steps)),
         "class": type(update.optimizer).__name__,
         "class_defaults": defaults,
         "groups": groups,
@@ -203,20 +219,33 @@ def _optimizer(update: Update, model: nn.Module) -> dict[str, Any]:
 def _optimizers_text(recipe: dict[str, Any]) -> str:
     texts = []
     for optimizer in recipe["optimizers"]:
-        prefix = f"{optimizer['update']}: " if optimizer["update"] else ""
-        # A scheduler of torch may have set a rate of its own to begin with, as OneCycleLR does.
-        begins = "begins at " if "." in recipe["schedule"]["name"] else ""
-        options = f"{begins}{_rates_text(optimizer)}{_options_text(optimizer)}{_decay_text(optimizer)}"
-        texts.append(f"{prefix}{optimizer['class']}, {options}")
+        rates = f"lr {_range_text(optimizer, 'lr')}"
+        if "." in recipe["schedule"]["name"]:  # a class or function, whose first factor may be any
+            first = _range_text(optimizer, "first_lr")
+            rates = f"begins at {rates}" if rates == f"lr {first}" else f"{rates}, begins at {first}"
+        options = f"{rates}{_options_text(optimizer)}{_decay_text(optimizer)}"
+        texts.append(f"{_update_text(optimizer)}{optimizer['class']}, {options}")
     clip = recipe["grad_clip"]
     texts.append("gradients are not clipped" if clip is None else f"gradients clipped to a norm of {clip:g}")
     return "; ".join(texts)
 
 
-def _rates_text(optimizer: dict[str, Any]) -> str:
-    rates = [group["lr"] for group in optimizer["groups"]]
+def _update_text(optimizer: dict[str, Any]) -> str:
+    """Return the update's name, if it has one, with the steps that have it, unless all have."""
+    if not optimizer["update"]:
+        return ""
+    if optimizer["every"] == 1:
+        return f"{optimizer['update']}: "
+    steps = ", ".join(map(str, optimizer["first_steps"]))
+    unlogged = "" if optimizer["is_logged"] else "; every.log meets none of them"
+    return f"{optimizer['update']} (in steps {steps}, ...{unlogged}): "
+
+
+def _range_text(optimizer: dict[str, Any], name: str) -> str:
+    """Return the rates of all groups: `lr`, or `first_lr`."""
+    rates = [group[name] for group in optimizer["groups"]]
     low, high = min(rates), max(rates)
-    return f"lr {high:g}" if low == high else f"lr {low:g} to {high:g}"
+    return f"{high:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _options_text(optimizer: dict[str, Any]) -> str:
@@ -260,7 +289,7 @@ def _schedule(session: Session) -> dict[str, Any]:
     schedule = session.state.updates[0].schedule
     return {
         "name": settings.shape if settings.target is None else settings.target,
-        "arguments": dict(settings.arguments),
+        "arguments": dict(schedule.arguments),
         "advances_with_each": "evaluation" if schedule.follows_evaluations else "step",
         "warmup_steps": schedule.warmup_steps,
         "final_factor": settings.final if settings.target is None and settings.shape != "constant" else None,
@@ -281,6 +310,8 @@ def _schedule_text(recipe: dict[str, Any]) -> str:
         text += f", towards {schedule['final_factor']:g} x lr after step {schedule['total_steps']}"
     if schedule["warmup_steps"]:
         text += f", with {plural(schedule['warmup_steps'], 'step')} of warm-up"
+    if "warmup" in schedule["arguments"]:  # a parameter of the class or function
+        text += ", no warm-up added to its own"
     return text
 
 

@@ -48,7 +48,7 @@ class Result:
     samples_per_second: float
     seconds: float  # over all its processes
     checkpoint: str | None
-    draws: str | None  # `train.draws`; None: the forwards have drawn nothing
+    draws: str  # by which of `train.draws` the forwards have drawn random numbers; none: they have not
     depends_on_micro_batch: list[str]  # what is known to: another size would give another result
     # The signal that ended it, what it interrupted, and the seconds from it to the checkpoint, the most of all ranks.
     stopped: dict[str, Any] | None
@@ -81,13 +81,18 @@ def result_of(session: Session) -> Result:
         samples_per_second=session.meter.samples_per_second(),
         seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
-        draws=("per_sample" if session.engine.draws_by_sample else "device")
-        if session.engine.draw_record.draws
-        else None,
+        draws=_draws(session),
         depends_on_micro_batch=_dependence(session),
         stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
         ended=_why_ended(session),
     )
+
+
+def _draws(session: Session) -> str:
+    """Return how the forwards have drawn random numbers, or `none`."""
+    if not session.engine.draw_record.draws:
+        return "none"
+    return "per_sample" if session.engine.draws_by_sample else "device"
 
 
 def _dependence(session: Session) -> list[str]:

@@ -209,9 +209,11 @@ class MicroBatchSizes:
         return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
 
     def apply_schedule(self, attempt_number: int) -> None:
-        """Apply the schedule's entry for this attempt, if any."""
-        if attempt_number in self.schedule:
-            self.set_sizes(self.schedule.pop(attempt_number))
+        """Apply the schedule's newest entry up to this attempt, once: an update may not be in the step of the entry."""
+        due = sorted(entry for entry in self.schedule if entry <= attempt_number)
+        entries = [self.schedule.pop(entry) for entry in due]
+        if entries:
+            self.set_sizes(entries[-1])
 
     def set_sizes(self, sizes: ScheduledSizes) -> None:
         """Set one size for all shapes, or a size per bucket, from a schedule.

@@ -38,10 +38,12 @@ class Sizes:
 
     def micro_schedule(self) -> dict[Any, Any]:
         """Return sizes for `batch.micro_schedule` that replay the run: by attempt; with several updates, one schedule
-        per name.
+        per name of those that were made.
         """
         schedules = {name: as_schedule(sizes.sizes_by_attempt) for name, sizes in self.by_update.items()}
-        return schedules.get("", schedules)
+        if "" in schedules:
+            return schedules[""]
+        return {name: schedule for name, schedule in schedules.items() if schedule}
 
     def usual_sizes(self, attempts: int) -> dict[str, int]:
         """Return the size with which most steps of the run were made, by update. attempts: all steps, also skipped."""
@@ -111,14 +113,14 @@ def key_of(update: str) -> str:
 
 def _usual_size(sizes: MicroBatchSizes, attempts: int) -> int:
     """Return the size of most steps; of a step with several shapes, the largest of its sizes."""
+    if not sizes.sizes_by_attempt:  # no step had this update
+        return sizes.size
     steps_by_size: Counter[int] = Counter()
     starts = sorted(sizes.sizes_by_attempt)
     ends = [*starts[1:], attempts + 1]
     for start, end in zip(starts, ends, strict=True):
         size = max(sizes.sizes_by_attempt[start].values(), default=sizes.size)
         steps_by_size[size] += end - start
-    if not steps_by_size:
-        return sizes.size
     return steps_by_size.most_common(1)[0][0]
 
 

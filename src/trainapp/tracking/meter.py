@@ -66,7 +66,7 @@ class Meter:
     Attributes:
         began: when (in `time.monotonic`) the run would have begun without interruptions.
         samples: trained by this process.
-        waited: seconds spent waiting for batches.
+        waited: seconds spent waiting for data.
         paused: seconds that are not training time.
         static: bytes that persist between steps, by category.
     """
@@ -125,13 +125,21 @@ class Meter:
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and count the time spent waiting for them."""
         while True:
-            started_at = time.perf_counter()
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - started_at
+            with self.waiting():
+                batch = next(batches, None)
             if batch is None:
                 return
             yield batch
             del batch  # not kept while the next one is fetched
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block, such as reading a stream's samples, as time spent waiting for data."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - started
 
     def count(self, samples: int, divisor: Any = 0) -> None:
         """Count a finished step.

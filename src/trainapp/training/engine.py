@@ -169,7 +169,7 @@ class Engine:
         self.stateful_metrics = stateful_metrics
         self.draw_record = draw_record or DrawRecord()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.snapshot = Snapshot.of(state.stateful, verified=2 * len(state.updates))
+        self.snapshot = Snapshot.of(state.stateful, verified=(state.first_steps + 1) * len(state.updates))
         self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
         self.draws_by_sample = belong_to_samples(settings.draws, state.device)
         self._compute = strategy.compute if wrap_compute is None else wrap_compute(strategy.compute)

@@ -81,7 +81,7 @@ def accumulate(engine: Engine, batches: Iterator[MicroBatch], batch_context: Bat
 def advance_progress(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Advance progress after an update was applied or skipped."""
     progress = session.state.progress
-    step_is_complete = progress.finish_update(result.applied, session.state.every)
+    step_is_complete = progress.finish_update(result.applied, session.state.cadences)
     if step_is_complete:
         session.meter.count(context.samples, result.totals.count)
         session.batches.advance(progress)

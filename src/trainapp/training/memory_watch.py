@@ -48,7 +48,7 @@ def _measured(session: Session, micro: MicroBatch, gradient_sync: Context) -> It
     utilisation = session.meter.utilisation
     if engine.context.is_logged and micro.real and utilisation:
         update = engine.context.update
-        samples = micro.samples * update.every  # since the update last ran
+        samples = micro.samples * update.cadence.every  # since the update last ran
         counting = utilisation.counting(update.name, samples)
     with gradient_sync, watching, counting:
         yield

@@ -162,7 +162,8 @@ class Session:
             self.attempt.logged = {}
 
         step_number = progress.step + 1
-        share = self.batches.share(progress)
+        with self.meter.waiting():
+            share = self.batches.share(progress)
         is_last_step = self.limits.end_at(step_number, share.after[0])
         log_every = self.limits.log
         return UpdateContext(

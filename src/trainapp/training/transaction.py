@@ -75,7 +75,7 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     fetched = session.batches.micro_batches(
         session.state.progress,
         [sizes.size for sizes in sizes_by_update],
-        session.state.every,
+        session.state.cadences,
         [sizes.fewest_samples for sizes in sizes_by_update],
     )
     sizes = session.sizes.train
