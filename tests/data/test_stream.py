@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from trainapp.data import stream_reader
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.progress import Progress
 from trainapp.data.stream_reader import Shard, is_stream
