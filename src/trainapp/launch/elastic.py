@@ -72,7 +72,7 @@ def run_workers(config: Config) -> Outcome:
         rdzv_endpoint="127.0.0.1:0",
         rdzv_timeout=int(settings.timeout),
         max_restarts=settings.max_restarts,
-        signals_to_handle="SIGQUIT",  # of the others take care `signals_forwarded` and the system
+        signals_to_handle="SIGQUIT",  # the others are handled by `signals_forwarded` and the system
     )
     # With the launcher's own store shared, restarted workers would find the addresses of the dead ones (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

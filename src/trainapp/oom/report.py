@@ -169,7 +169,7 @@ def describe(
     is_out_of_memory = not (has_too_few or rejects_size)
     is_evaluation_of_one_rank = phase is Phase.EVALUATE and not session.strategy.forward_is_collective
     return OomReport(
-        step=finished_steps + 1 if is_within_update or phase is Phase.READ else finished_steps,
+        step=finished_steps + 1 if is_within_update or phase.begins_step else finished_steps,
         phase=phase,
         module=module,
         message=_first_line(error),

@@ -228,11 +228,13 @@ def work(session: Session) -> None:
         predict.predict(session)
     elif config.mode == "generate":
         generate.generate(session)
-    else:
+    elif config.activity.makes_steps:
         loop.train(session)
         if session.stop.agreed and stopping.at_work(session).is_saved:
             session.stop.has_saved()
         events.end(session)
+    else:
+        raise ValueError(f"mode={config.mode} has no session")  # a mistake of this program: see `launch.launch`
 
 
 def recover(session: Session, failure: OomReport) -> CarriedOver | None:

@@ -1,6 +1,6 @@
 """Names of the scalars that the program itself logs: see `training.events` and `Meter.scalars`. Imports no torch."""
 
-STEP_SCALARS = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps"})
+STEP_SCALARS = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps", "loss_scale"})
 # These vary between identical runs.
 MACHINE_SCALARS = frozenset({"data_wait", "samples_per_second", "tokens_per_second", "mfu"})
 _MACHINE_PREFIXES = ("memory/", "batch/")  # batch/: how a step is cut, which follows from the memory

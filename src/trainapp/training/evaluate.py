@@ -278,8 +278,8 @@ def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: Ev
 def record_objective(session: Session, means: dict[str, float]) -> None:
     """Record this evaluation's objective and, if it has a direction, the best so far.
 
-    Neither nan or inf is ever the best, nor an evaluation before the first step. Schedules follow scheduled
-    evaluations only.
+    A value that is not finite is never the best, nor is an evaluation before the first step. Schedules follow
+    scheduled evaluations only.
     """
     progress = session.state.progress
     direction, metric = session.objective

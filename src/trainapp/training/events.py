@@ -101,7 +101,7 @@ def _act(session: Session, verdict: Verdict) -> None:
 
 
 def _view(session: Session, name: str, verdict: Verdict) -> View:
-    """Return what a callback sees of the run, and by which it stops or pauses it."""
+    """Return a callback's view of the run, with functions to stop or pause it."""
     progress = session.state.progress
     length = session.limits.length
     length_is_known = length.steps_per_epoch is not None or session.config.train.max_steps is not None

@@ -64,8 +64,8 @@ class Limits:
     def evaluation_is_scheduled(self, progress: Progress) -> bool:
         """Return whether `every.eval` asks for an evaluation at this step.
 
-        Only such a one may change how training continues: one that checks the objective before the first step, or that
-        is made because the run ends, would make another run of the same one, started or extended differently.
+        Only these may change how training continues. If the check before the first step or the evaluation at the end
+        did, the same run, started or extended differently, would train differently.
         """
         return progress.step > 0 and self.evaluate.ends_at(progress)
 

@@ -36,6 +36,11 @@ class Phase(str, Enum):
         return self in _BEFORE_COMMIT
 
     @property
+    def begins_step(self) -> bool:
+        """Whether the step that comes next has begun, but nothing of it is computed yet."""
+        return self in (Phase.READ, Phase.START)
+
+    @property
     def is_voted_on(self) -> bool:
         """Whether an OOM vote can abort this phase on all ranks: not torch's own reduction in UNSCALE, with shards."""
         return self is not Phase.UNSCALE and self in (*_BEFORE_COMMIT, Phase.READ, Phase.EVALUATE)
