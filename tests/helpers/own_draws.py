@@ -157,4 +157,12 @@ class Contrasted(EmbeddingTask):
         return F.cross_entropy(own @ embeddings["other"].T * 5, torch.arange(len(own)), reduction="sum"), len(own), {}
 
 
+class Labelled(Contrasted):
+    """Its loss gets the targets, which have one dimension, by way of the embeddings."""
+
+    def embed(self, model, batch):
+        return super().embed(model, batch) | {"targets": batch["targets"]}
+
+
 contrasted = Contrasted()
+labelled = Labelled()

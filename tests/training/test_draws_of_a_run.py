@@ -145,9 +145,10 @@ def test_an_out_of_memory_error_changes_nothing(tmp_path):
     )
 
 
-def test_embeddings_are_drawn_by_sample(tmp_path):
+@pytest.mark.parametrize("task", ["contrasted", "labelled"])
+def test_embeddings_are_drawn_by_sample(tmp_path, task):
     """Pass 3 of cached gradients draws what pass 1 drew."""
-    settings = (*of("Transformer")[:-1], "task=own_draws.contrasted", "objective=min loss")
+    settings = (*of("Transformer")[:-1], f"task=own_draws.{task}", "objective=min loss")
     loss, gradient, _ = differences(tmp_path / "own", *settings, BY_SAMPLE)
     assert max(loss, gradient) < 1e-5
     assert differences(tmp_path / "torchs", *settings, OF_TORCH)[1] > 1e-2

@@ -107,7 +107,7 @@ def _weighted_sum_of_embeddings(task: Any, model: nn.Module, batch: Any) -> tupl
     for embeddings in tensors_in(contrastive.embed(task, model, batch)):
         device = embeddings.device
         weights = torch.arange(embeddings[0].numel(), dtype=torch.float64, device=device).cos()
-        total = total.to(device) + (embeddings.double().flatten(1) * weights).sum()
+        total = total.to(device) + (embeddings.double().reshape(len(embeddings), -1) * weights).sum()
     return total, 1, {}
 
 
