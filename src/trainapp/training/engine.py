@@ -355,7 +355,12 @@ class Engine:
 
     def finish_update(self) -> None:
         """End the update, whether applied or skipped: from now on there is nothing to undo."""
+        self.forget_update()
+
+    def forget_update(self) -> None:
+        """Forget the update, also one that was rolled back. Frees the tensors of its totals."""
         self.is_partly_applied = False
+        self.totals = Totals()
 
     def set_rates(self) -> None:
         """Set the learning rates of the coming update."""

@@ -63,10 +63,10 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     for update in session.state.updates:
         update.optimizer.zero_grad(set_to_none=True)
         update.precision.reset_scaler()
+    session.engine.forget_update()  # where it was partly applied, the caller returns to a checkpoint
     session.memory.release()
     if phase.can_be_undone:
         session.snapshot.restore()
-    session.engine.is_partly_applied = False  # otherwise the caller returns to a checkpoint
 
 
 def micro_batches(session: Session) -> Iterator[MicroBatch]:
