@@ -115,7 +115,7 @@ def test_constant_buffers_are_copied_once():
     snapshot = Snapshot({"model": model})
     for _ in range(2):
         snapshot.take()
-        snapshot.note_step()
+        snapshot.record_step_writes()
     snapshot.take()
     own = snapshot._constants[id(model.table)].copy
     snapshot.take()
@@ -131,7 +131,7 @@ def step(snapshot, model, write) -> None:
     """A step whose forward does `write`, and whose optimizer writes the bias."""
     snapshot.take()
     write()
-    snapshot.note_step()
+    snapshot.record_step_writes()
     with torch.no_grad():
         model.bias += 1
 
@@ -294,7 +294,7 @@ def test_a_parameter_without_a_copy_in_the_record_is_named_and_has_one_later():
         before = model.linear.bias.detach().clone()
         with torch.no_grad():
             model.linear.bias.add_(1)
-        snapshot.note_written()
+        snapshot.record_written()
         assert snapshot.return_to(record) == named
         assert torch.allclose(model.linear.bias, before + (moved if named else 0))
 

@@ -97,7 +97,7 @@ def test_a_sample_drawn_twice_has_other_noise(workers):
     assert len(rare[:, 1].unique()) == len(rare)
     again = torch.cat([micro.data for micro in batches.micro_batches(Progress(), [70])])
     assert torch.equal(again, whole)
-    assert torch.equal(next(batches.micro_batches(Progress(), [300])).piece(5, 9), whole[5:9])
+    assert torch.equal(next(batches.micro_batches(Progress(), [300])).slice_samples(5, 9), whole[5:9])
     batches.close()
 
 

@@ -271,7 +271,10 @@ def train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int, 
     def shortened(self: TrainBatches, progress: Progress, *cut: Any) -> Any:
         for micro in fetch(self, progress, *cut):
             long = rank == long_rank and progress.step + 1 in steps
-            short = micro._replace(data=_first_8(micro.data), piece=lambda *ends, of=micro.piece: _first_8(of(*ends)))
+            short = micro._replace(
+                data=_first_8(micro.data),
+                slice_samples=lambda *ends, of=micro.slice_samples: _first_8(of(*ends)),
+            )
             yield micro if long else short
 
     with mock.patch.object(TrainBatches, "micro_batches", shortened):

@@ -25,7 +25,7 @@ def test_a_signal_during_the_step_is_seen_at_its_end():
     ranks, signal = SingleRank(), []
     ranks.start_flag_exchange(lambda: Flags(stop_signal=len(signal)))
     signal.append(2)
-    assert ranks.finish_flag_exchange() == Flags(stop_signal=1, still_saving=False, search_news=False)
+    assert ranks.finish_flag_exchange() == Flags(stop_signal=1, still_saving=False, size_may_change=False)
 
 
 def test_the_local_part_of_a_parameter_is_itself():

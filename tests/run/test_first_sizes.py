@@ -226,7 +226,7 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(begin, sou
         assert searched.record_success(SingleRank()) == ({64: 20} if retries_in_place else {})
         assert searched.search_has_ended is not retries_in_place
         searched.history[64] = ShapeHistory(LargestRun(8))
-        assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step
+        assert searched.may_change is retries_in_place  # otherwise the ranks would ask each other in every step
 
 
 def test_an_evaluation_of_rows_per_sample_has_no_more_samples_than_training(tmp_path):

@@ -24,7 +24,9 @@ def switches() -> tuple[bool, bool]:
 
 def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None:
     """A step, or a batch of an evaluation, that is cut by these sizes."""
-    batch = MicroBatch(torch.zeros(samples, 4), last=True, real=True, positions=range(samples), piece=lambda a, b: None)
+    batch = MicroBatch(
+        torch.zeros(samples, 4), last=True, real=True, positions=range(samples), slice_samples=lambda a, b: None
+    )
     sizes.cut(batch, SingleRank())
     if fails:
         sizes.record_failure(SingleRank())

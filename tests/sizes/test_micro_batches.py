@@ -29,10 +29,10 @@ def pieces(sizes: MicroBatchSizes, batch: torch.Tensor) -> list[int]:
 def fetched(batch: Any, samples: int) -> MicroBatch:
     """A micro-batch whose tensors have a row per sample, except for those without dimensions."""
 
-    def piece(start: int, end: int) -> Any:
+    def slice_samples(start: int, end: int) -> Any:
         return map_tensors(lambda t: t[start:end] if t.ndim else t, batch)
 
-    return MicroBatch(batch, last=True, real=True, positions=range(samples), piece=piece)
+    return MicroBatch(batch, last=True, real=True, positions=range(samples), slice_samples=slice_samples)
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():

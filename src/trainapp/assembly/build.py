@@ -98,7 +98,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         checks=resources.checks,
     )
     if config.train.check_exactness:
-        session.rehearsals = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
+        session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
     session.schedule_rates()
     return session
 

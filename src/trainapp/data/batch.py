@@ -137,7 +137,8 @@ class MicroBatch(NamedTuple):
     # The place of each sample in its global batch or, in an evaluation, in its set: independent of how the samples are
     # cut and spread over ranks.
     positions: Sequence[int]
-    piece: Callable[[int, int], Any]  # `piece(start, end)`: the batch of only its samples [start, end), on the device
+    # `slice_samples(start, end)`: the batch of only its samples [start, end), on the device
+    slice_samples: Callable[[int, int], Any]
     bucket: int = 0  # see `bucket_of`
 
     @property
@@ -229,15 +230,15 @@ def pieces_of(micro: MicroBatch, pieces: Sequence[Sequence[int]], fewest: int = 
         else:
             start, end = 0, min(fewest, micro.samples)
         yield MicroBatch(
-            data=micro.piece(start, end),
+            data=micro.slice_samples(start, end),
             last=micro.last and number == len(pieces),
             real=micro.real and len(piece) > 0,
             positions=micro.positions[start:end],
-            piece=functools.partial(_piece_after, micro.piece, start),
+            slice_samples=functools.partial(_slice_after, micro.slice_samples, start),
             bucket=micro.bucket,
         )
 
 
-def _piece_after(piece: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:
-    """Return the piece [start, end) of the samples that begin with number `first`."""
-    return piece(first + start, first + end)
+def _slice_after(slice_samples: Callable[[int, int], Any], first: int, start: int, end: int) -> Any:
+    """Return the slice [start, end) of the samples that begin with number `first`."""
+    return slice_samples(first + start, first + end)

@@ -181,11 +181,11 @@ class BatchLoader:
 
     def _micro_batch(self, batch: Any, request: Request) -> MicroBatch:
         batch = self._move(batch)
-        piece = functools.partial(self._piece, batch, request)
+        slice_samples = functools.partial(self._slice_samples, batch, request)
         positions = request.positions or [DUMMY] * request.fewest
-        return MicroBatch(batch, request.last, bool(request.indices), positions, piece)
+        return MicroBatch(batch, request.last, bool(request.indices), positions, slice_samples)
 
-    def _piece(self, batch: Any, request: Request, start: int, end: int) -> Any:
+    def _slice_samples(self, batch: Any, request: Request, start: int, end: int) -> Any:
         """Return the batch of only the samples [start, end) of a fetched batch, on the device.
 
         They are fetched and collated again, in this process, unless `split` cuts the batch. No other way works for

@@ -39,9 +39,9 @@ def generate(session: Session) -> None:
 
     def fetch_batches(written: int) -> Iterator[MicroBatch]:
         for start, end in ranges(written, len(prompts), session.sizes.evaluation.size):
-            piece = functools.partial(_build_batch, prompts, settings.max_new_tokens, start)
+            slice_samples = functools.partial(_build_batch, prompts, settings.max_new_tokens, start)
             is_last = end == len(prompts)
-            yield MicroBatch(piece(0, end - start), is_last, True, range(start, end), piece)
+            yield MicroBatch(slice_samples(0, end - start), is_last, True, range(start, end), slice_samples)
 
     def compute_rows(micro: MicroBatch) -> list[Row]:
         numbers = micro.data["numbers"].tolist()

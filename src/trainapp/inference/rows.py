@@ -27,7 +27,7 @@ from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
 from trainapp.training.evaluate import as_evaluated, each_micro_batch
-from trainapp.training.memory_watch import note_refused
+from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
@@ -62,7 +62,7 @@ def write_rows(
     config = session.config
     mode = config.mode
     session.attempt.started = time.monotonic()
-    note_refused(session)
+    begin_counting_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
     path = _output_path(config, name)
 

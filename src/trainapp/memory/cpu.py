@@ -64,7 +64,7 @@ class CpuMemory(DeviceMemory):
             counter.peak = max(counter.peak, self._lap_peak)
             self._allocated = counter.live
             self._window_peak = max(self._window_peak, counter.peak)
-            self._note_peaks(counter.peak, counter.peak)
+            self._record_peaks(counter.peak, counter.peak)
 
     def new_counter(self) -> LiveTensors:
         """Return the counter for a watched block that starts now."""
@@ -73,7 +73,7 @@ class CpuMemory(DeviceMemory):
     def register(self, resident: Resident) -> None:
         self.counter.register(resident)
 
-    def note_step(self) -> None:
+    def mark_step(self) -> None:
         self._step_peak = self.counter.peak
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:

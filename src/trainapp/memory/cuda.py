@@ -132,7 +132,7 @@ class CudaMemory(DeviceMemory):
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        self._note_peaks(self._lap_peak, self._lap_peak_reserved)
-        self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
+        self._record_peaks(self._lap_peak, self._lap_peak_reserved)
+        self._record_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()

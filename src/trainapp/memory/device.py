@@ -99,7 +99,7 @@ class DeviceMemory:
         """
         return [], {}
 
-    def note_step(self) -> None:
+    def mark_step(self) -> None:
         """Mark the last watched block as a whole training step."""
 
     def dump(self, path: Path) -> bool:
@@ -129,7 +129,7 @@ class DeviceMemory:
     def _scalars(
         self, allocated: int, reserved: int, peak: int, peak_reserved: int, retries: int = 0
     ) -> dict[str, float]:
-        self._note_peaks(peak, peak_reserved)
+        self._record_peaks(peak, peak_reserved)
         return {
             "memory/allocated": allocated,
             "memory/reserved": reserved,
@@ -142,6 +142,6 @@ class DeviceMemory:
             "memory/out_of_memory_count": self.out_of_memory_count,
         }
 
-    def _note_peaks(self, allocated: int, reserved: int) -> None:
+    def _record_peaks(self, allocated: int, reserved: int) -> None:
         self.peak = max(self.peak, allocated)
         self.peak_reserved = max(self.peak_reserved, reserved)

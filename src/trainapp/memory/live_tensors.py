@@ -176,7 +176,7 @@ class LiveTensors(DispatchMode):
         if func is ASKS_DEVICE:
             return args[0].device
         if self._gathered:
-            self._note_emptied()
+            self._record_emptied()
         result = func(*args, **(kwargs or {}))
         if may_view(func) and args and func is not LIFT and self._is_view(result, args[0]):  # its base may not count
             return result
@@ -195,7 +195,7 @@ class LiveTensors(DispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._note_emptied()
+        self._record_emptied()
 
     def _is_view(self, result: Any, source: Any) -> bool:
         """Return whether an operation's result, or the first of several, shares the storage of its source."""
@@ -250,7 +250,7 @@ class LiveTensors(DispatchMode):
         self._gathered.append(keys)
         return added
 
-    def _note_emptied(self) -> None:
+    def _record_emptied(self) -> None:
         """Forget emptied storages. Looking at one per group is enough: FSDP2 empties a group at once."""
         for keys in list(self._gathered):
             if self._is_empty(keys[0]):

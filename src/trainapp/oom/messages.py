@@ -81,7 +81,7 @@ def _why_no_smaller(session: Session, report: OomReport) -> str:
     hint = f"; its loss keeps a whole batch, a smaller {setting} helps" if keeps_batch else ""
     sizes = sizes_of_phase(session, report.phase)
     if sizes.search(sizes.current.bucket).smallest > 1:
-        return f"the model cannot run fewer samples{session.attempt.too_few_error}{hint}"
+        return f"the model cannot run fewer samples{session.recovery.too_few_error}{hint}"
     return f"nothing is left to halve{hint}"
 
 

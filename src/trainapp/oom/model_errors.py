@@ -21,7 +21,7 @@ def has_too_few_samples(session: Session, error: Exception) -> bool:
     samples_in_step = len(session.batches.share(session.state.progress).numbers)
     sizes = session.sizes.train
     if not (sizes.may_have_too_few and sizes.current.samples < samples_in_step):
-        _note_single_sample(session, error, samples_in_step)
+        _advise_against_single_sample(session, error, samples_in_step)
         return False
     return _device_works(session)
 
@@ -39,7 +39,7 @@ def _is_of_model(session: Session, error: Exception) -> bool:
     return isinstance(error, MODEL_ERRORS) and session.engine.phase is Phase.FORWARD
 
 
-def _note_single_sample(session: Session, error: Exception, samples_in_step: int) -> None:
+def _advise_against_single_sample(session: Session, error: Exception, samples_in_step: int) -> None:
     """Add advice to an error that a single sample may have caused."""
     if session.sizes.train.current.samples != 1 or not batchnorms(session.state.model):
         return

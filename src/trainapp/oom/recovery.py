@@ -72,7 +72,7 @@ def _exchange_failures(ranks: Ranks, failure: OomReport) -> None:
             failure.rejects_size = failure.rejects_size or rejects_size
 
 
-def roll_back(session: Session, failure: OomReport) -> None:
+def undo_attempt(session: Session, failure: OomReport) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: state
     that the rollback could not restore, see `Snapshot`.
     """
@@ -82,7 +82,7 @@ def roll_back(session: Session, failure: OomReport) -> None:
     for names in _ranks_to_inform(session, failure).all_gather_object(session.snapshot.lost):
         lost.update(names)
     failure.lost = sorted(lost)
-    session.snapshot.note(failure.lost)
+    session.snapshot.add_written(failure.lost)
     if failure.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
@@ -112,21 +112,20 @@ def change_size(session: Session, failure: OomReport) -> None:
     failure.new_size = change.new
     failure.action = _change_text(failure)
     if failure.unsupported_samples:
-        session.attempt.too_few_error = "" if failure.by_peer else f" ({failure.message})"
+        session.recovery.too_few_error = "" if failure.by_peer else f" ({failure.message})"
 
 
 def _retries_unchanged(session: Session, failure: OomReport) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
     CUDA, none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
     """
-    attempt = session.attempt
     is_smallest_on_cuda = not sizes_of_phase(session, failure.phase).can_shrink and session.state.device.type == "cuda"
     may_be_fragmented = is_smallest_on_cuda and not failure.needs_checkpoint
     gains_nothing = failure.by_peer or not failure.phase.depends_on_size or may_be_fragmented
-    may_retry = gains_nothing and attempt.retried != failure.step
+    may_retry = gains_nothing and session.recovery.retried_step != failure.step
     all_may_retry = all(_ranks_to_inform(session, failure).all_gather_object(may_retry))
     if all_may_retry:
-        attempt.retried = failure.step
+        session.recovery.retried_step = failure.step
     return all_may_retry
 
 

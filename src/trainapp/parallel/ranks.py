@@ -34,7 +34,7 @@ class Flags(NamedTuple):
 
     stop_signal: int = 0  # the number of the signal to stop for, or 0
     still_saving: bool = False  # a checkpoint is being written in the background
-    search_news: bool = False  # the search for a micro-batch size has news to share
+    size_may_change: bool = False  # this rank has run a shape whose size is unvalidated or may grow
     save_is_due: bool = False  # by this rank's clock, for `every.save` in minutes
 
 

@@ -122,7 +122,7 @@ class Work:
                 engine.scaled(engine.weight_of(samples))  # both are retained
                 with engine.at(Phase.DATA), self.memory.watch(self.meter.resident()):
                     cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
-                    micro_batches = engine.micro_batches(cut, self._watched)
+                    micro_batches = engine.prepare(cut, self._watched)
                     result = run_update(engine, micro_batches, self._micro_batch_context)
                     step_is_complete = state.progress.finish_update(result.applied, state.cadences)
                     if step_is_complete:
@@ -196,12 +196,12 @@ def without_values(
         shown = fetched
         if longest_batch is not None and longest_batch.samples == fetched.samples:
             shown = longest_batch
-        piece = functools.partial(_piece_without_values, shown, fake)
+        slice_samples = functools.partial(_slice_without_values, shown, fake)
         # No local variable may hold the data: it would stay in memory during the whole step.
-        yield fetched._replace(data=map_tensors(fake, shown.data), piece=piece)
+        yield fetched._replace(data=map_tensors(fake, shown.data), slice_samples=slice_samples)
 
 
-def _piece_without_values(micro: MicroBatch, fake: Fake, start: int, end: int) -> Any:
+def _slice_without_values(micro: MicroBatch, fake: Fake, start: int, end: int) -> Any:
     with outside_dispatch_modes():
-        batch = micro.piece(start, end)
+        batch = micro.slice_samples(start, end)
     return map_tensors(fake, batch)

@@ -78,7 +78,7 @@ def initial_sizes(
         require_uncut(config, session.ranks.world_size, session.batches.samples)
     share = _share(batch.global_size, session)
     configured = configured_size(config, share)
-    attempt_number = progress.step + progress.skipped + 1  # the coming one
+    batch_number = progress.step + progress.skipped + 1  # the coming one
 
     is_fixed = must_stay_whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
     # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
@@ -94,14 +94,14 @@ def initial_sizes(
     saved_for_training = saved if configured is None else {}
     for name in [update.name for update in config.updates] or [""]:
         sizes = new_sizes(configured or share, smallest_micro_batch(session.state.model))
-        sizes.sizes_by_attempt = dict(saved.get("used", {}).get(name, {}))
-        sizes.schedule = _from_attempt(batch.schedules.get(name, {}), attempt_number, share)
-        begins_anew |= _begin(sizes, key_of(name), attempt_number, restart, saved_for_training, changed)
+        sizes.sizes_by_batch = dict(saved.get("used", {}).get(name, {}))
+        sizes.schedule = _from_batch(batch.schedules.get(name, {}), batch_number, share)
+        begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changed)
         by_update[name] = sizes
 
     evaluation = new_sizes(_size_of_evaluation(session, must_stay_whole), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
-    begins_anew |= _begin(evaluation, EVALUATION, attempt_number, restart, saved_for_evaluation, changed)
+    begins_anew |= _begin(evaluation, EVALUATION, batch_number, restart, saved_for_evaluation, changed)
     if begins_anew:
         log.info(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
@@ -156,7 +156,7 @@ def _change_of_budget(saved: Record, budget: int) -> list[str]:
 
 
 def _begin(
-    sizes: MicroBatchSizes, key: str, attempt_number: int, restart: Record, saved: Record, changed: Sequence[str]
+    sizes: MicroBatchSizes, key: str, batch_number: int, restart: Record, saved: Record, changed: Sequence[str]
 ) -> bool:
     """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything `changed`.
 
@@ -165,9 +165,9 @@ def _begin(
     buckets = saved[key]["buckets"] if key in saved else {}
     if key in restart:
         sizes.load_state_dict(restart[key], is_lower=True)
-        sizes.schedule.pop(attempt_number, None)
+        sizes.schedule.pop(batch_number, None)
     elif sizes.schedule:
-        sizes.apply_schedule(attempt_number)
+        sizes.apply_schedule(batch_number)
     elif buckets and not changed:
         sizes.load_state_dict(saved[key])
     else:
@@ -175,13 +175,13 @@ def _begin(
     return False
 
 
-def _from_attempt(schedule: Mapping[int, ScheduledSizes], attempt_number: int, share: int) -> dict[int, ScheduledSizes]:
+def _from_batch(schedule: Mapping[int, ScheduledSizes], batch_number: int, share: int) -> dict[int, ScheduledSizes]:
     """Return the entry in force at that attempt and the later ones. No size exceeds this rank's share."""
     coming: dict[int, ScheduledSizes] = {}
-    for first_attempt, sizes in sorted(schedule.items()):
+    for first_batch, sizes in sorted(schedule.items()):
         if isinstance(sizes, int):
             at_most_share: ScheduledSizes = min(sizes, share)
         else:
             at_most_share = {bucket: min(size, share) for bucket, size in sizes.items()}
-        coming[max(first_attempt, attempt_number)] = at_most_share  # of earlier entries, the last one remains
+        coming[max(first_batch, batch_number)] = at_most_share  # of earlier entries, the last one remains
     return coming

@@ -179,7 +179,7 @@ def prepare(
     memory = carried.memory if carried is not None else None
     session = build.build(config, stop, ranks, memory, resumes=path is not None)
     if carried is not None:
-        session.snapshot.note(carried.written)
+        session.snapshot.add_written(carried.written)
     saved = resume.restore(session, path) if path is not None else None
 
     # The micro-batch sizes.
@@ -249,7 +249,7 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
         _count(session, failure)
     if failure.host:
         host.give_memory_back()
-    recovery.roll_back(session, failure)
+    recovery.undo_attempt(session, failure)
     if failure.needs_checkpoint:
         return _carry_over(session, failure)
     recovery.change_size(session, failure)

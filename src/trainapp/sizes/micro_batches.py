@@ -1,7 +1,7 @@
 """The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class MicroBatchSizes:
     is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
     # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
     sizes_in_force: dict[int, int] = field(default_factory=dict)
-    sizes_by_attempt: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, where it changed
+    sizes_by_batch: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, where it changed
     # `batch.micro_schedule`: sizes by the attempt from which they apply. A skipped step is also an attempt.
     schedule: dict[int, ScheduledSizes] = field(default_factory=dict)
 
@@ -170,7 +170,7 @@ class MicroBatchSizes:
         return all(search.search_has_ended for search in self.searches.values())
 
     @property
-    def has_news(self) -> bool:
+    def may_change(self) -> bool:
         """Whether this rank has seen a shape whose size is unvalidated or may still grow."""
         for bucket, history in self.history.items():
             ran_recently = history.clean.samples or history.attempt.samples
@@ -208,9 +208,9 @@ class MicroBatchSizes:
     def _new_search(self, size: int) -> SizeSearch:
         return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
 
-    def apply_schedule(self, attempt_number: int) -> None:
+    def apply_schedule(self, batch_number: int) -> None:
         """Apply the schedule's newest entry up to this attempt, once: an update may not be in the step of the entry."""
-        due = sorted(entry for entry in self.schedule if entry <= attempt_number)
+        due = sorted(entry for entry in self.schedule if entry <= batch_number)
         entries = [self.schedule.pop(entry) for entry in due]
         if entries:
             self.set_sizes(entries[-1])
@@ -230,12 +230,12 @@ class MicroBatchSizes:
             if search.smallest_failing is None or size < search.smallest_failing:
                 search.try_size(max(search.smallest, size))
 
-    def record(self, attempt_number: int) -> bool:
+    def record(self, batch_number: int) -> bool:
         """Record the sizes of a finished attempt, once the ranks have exchanged them. Return whether they changed."""
-        last_recorded = next(reversed(self.sizes_by_attempt.values()), None)
+        last_recorded = next(reversed(self.sizes_by_batch.values()), None)
         if last_recorded == self.sizes_in_force:
             return False
-        self.sizes_by_attempt[attempt_number] = self.sizes_in_force
+        self.sizes_by_batch[batch_number] = self.sizes_in_force
         return True
 
     def begin(self, bucket: int, samples: int) -> None:
@@ -271,6 +271,11 @@ class MicroBatchSizes:
         self.begin(bucket, smallest)
         return [micro] if len(pieces) == 1 else pieces_of(micro, pieces, search.smallest)
 
+    def cut_all(self, fetched: Iterable[MicroBatch], ranks: Ranks) -> Iterator[MicroBatch]:
+        """Yield the pieces of all fetched micro-batches, see `cut`: each by the size when it is reached."""
+        for micro in fetched:
+            yield from self.cut(micro, ranks)
+
     def _all_alike(self) -> bool:
         """Return whether every bucket seen so far has the same, validated size."""
         sizes = {search.size for search in self.searches.values()}
@@ -302,19 +307,19 @@ class MicroBatchSizes:
         history = self.history[self.current.bucket]
         history.attempt = history.attempt.merged(LargestRun(peak=PeakSample(peak - resident, limit - resident)))
 
-    def record_success(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
+    def record_success(self, ranks: Ranks, may_change: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Return `{bucket: size}` of the larger sizes to try next.
 
         Args:
             ranks: see the class.
-            news: whether any rank `has_news`, equal on all ranks. None: this rank's own on a single rank, otherwise
-                False.
+            may_change: whether any rank's `may_change` is true, equal on all ranks. None: this rank's on a single rank,
+                otherwise False.
         """
-        if news is None:
-            news = ranks.world_size == 1 and self.has_news
+        if may_change is None:
+            may_change = ranks.world_size == 1 and self.may_change
         for history in self.history.values():
             history.finish_attempt()
-        if not (self.is_unvalidated or news):
+        if not (self.is_unvalidated or may_change):
             return {}
 
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.

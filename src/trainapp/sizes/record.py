@@ -40,7 +40,7 @@ class Sizes:
         """Return sizes for `batch.micro_schedule` that replay the run: by attempt; with several updates, one schedule
         per name of those that were made.
         """
-        schedules = {name: as_schedule(sizes.sizes_by_attempt) for name, sizes in self.by_update.items()}
+        schedules = {name: as_schedule(sizes.sizes_by_batch) for name, sizes in self.by_update.items()}
         if "" in schedules:
             return schedules[""]
         return {name: schedule for name, schedule in schedules.items() if schedule}
@@ -52,7 +52,7 @@ class Sizes:
     def state_dict(self) -> dict[str, Any]:
         """Return primitives only, for a checkpoint."""
         state: dict[str, Any] = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
-        state["used"] = {name: sizes.sizes_by_attempt for name, sizes in self.by_update.items()}
+        state["used"] = {name: sizes.sizes_by_batch for name, sizes in self.by_update.items()}
         return state | self._counts()
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
@@ -113,26 +113,26 @@ def key_of(update: str) -> str:
 
 def _usual_size(sizes: MicroBatchSizes, attempts: int) -> int:
     """Return the size of most steps; of a step with several shapes, the largest of its sizes."""
-    if not sizes.sizes_by_attempt:  # no step had this update
+    if not sizes.sizes_by_batch:  # no step had this update
         return sizes.size
     steps_by_size: Counter[int] = Counter()
-    starts = sorted(sizes.sizes_by_attempt)
+    starts = sorted(sizes.sizes_by_batch)
     ends = [*starts[1:], attempts + 1]
     for start, end in zip(starts, ends, strict=True):
-        size = max(sizes.sizes_by_attempt[start].values(), default=sizes.size)
+        size = max(sizes.sizes_by_batch[start].values(), default=sizes.size)
         steps_by_size[size] += end - start
     return steps_by_size.most_common(1)[0][0]
 
 
-def as_schedule(sizes_by_attempt: Mapping[int, Mapping[int, int]]) -> dict[int, ScheduledSizes]:
+def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, ScheduledSizes]:
     """Return the shortest equivalent schedule: one number if all shapes have the same size, and only changes."""
     schedule: dict[int, ScheduledSizes] = {}
     last: ScheduledSizes | None = None
-    for attempt_number, by_bucket in sorted(sizes_by_attempt.items()):
+    for batch_number, by_bucket in sorted(sizes_by_batch.items()):
         distinct = set(by_bucket.values())
         sizes: ScheduledSizes = distinct.pop() if len(distinct) == 1 else dict(sorted(by_bucket.items()))
         if sizes != last:
-            schedule[attempt_number] = sizes
+            schedule[batch_number] = sizes
             last = sizes
     return schedule
 

@@ -16,10 +16,10 @@ then on the parameter is copied. A first write cannot be undone: `restore` names
     snapshot = Snapshot({"model": model}, owners)
     snapshot.take()         # at the start of a step
     ...                     # forward, backward
-    snapshot.note_step()    # before the commit: remembers what the forward wrote
+    snapshot.record_step_writes()    # before the commit: remembers what the forward wrote
     snapshot.restore()      # instead of the commit, any number of times
 
-`take` and `note_step` run in every step, over all modules and tensors.
+`take` and `record_step_writes` run in every step, over all modules and tensors.
 """
 
 import contextlib
@@ -285,21 +285,21 @@ class Snapshot:
 
     # --- finding what a forward has written or changed
 
-    def note_written(self) -> None:
+    def record_written(self) -> None:
         """Record which parameters have been written since `take`. Call before anything else changes them."""
         if self._steps_to_verify or self._taken.has_new_versions():
-            self.note(self._written())
+            self.add_written(self._written())
 
-    def note_step(self) -> None:
-        """Do `note_written` for a step whose gradients are complete, before its commit; in the first steps, also record
-        what else changed.
+    def record_step_writes(self) -> None:
+        """Call `record_written` for a step whose gradients are complete, before its commit; in the first steps, also
+        record what else changed.
         """
-        self.note_written()
+        self.record_written()
         if self._steps_to_verify:
             self.changes.update(self.changed())
             self._steps_to_verify -= 1
 
-    def note(self, names: Iterable[str]) -> None:
+    def add_written(self, names: Iterable[str]) -> None:
         """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
         for name in names:
             if name not in self.written:
@@ -351,7 +351,7 @@ class Snapshot:
         written = self._written()
         copies = state.copies_by_id()
         self.lost = [name for name in written if id(state.structure.watched[name]) not in copies]
-        self.note(written)
+        self.add_written(written)
         self._restore_tensors(state)
         self._restore_references(state.structure, state.references, except_kinds)
 

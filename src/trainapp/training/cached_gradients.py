@@ -34,7 +34,7 @@ from trainapp.training.phase import Phase
 
 
 class CachedGradients(Engine):
-    """The engine for an embedding loss. `micro_batches` runs passes 1 and 2; pass 3 computes the gradients."""
+    """The engine for an embedding loss. `prepare` runs passes 1 and 2; pass 3 computes the gradients."""
 
     task: Any  # with `embed`, `loss_of_embeddings` and `setting`
     _at_work: tuple[int | None, list[Tensor | None]]  # the micro-batch's first sample and its cached gradients
@@ -45,9 +45,9 @@ class CachedGradients(Engine):
         """Whether the current update has an embedding loss."""
         return has_embeddings(self.task)
 
-    def micro_batches(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
+    def prepare(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
         """Run passes 1 and 2. Return the same micro-batches for pass 3."""
-        cut = super().micro_batches(cut, watched)
+        cut = super().prepare(cut, watched)
         if not self._caches:
             return cut
         micro_batches, embeddings = self._embed(cut, watched)
@@ -63,8 +63,8 @@ class CachedGradients(Engine):
         for micro in cut:
             with self.at(Phase.FORWARD), watched(micro.data), self.sample_draws(micro):
                 embeddings.append(self._without_gradients(micro))
-            # Without `piece`, which holds the larger batch that this one was cut from.
-            micro_batches.append(micro._replace(piece=_no_piece))
+            # Without `slice_samples`, which holds the larger batch that this one was cut from.
+            micro_batches.append(micro._replace(slice_samples=_is_not_cut_again))
         self.snapshot.restore(except_kinds=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
@@ -122,7 +122,7 @@ class CachedGradients(Engine):
         precision = self.state.precision
         leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in rows]
         # Without the rank: the loss draws the same numbers on all ranks.
-        seed_from(self.state.device, self.state.seed, context.attempt_number, context.update.number)
+        seed_from(self.state.device, self.state.seed, context.batch_number, context.update.number)
         with precision.autocast:
             loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
         if self.is_first:
@@ -223,5 +223,5 @@ def _require_of_embeddings(loss: Tensor, setting: str) -> None:
         )
 
 
-def _no_piece(start: int, end: int) -> Any:
+def _is_not_cut_again(start: int, end: int) -> Any:
     raise AssertionError("an embedded micro-batch is not cut again")

@@ -143,7 +143,7 @@ class Engine:
         totals: this rank's sums of the current accumulation.
         is_first: whether nothing has been committed in this process, in which case losses and gradients are checked
             more closely.
-        rehearses: whether gradients are computed only for comparison (`train.check_exactness`).
+        only_compares: whether gradients are computed only for comparison (`train.check_exactness`).
         accumulates: whether the step has gradients of earlier micro-batches.
         draws_for: the work and the key that the forwards' draws belong to, see `SampleDraws`.
         context: the current update.
@@ -179,7 +179,7 @@ class Engine:
         self.is_partly_applied = False
         self.totals = Totals()
         self.is_first = True
-        self.rehearses = False
+        self.only_compares = False
         self.accumulates = False
         self.draws_for: tuple[str, tuple[int, ...]] = ("", ())
         self.context: UpdateContext  # set by `begin`, as the weight of the loss
@@ -197,9 +197,9 @@ class Engine:
     def begin(self, context: UpdateContext) -> None:
         """Start an update."""
         self.context = context
-        self.rehearses = False
+        self.only_compares = False
         self.accumulates = False
-        key = (self.state.seed, context.attempt_number, context.update.number)
+        key = (self.state.seed, context.batch_number, context.update.number)
         self.draws_for = (training_draws(context.update.name), key)
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
         self.loss_weight = self.weight_of(context.samples)
@@ -207,7 +207,7 @@ class Engine:
     def seed(self, context: UpdateContext) -> None:
         """Seed the global generators, with numbers that are equal in a retry and in a resumed run."""
         update = context.update.number
-        seed_from(self.state.device, self.state.seed, context.attempt_number, update, self.ranks.rank)
+        seed_from(self.state.device, self.state.seed, context.batch_number, update, self.ranks.rank)
 
     def sample_draws(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for forward and backward of a micro-batch, or its evaluation, in which random
@@ -241,7 +241,7 @@ class Engine:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def micro_batches(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
+    def prepare(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
         """Start an accumulation. Return the micro-batches to run forward and backward on.
 
         Args:
@@ -339,7 +339,7 @@ class Engine:
         progress = self.state.progress
         with self.at(Phase.CLIP):
             self.ranks.check_peers()  # last chance to abort the step
-            self.snapshot.note_step()
+            self.snapshot.record_step_writes()
             applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
             if applied:
                 self.set_rates()

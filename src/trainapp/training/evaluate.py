@@ -15,13 +15,11 @@ from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses.losses import evaluate_metrics, has_embeddings
 from trainapp.losses.set_embeddings import SetEmbeddings
 from trainapp.models.inspect import evaluation_mode, per_sample_buffers
-from trainapp.parallel.ranks import Ranks
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
-from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import events, stopping
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.memory_watch import note_refused, watched
+from trainapp.training.memory_watch import begin_counting_refused, watched
 from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluation, Session
 from trainapp.units import listed
@@ -39,7 +37,7 @@ def evaluate(session: Session) -> None:
     """
     assert session.eval_sets, "evaluation without evaluation data"
     session.attempt.started = time.monotonic()
-    note_refused(session)
+    begin_counting_refused(session)
     with session.engine.at(Phase.EVALUATE):
         session.engine.nonfinite.check()
         try:
@@ -101,7 +99,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     totals = _totals_of_set(session, name, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
-        sizes.record_success(session.ranks, news=True)  # a rank may have seen shapes that are new to others
+        sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
     _undo_writes(session)
 
     totals = totals.over(session.ranks)
@@ -211,12 +209,12 @@ def each_micro_batch(
         keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
     """
     sizes = session.sizes.evaluation
-    for micro in _cut(fetched, sizes, session.eval_ranks):
+    for micro in sizes.cut_all(fetched, session.eval_ranks):
         with session.metrics.undone_on_error():
             watching = watched(session, sizes, micro.data, micro.samples)
             with watching, session.engine.sample_draws(micro):
                 result = compute(micro)
-            session.snapshot.note_written()
+            session.snapshot.record_written()
             session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
         keep(micro, result)
         session.snapshot.take()
@@ -227,11 +225,6 @@ def each_micro_batch(
         if stop:
             break
     stopping.agree_on_stop(session)
-
-
-def _cut(fetched: Iterable[MicroBatch], sizes: MicroBatchSizes, ranks: Ranks) -> Iterator[MicroBatch]:
-    for batch in fetched:
-        yield from sizes.cut(batch, ranks)
 
 
 def _totals_with(session: Session, micro: MicroBatch) -> Totals:

@@ -130,7 +130,7 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         is_stopping=lambda: bool(stopping.stop_heard(session)),
         length=length.total_steps if length_is_known else None,
         is_scheduled=session.limits.evaluation_is_scheduled(progress),
-        logged=dict(session.attempt.logged),
+        logged=dict(session.step_metrics),
     )
 
 
@@ -144,12 +144,12 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
         metrics |= rates(context.update.optimizer)
         metrics["grad_norm"] = float(result.norm)
         for name, value in metrics.items():
-            session.attempt.logged[context.update.named(name)] = value
-        session.attempt.logged["loss"] = metrics["loss"]  # of a step's last update
-    if progress.update or not session.attempt.logged:
+            session.step_metrics[context.update.named(name)] = value
+        session.step_metrics["loss"] = metrics["loss"]  # of a step's last update
+    if progress.update or not session.step_metrics:
         return
     size = session.sizes.train.size
-    scalars = session.attempt.logged | {
+    scalars = session.step_metrics | {
         "epoch": batches.epochs(progress),
         "batch/global_size": batches.global_size,
         "batch/micro_size": size,

@@ -30,7 +30,7 @@ PROTOCOL = (
 )
 
 
-def rehearse(session: Session, context: UpdateContext, accumulate: Callable[..., Totals]) -> None:
+def require_same_twice(session: Session, context: UpdateContext, accumulate: Callable[..., Totals]) -> None:
     """Accumulate the step's gradients twice, undo both, and compare. Collective.
 
     Raises TrainingStopped if the outcomes differ on any rank.
@@ -40,14 +40,14 @@ def rehearse(session: Session, context: UpdateContext, accumulate: Callable[...,
         accumulate: that of `training.loop`.
     """
     engine = session.engine
-    engine.rehearses = True
+    engine.only_compares = True
     outcomes = []
     for _ in range(2):
         totals = accumulate(engine, micro_batches(session), functools.partial(micro_batch_context, session))
         outcomes.append(outcome(session, totals))
         rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world_size > 1)
         engine.seed(context)
-    engine.rehearses = False
+    engine.only_compares = False
 
     first, second = outcomes
     changed = [name for name in first | second if first.get(name) != second.get(name)]
@@ -55,8 +55,8 @@ def rehearse(session: Session, context: UpdateContext, accumulate: Callable[...,
         if names:  # of the first rank that differs
             is_deterministic = session.config.train.deterministic
             raise TrainingStopped(_message(names, context, is_deterministic, session.state.device))
-    session.rehearsals -= 1
-    if not session.rehearsals:
+    session.exactness_checks_left -= 1
+    if not session.exactness_checks_left:
         session.tracker.note(f"check_exactness: retrying each of the first {STEPS} steps gives the same result")
 
 

@@ -45,7 +45,7 @@ class InBackward(Engine):
 
         Raises UserError for a model that uses a parameter after its gradient is complete.
         """
-        completes_gradients = micro.last and not self.rehearses
+        completes_gradients = micro.last and not self.only_compares
         with self._updating() if completes_gradients else contextlib.nullcontext():
             super().backward(loss, micro)
 
@@ -54,7 +54,7 @@ class InBackward(Engine):
         """Update parameters in the backward that completes the gradients. All that an update needs is known by now."""
         totals = self.totals
         with self.at(Phase.CLIP):
-            self.snapshot.note_step()
+            self.snapshot.record_step_writes()
             self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
         if not self._applies:
             yield

@@ -46,8 +46,8 @@ def train_step(session: Session) -> None:
     engine = session.engine
     for context in session.coming_updates():
         with transaction(session, context):  # until the commit, `rollback` leaves no trace of the step
-            if context.is_rehearsed:
-                exactness.rehearse(session, context, accumulate)
+            if context.checks_exactness:
+                exactness.require_same_twice(session, context, accumulate)
             batches = micro_batches(session)  # the samples, cut to the size that fits
             result = run_update(engine, batches, functools.partial(micro_batch_context, session))
             advance_progress(session, context, result)
@@ -99,26 +99,26 @@ def after_update(session: Session, context: UpdateContext, result: UpdateResult)
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
     flags = stopping.agreed_flags(session)
-    grow_micro_batch(session, context, flags.search_news)
+    grow_micro_batch(session, context, flags.size_may_change)
     if session.checkpointer.pending is not None and not flags.still_saving:
         finish_saving(session)
 
 
-def grow_micro_batch(session: Session, context: UpdateContext, news: bool) -> None:
+def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: bool) -> None:
     """Try a larger size after clean steps, equal on all ranks.
 
     Args:
         context: the finished update.
-        news: whether any rank has seen a shape whose size is unvalidated or may grow.
+        size_may_change: whether any rank has seen a shape whose size is unvalidated or may grow.
     """
     sizes = session.sizes.train
-    may_change = sizes.is_unvalidated or news
+    may_change = sizes.is_unvalidated or size_may_change
     was_searching = may_change and not sizes.search_has_ended
-    grown = sizes.record_success(session.ranks, news)
+    grown = sizes.record_success(session.ranks, size_may_change)
     for bucket, size in grown.items():
         text = f"{size}{shape_suffix(sizes, bucket)}"
         session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")
-    if may_change and sizes.record(context.attempt_number):
+    if may_change and sizes.record(context.batch_number):
         note_dependence(session, context)
     if was_searching and sizes.search_has_ended:
         text = f"the search ended at step {context.step_number} with micro-batch {sizes_text(sizes)}"
@@ -147,7 +147,7 @@ def save(session: Session) -> None:
         is_best = progress.best_step == progress.step
         with session.meter.pause():
             session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
-        stopping.note_stop(session)
+        stopping.accept_late_stop(session)
 
 
 def finish_saving(session: Session) -> None:

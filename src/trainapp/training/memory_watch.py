@@ -69,7 +69,7 @@ def _watched_step(session: Session, context: UpdateContext) -> Iterator[None]:
     session.engine.scaled(session.engine.weight_of(context.samples))
     with session.memory.watch(session.meter.resident()):
         yield
-    session.memory.note_step()
+    session.memory.mark_step()
 
 
 def is_watched(session: Session, sizes: MicroBatchSizes) -> bool:
@@ -110,14 +110,14 @@ def watched(
 # --- allocations that fail without an error, because a library catches it and falls back
 
 
-def note_refused(session: Session) -> None:
-    """Record the number of refused allocations so far. Only in unvalidated and logged steps: reading it takes time."""
-    session.attempt.refused = refused_allocations()
+def begin_counting_refused(session: Session) -> None:
+    """Count refused allocations from here on. Only in unvalidated and logged steps: reading it takes time."""
+    session.attempt.refused_before = refused_allocations()
 
 
 def refused_in_attempt(session: Session) -> int:
-    """Return the number of allocations that the device's allocator has refused since `note_refused`."""
-    return refused_allocations() - session.attempt.refused
+    """Return the number of allocations that the device's allocator has refused since `begin_counting_refused`."""
+    return refused_allocations() - session.attempt.refused_before
 
 
 def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
@@ -134,7 +134,7 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
     count = refused_in_attempt(session)
     if count <= 0 or not session.config.oom.enabled:
         return
-    note_refused(session)
+    begin_counting_refused(session)
     ranks = session.eval_ranks if sizes is session.sizes.evaluation else session.ranks
     if sizes.can_shrink and (ranks.world_size == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(

@@ -72,8 +72,8 @@ class UpdateContext(NamedTuple):
 
     update: Update
     step_number: int  # from 1; unchanged after a skipped step
-    attempt_number: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
+    batch_number: int  # from 1, including skipped steps: counted by `batch.micro_schedule`
     samples: int  # over all ranks
     is_logged: bool
     plots_memory: bool = False
-    is_rehearsed: bool = False  # whether to check it first: see `training.exactness`
+    checks_exactness: bool = False  # whether to check it first: see `training.exactness`

@@ -73,10 +73,15 @@ class AttemptState:
     """State of the current attempt at a step or evaluation."""
 
     started: float = 0.0  # time.monotonic()
-    retried: int = -1  # the last step retried at the same size
-    refused: int = 0  # failed allocations before the attempt
+    refused_before: int = 0  # allocations that the device's allocator had refused before the attempt
+
+
+@dataclass
+class RecoveryState:
+    """What recovery remembers of earlier failures of this session."""
+
+    retried_step: int = -1  # the last step retried at the same size
     too_few_error: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
-    logged: dict[str, float] = field(default_factory=dict)  # metrics of the step's finished updates
 
 
 @dataclass
@@ -101,7 +106,9 @@ class Session:
     checks: Mapping[str, str]
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: AttemptState = field(default_factory=AttemptState)
-    rehearsals: int = 0  # updates that `train.check_exactness` has yet to compare
+    recovery: RecoveryState = field(default_factory=RecoveryState)
+    step_metrics: dict[str, float] = field(default_factory=dict)  # to be logged: those of the step's finished updates
+    exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
     def __post_init__(self) -> None:
@@ -159,7 +166,7 @@ class Session:
             self.sizes.select_update(update.name)
         is_first_of_step = progress.update == 0
         if is_first_of_step:
-            self.attempt.logged = {}
+            self.step_metrics = {}
 
         step_number = progress.step + 1
         with self.meter.waiting():
@@ -169,11 +176,11 @@ class Session:
         return UpdateContext(
             update,
             step_number,
-            attempt_number=step_number + progress.skipped,
+            batch_number=step_number + progress.skipped,
             samples=share.total,
             is_logged=log_every > 0 and (step_number % log_every == 0 or is_last_step),
             plots_memory=self.memory.keep_events and not self.sizes.train.is_unvalidated,  # the step must be typical
-            is_rehearsed=self.rehearsals > 0,
+            checks_exactness=self.exactness_checks_left > 0,
         )
 
     @property

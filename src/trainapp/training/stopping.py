@@ -17,7 +17,7 @@ def flags(session: Session) -> Flags:
     return Flags(
         stop_signal=session.stop.heard(),
         still_saving=saver.pending is not None and saver.busy,
-        search_news=session.sizes.train.has_news,
+        size_may_change=session.sizes.train.may_change,
         save_is_due=0 < save_every <= time.monotonic() - saver.clock,
     )
 
@@ -58,7 +58,7 @@ def interruptible(session: Session) -> Iterator[None]:
     agree_on_stop(session)
 
 
-def note_stop(session: Session) -> None:
+def accept_late_stop(session: Session) -> None:
     """Honour a signal that came during a save or a callback before the next step. Collective."""
     if not (session.is_finished or session.stop.agreed):
         _agree(session)

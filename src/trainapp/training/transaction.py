@@ -6,10 +6,8 @@ import time
 from collections.abc import Iterator
 
 from trainapp.data.batch import MicroBatch
-from trainapp.parallel.ranks import Ranks
-from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import stopping
-from trainapp.training.memory_watch import note_refused, watch_step, watched
+from trainapp.training.memory_watch import begin_counting_refused, watch_step, watched
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
 
@@ -25,15 +23,15 @@ def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
     sizes = session.sizes.train
     engine = session.engine
     session.attempt.started = time.monotonic()
-    sizes.apply_schedule(context.attempt_number)
+    sizes.apply_schedule(context.batch_number)
     with contextlib.ExitStack() as stack:
         with engine.at(Phase.START):  # no restore point yet
             stack.enter_context(engine.train_only(context.update))
             engine.begin(context)
-            session.snapshot.take("all" if context.is_rehearsed else "written")
+            session.snapshot.take("all" if context.checks_exactness else "written")
             engine.seed(context)
             if sizes.is_unvalidated or context.is_logged:  # for swallowed errors; reading counters takes time
-                note_refused(session)
+                begin_counting_refused(session)
         with engine.at(Phase.DATA):
             session.ranks.start_flag_exchange(functools.partial(stopping.flags, session))  # overlaps with the step
             tunes = session.sizes.autotuner.follow(sizes)
@@ -80,9 +78,4 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     )
     sizes = session.sizes.train
     watch = functools.partial(watched, session, sizes)
-    return session.engine.micro_batches(_cut(session.meter.timed(fetched), sizes, session.ranks), watch)
-
-
-def _cut(fetched: Iterator[MicroBatch], sizes: MicroBatchSizes, ranks: Ranks) -> Iterator[MicroBatch]:
-    for batch in fetched:
-        yield from sizes.cut(batch, ranks)
+    return session.engine.prepare(sizes.cut_all(session.meter.timed(fetched), session.ranks), watch)
