@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.data.loader import Fetcher, Request
-from trainapp.oom.report import OomReport
+from trainapp.oom.report import Failure
 from trainapp.parallel.ranks import Ranks
 from trainapp.run import runner
 from trainapp.run.result import Result
@@ -49,7 +49,7 @@ class Recorded:
         self.run_dir = Path(config.run_dir)
         self.run: Session | None = None
         self.result: Result | None = None
-        self.failures: list[OomReport] = []
+        self.failures: list[Failure] = []
         self.fetched: list[tuple[int, int, tuple[int, ...]]] = []
         self.injector = injector or Injector(faults, folder)
         self.faults = faults
@@ -69,7 +69,7 @@ class Recorded:
         self.result = runner.run(config, ranks)
         assert self.injector.folder or not [f for f in self.faults if self.injector.fired[f] < f.times]
 
-    def _attempt(self, attempt: Callable[[Session], OomReport | None], session: Session) -> OomReport | None:
+    def _attempt(self, attempt: Callable[[Session], Failure | None], session: Session) -> Failure | None:
         if session is not self.run:
             self.run = session
             self.watch(session)

@@ -33,11 +33,11 @@ def test_only_a_first_write_without_a_copy_goes_back(tmp_path, case, step):
     fault = Fault(phase, step, operations(*CASES[case])[phase, step] * 3 // 4)  # in the second of two micro-batches
     recorded = Recorded(tiny(tmp_path, *CASES[case]), fault)
     (failure,) = recorded.failures
-    assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4)
+    assert (failure.step, failure.phase, failure.recovery.old_size, failure.recovery.new_size) == (step, phase, 8, 4)
     assert differences(recorded.record(), undisturbed(*CASES[case], schedule=((step, 4),))) == []
-    was_rebuilt = "restarting from the start" in failure.action
+    was_rebuilt = "restarting from the start" in failure.recovery.action
     assert was_rebuilt == (case.startswith("Teacher") and step == 1)
-    assert bool(failure.lost) == was_rebuilt
+    assert bool(failure.recovery.lost) == was_rebuilt
 
 
 EVALUATING = (*model("CountsInEvaluation"), "every.eval=2", "batch.eval_micro_size=90")
@@ -48,7 +48,12 @@ def survives_in_evaluation(run_dir: Path, step: int, part: float = 0.5) -> list[
     fault = Fault("evaluate", step, int(operations(*EVALUATING)["evaluate", step] * part))
     recorded = Recorded(tiny(run_dir, *EVALUATING), fault)
     (failure,) = recorded.failures
-    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 90, 45)
+    assert (failure.phase, failure.step, failure.recovery.old_size, failure.recovery.new_size) == (
+        "evaluate",
+        step,
+        90,
+        45,
+    )
     record, wanted = recorded.record(), undisturbed(*EVALUATING)
     evaluated = [line["loss"] for line in wanted.evaluations]
     is_equal = [line["loss"] for line in record.evaluations] == pytest.approx(evaluated, rel=1e-5)
@@ -79,7 +84,7 @@ def test_an_evaluation_that_is_out_of_memory_leaves_nothing_to_training(tmp_path
     evaluating = (*ALWAYS, "every.eval=2", "batch.eval_micro_size=90")
     fault = Fault("evaluate", step, int(operations(*evaluating)["evaluate", step] * part))
     recorded = Recorded(tiny(tmp_path, *evaluating), fault)
-    assert [(failure.phase, failure.new_size) for failure in recorded.failures] == [("evaluate", 45)]
+    assert [(failure.phase, failure.recovery.new_size) for failure in recorded.failures] == [("evaluate", 45)]
     found, wanted = recorded.record(), undisturbed(*ALWAYS, "every.eval=null")
     results = {"objective", "best", "best_step"}
     for record in (found, wanted):
@@ -92,9 +97,9 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
     # In the first micro-batch, after the write.
     recorded = Recorded(tiny(tmp_path, *EVALUATING), Fault("evaluate", 2, 12))
     (failure,) = recorded.failures
-    assert failure.lost == ["model.total"]
-    assert "the forward has written model.total, of which there was no copy" in failure.action
-    assert "restarting from the start and repeating 2 finished steps" in failure.action
+    assert failure.recovery.lost == ["model.total"]
+    assert "the forward has written model.total, of which there was no copy" in failure.recovery.action
+    assert "restarting from the start and repeating 2 finished steps" in failure.recovery.action
     assert recorded.run.sizes.evaluation.size == 45
     wanted = undisturbed(*model("CountsInEvaluation"), "every.eval=null")  # from now on there is a copy
     assert differences(recorded.record().state["model"], wanted.state["model"]) == []
@@ -111,7 +116,9 @@ def test_a_rebuilt_run_continues_where_it_began(tmp_path):
     Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
     resuming = {"checkpointing.resume": str(tmp_path / "a")}
     found = Recorded(tiny(tmp_path / "b", *CASES["Teacher"], changes=resuming), Fault("backward", 3, 3))
-    assert "restarting from the checkpoint of step 2 and repeating 0 finished steps" in found.failures[0].action
+    assert (
+        "restarting from the checkpoint of step 2 and repeating 0 finished steps" in found.failures[0].recovery.action
+    )
     wanted = Recorded(tiny(tmp_path / "c", *CASES["Teacher"], schedule={3: 4}, changes=resuming))
     assert differences(found.record(), wanted.record()) == []
 
@@ -129,7 +136,7 @@ def test_a_rebuilt_run_that_has_saved_nothing_ignores_other_checkpoints_in_its_d
     Recorded(tiny(tmp_path, *saving, "schedule=constant", "train.max_steps=4"))
     named = {"checkpointing.resume": resume if resume == "none" else str(tmp_path / resume)}
     recorded = Recorded(tiny(tmp_path, *saving, "schedule=constant", changes=named), Fault("commit", step, 2))
-    assert f"restarting from {place} finished steps" in recorded.failures[0].action
+    assert f"restarting from {place} finished steps" in recorded.failures[0].recovery.action
 
 
 @pytest.mark.slow
@@ -139,7 +146,7 @@ def test_a_rebuilt_run_begins_again_with_the_weights_that_it_began_with(tmp_path
     Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
     begun = (*CASES["Teacher"], f"model.init_from={tmp_path / 'a'}")
     found = Recorded(tiny(tmp_path / "b", *begun), Fault("backward", 1, 3))
-    assert "restarting from the start and repeating 0 finished steps" in found.failures[0].action
+    assert "restarting from the start and repeating 0 finished steps" in found.failures[0].recovery.action
     wanted = Recorded(tiny(tmp_path / "c", *begun, schedule={1: 4}))
     assert differences(found.record(), wanted.record()) == []
     assert differences(wanted.record().state, undisturbed(*CASES["Teacher"], schedule=((1, 4),)).state) != []

@@ -33,7 +33,12 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
     (failure,) = recorded.failures
     # Averaging has no micro-batch: it resumes where it stopped, and the sizes stay.
     sized = phase != "weight average"
-    assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4 if sized else 8)
+    assert (failure.step, failure.phase, failure.recovery.old_size, failure.recovery.new_size) == (
+        step,
+        phase,
+        8,
+        4 if sized else 8,
+    )
     wanted = undisturbed(*cell(model, precision), schedule=((step, 4),) if sized else ())
     return differences(recorded.record(), wanted)
 
@@ -61,7 +66,7 @@ def test_two_halvings_in_one_step(tmp_path):
     # Fails while the micro-batch is above 4: 16 -> 8 -> 4 within step 3; the oracle goes from 16 to 4 at once.
     overrides = (*cell("resnet", "fp32"), "batch.micro_size=16")
     recorded = Recorded(tiny(tmp_path, *overrides), Fault("backward", 3, 5, above=4))
-    assert [(f.step, f.old_size, f.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
+    assert [(f.step, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
     assert differences(recorded.record(), undisturbed(*overrides, schedule=((3, 4),))) == []
 
 
@@ -91,7 +96,12 @@ def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
     fault = Fault("evaluate", 3, operations(*overrides)["evaluate", 3] - 1 - back)
     recorded = Recorded(tiny(tmp_path, *overrides), fault)
     (failure,) = recorded.failures
-    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", 3, 90, 45)
+    assert (failure.phase, failure.step, failure.recovery.old_size, failure.recovery.new_size) == (
+        "evaluate",
+        3,
+        90,
+        45,
+    )
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, 45)
     found, whole = recorded.record(), undisturbed(*overrides)
     for part in ("model", "optimizer", "average"):
@@ -110,8 +120,8 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     fault = Fault("commit", step, late(model, precision, "commit", step))
     recorded = Recorded(tiny(tmp_path, *cell(model, precision)), fault)
     (failure,) = recorded.failures
-    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
-    assert f"restarting from the start and repeating {step - 1} finished steps" in failure.action
+    assert (failure.phase, failure.step, failure.recovery.old_size, failure.recovery.new_size) == ("commit", step, 8, 4)
+    assert f"restarting from the start and repeating {step - 1} finished steps" in failure.recovery.action
     assert differences(recorded.record(), undisturbed(*cell(model, precision), schedule=((1, 4),))) == []
 
 

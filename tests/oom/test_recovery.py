@@ -59,12 +59,12 @@ def test_each_sample_once_and_the_same_weights(tmp_path, model):
     recorded = Recorded(
         tiny(tmp_path / "run", *overrides, changes={**sizes, "batch.micro_size": "auto", "memory.limit": limit})
     )
-    assert [(f.old_size, f.new_size) for f in recorded.failures] == [(64, 32), (32, 16)]
+    assert [(f.recovery.old_size, f.recovery.new_size) for f in recorded.failures] == [(64, 32), (32, 16)]
     first_epoch = sorted(i for _, epoch, indices in recorded.fetched if epoch == 0 for i in indices)
     assert first_epoch == list(range(samples))
     second = [i for _, epoch, indices in recorded.fetched if epoch == 1 for i in indices]
     assert len(second) == len(set(second)) > 0
-    plan = {f.step: f.new_size for f in recorded.failures}
+    plan = {f.step: f.recovery.new_size for f in recorded.failures}
     configured = Recorded(
         tiny(tmp_path / "wanted", *overrides, schedule=plan, changes={**sizes, "batch.micro_size": 64})
     )

@@ -33,9 +33,9 @@ def test_the_whole_report(tmp_path, hungry, caplog):
         recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}), pictures=True)
     (failure,) = recorded.failures
     assert (failure.step, failure.phase, failure.module) == (1, hungry, module)
-    assert (failure.old_size, failure.new_size) == (16, 8)
+    assert (failure.recovery.old_size, failure.recovery.new_size) == (16, 8)
     assert failure.used <= limit < failure.used + failure.requested
-    assert failure.seconds_lost > 0
+    assert failure.recovery.seconds_lost > 0
     model = recorded.run.state.model
     parameters = sum(4 * p.numel() for p in model.parameters())
     assert failure.by_category["parameters"] == parameters

@@ -36,7 +36,7 @@ def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
     changes["train.max_steps"] = 1
     peak = Recorded(tiny(tmp_path / "a", *LINEAR, changes=changes | {"batch.eval_micro_size": 180})).run.memory.peak
     recorded = Recorded(tiny(tmp_path / "b", *LINEAR, changes=changes | {"memory.limit": peak}))
-    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
+    assert [(f.phase, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
     assert recorded.run.memory.peak <= peak
 
 

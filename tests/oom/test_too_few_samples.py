@@ -29,7 +29,7 @@ ONE = "Expected more than 1 value per channel when training, got input size torc
 
 def failures(recorded: Recorded) -> list[tuple[int, int, int, int]]:
     """Of each failure its step, the samples of an error of the model, and the sizes before and after."""
-    return [(f.step, f.unsupported_samples, f.old_size, f.new_size) for f in recorded.failures]
+    return [(f.step, f.unsupported_samples, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures]
 
 
 def as_if_known(run_dir, changes) -> Record:
@@ -144,7 +144,9 @@ def test_a_larger_size_that_the_model_cannot_run_is_left(tmp_path, caplog):
     needed = peak_of(tmp_path / "24", GROUPED, 24)
     changes = {"memory.limit": needed - 1000, "train.max_steps": 8}
     recorded = Recorded(tiny(tmp_path / "run", *GROUPED, changes=changes))
-    sizes = [(failure.rejects_size, failure.old_size, failure.new_size) for failure in recorded.failures]
+    sizes = [
+        (failure.rejects_size, failure.recovery.old_size, failure.recovery.new_size) for failure in recorded.failures
+    ]
     *out_of_memory, (rejects_size, rejected, instead) = sizes
     assert [size for _, size, _ in out_of_memory] == [64, 32]
     assert rejects_size

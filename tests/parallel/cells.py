@@ -24,7 +24,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import elastic
-from trainapp.oom.report import OomReport
+from trainapp.oom.report import Failure
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Flags, SingleRank
@@ -47,7 +47,7 @@ class Record:
     sizes: list[int] = field(default_factory=list)
     samples: dict[int, list[int]] = field(default_factory=dict)
     evaluated: list[dict[str, float]] = field(default_factory=list)
-    failures: list[OomReport] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     votes: int = 0
     votes_enabled: list[bool] = field(default_factory=list)

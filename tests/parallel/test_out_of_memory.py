@@ -34,7 +34,7 @@ def assert_recovered(records: list[Record], wanted: list[Record], culprits: list
         assert [failure.step for failure in record.failures] == sorted({fault.step for fault in culprits})
         for failure in record.failures:
             ranks = sorted({fault.rank for fault in culprits if fault.step == failure.step})
-            assert failure.culprits == ranks
+            assert failure.recovery.failed_ranks == ranks
     assert together(records) == together(wanted)
 
 
@@ -218,7 +218,7 @@ def test_evaluation(cell, spread, rank, place, operation):
         # DDP's forward without gradients is local to each rank: the others need not know.
         knows = spread == "fsdp" or record is records[rank]
         wanted_failures = [(2, "evaluate", 8, 4)] if knows else []
-        assert [(f.step, f.phase, f.old_size, f.new_size) for f in record.failures] == wanted_failures
+        assert [(f.step, f.phase, f.recovery.old_size, f.recovery.new_size) for f in record.failures] == wanted_failures
         assert record.sizes == other.sizes == [4] * 4
         assert max(errors(record, other)) == 0
         for found, known in zip(record.evaluated, other.evaluated, strict=True):
@@ -369,8 +369,8 @@ def test_a_larger_size_that_the_model_refuses_on_ranks(cell):
         *out_of_memory, rejected = record.failures
         assert [failure.rejects_size for failure in out_of_memory] == [False] * len(out_of_memory)
         assert rejected.rejects_size
-        assert rejected.old_size % 8
-        assert record.sizes[-1] == rejected.new_size == record.sizes[0]
+        assert rejected.recovery.old_size % 8
+        assert record.sizes[-1] == rejected.recovery.new_size == record.sizes[0]
         assert len(record.losses) == 8
     assert together(records)
 

@@ -34,8 +34,10 @@ def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
     wanted = cell.reference(2, *overrides, tiny=STREAM)
     records = cell.run(2, *overrides, faults=[Fault("read", step, rank=1)], tiny=STREAM, limit=LIMIT)
     for record, other in zip(records, wanted, strict=True):
-        assert [(failure.step, failure.old_size, failure.new_size) for failure in record.failures] == [(step, 4, 4)]
-        assert record.failures[0].culprits == [1]
+        assert [
+            (failure.step, failure.recovery.old_size, failure.recovery.new_size) for failure in record.failures
+        ] == [(step, 4, 4)]
+        assert record.failures[0].recovery.failed_ranks == [1]
         assert (record.sizes, record.samples) == (other.sizes, other.samples)
         assert record.losses == other.losses
         assert max(errors(record, other)) == 0

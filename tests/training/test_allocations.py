@@ -23,7 +23,7 @@ def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, caplog, phase,
     recorded = Recorded(chosen(tmp_path / "run"), Fault(phase, step, 5, kind="swallowed"))
     (failure,) = recorded.failures
     assert (failure.step, failure.swallowed, failure.broken) == (step, True, None)
-    assert (failure.old_size, failure.new_size) == (8, 4)
+    assert (failure.recovery.old_size, failure.recovery.new_size) == (8, 4)
     assert "1 allocation failed in this micro-batch and the error was caught" in failure.message
     (line,) = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
     assert line.startswith(f"out of memory at step {step} in a library, which caught the error and may have used")
@@ -52,7 +52,7 @@ def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
 def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path, caplog):
     with caplog.at_level("INFO"):
         recorded = Recorded(chosen(tmp_path), Fault("forward", 1, above=0, kind="swallowed"))
-    assert [(f.old_size, f.new_size) for f in recorded.failures] == [(8, 4), (4, 2), (2, 1)]
+    assert [(f.recovery.old_size, f.recovery.new_size) for f in recorded.failures] == [(8, 4), (4, 2), (2, 1)]
     assert recorded.run.state.progress.step == 4
     lines = [r.getMessage() for r in caplog.records if "since the micro-batch is the smallest" in r.getMessage()]
     assert len(lines) == 1
@@ -68,7 +68,12 @@ def test_evaluation(tmp_path):
     evaluated = ("every.eval=2", "batch.eval_micro_size=90")
     recorded = Recorded(chosen(tmp_path / "run", *evaluated), Fault("evaluate", 2, kind="swallowed"))
     (failure,) = recorded.failures
-    assert (failure.evaluating, failure.swallowed, failure.old_size, failure.new_size) == (True, True, 90, 45)
+    assert (failure.evaluating, failure.swallowed, failure.recovery.old_size, failure.recovery.new_size) == (
+        True,
+        True,
+        90,
+        45,
+    )
     assert recorded.run.sizes.train.size == 8
     wanted = Recorded(chosen(tmp_path / "wanted", *evaluated))
     assert recorded.run.state.progress.objective == pytest.approx(wanted.run.state.progress.objective)
@@ -78,7 +83,7 @@ def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(tmp_path):
     recorded = Recorded(chosen(tmp_path), Fault("backward", 2, 5, kind="no engine for memory"))
     (failure,) = recorded.failures
     assert (failure.phase, failure.message, failure.swallowed) == ("backward", NO_ENGINE, False)
-    assert (failure.old_size, failure.new_size) == (8, 4)
+    assert (failure.recovery.old_size, failure.recovery.new_size) == (8, 4)
 
 
 @pytest.mark.parametrize(("kind", "text"), [("no engine", NO_ENGINE), ("swallowed exception", "the labels are wrong")])

@@ -71,7 +71,7 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path):
     settings = (*GPT, ON, "every.save=2", "train.max_steps=4", "schedule=constant", *PLAIN[:1])
     failed = Recorded(runs.configure(tmp_path / "failed", *settings), Fault("backward after updates", 3, 4))
     (failure,) = failed.failures
-    assert failure.action.startswith(
+    assert failure.recovery.action.startswith(
         "optimizer.in_backward=true has updated some of the parameters; restarting from the checkpoint of step 2"
     )
     runs.run(tmp_path / "again", *settings, "batch.micro_schedule={1: 16, 3: 8}")

@@ -201,7 +201,7 @@ def test_each_update_has_sizes_of_its_own(tmp_path):
     """The generator runs out of memory above 4 samples: the other keeps 16. The result is the replay's, bit for bit."""
     settings = ("model.dropout=0.2", "train.max_steps=3", "oom.grow=false")
     recorded = Recorded(runs.configure(tmp_path / "a", *OWN, *settings, "batch.micro_size=auto"), ABOVE_4)
-    assert [failure.old_size for failure in recorded.failures] == [16, 8]
+    assert [failure.recovery.old_size for failure in recorded.failures] == [16, 8]
     assert result(tmp_path / "a")["micro_schedule"] == {"discriminator": {"1": 16}, "generator": {"1": 4}}
     schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 4}}"
     runs.run(tmp_path / "b", *OWN, *settings, "batch.micro_size=auto", schedule)

@@ -19,7 +19,7 @@ from torch import nn
 
 from trainapp.config.schema import Config, Target, UpdateSettings
 from trainapp.oom import recovery
-from trainapp.oom.report import OomReport
+from trainapp.oom.report import Failure
 from trainapp.parallel.ranks import Ranks
 from trainapp.state.snapshot import Snapshot
 from trainapp.training.session import Session
@@ -223,7 +223,7 @@ def leaving(part: str) -> Iterator[None]:
     """A wrong variant of the transaction: what the failed attempt did to `part` stays after the rollback."""
     roll_back = recovery.roll_back
 
-    def forgetful(session: Session, failure: OomReport) -> None:
+    def forgetful(session: Session, failure: Failure) -> None:
         with mock.patch.object(*LEFT[part]):
             roll_back(session, failure)
 

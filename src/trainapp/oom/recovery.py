@@ -13,7 +13,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
 from trainapp.oom.messages import final_message, one_line
-from trainapp.oom.report import OomReport, sizes_of_phase, write
+from trainapp.oom.report import Failure, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.micro_batches import AttemptFailure
 from trainapp.torch_private import release_failed_backward
@@ -39,7 +39,7 @@ def wait_for_device(session: Session) -> None:
         log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
 
 
-def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
+def abort_on_all_ranks(session: Session, failure: Failure) -> None:
     """Inform the other ranks, if any, and wait until all have left the step.
 
     If the others cannot be informed (without votes, or inside the commit), or if this process cannot recover, this
@@ -59,63 +59,63 @@ def abort_on_all_ranks(session: Session, failure: OomReport) -> None:
     _exchange_failures(ranks, failure)
 
 
-def _exchange_failures(ranks: Ranks, failure: OomReport) -> None:
+def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
     """Note which ranks have failed and, on the others, why. Collective."""
-    is_culprit_here = not failure.by_peer
-    by_rank = ranks.all_gather_object((is_culprit_here, failure.unsupported_samples, failure.rejects_size))
-    failure.culprits = []
-    for rank, (is_culprit, unsupported_samples, rejects_size) in enumerate(by_rank):
-        if is_culprit:
-            failure.culprits.append(rank)
+    has_failed_here = not failure.by_peer
+    by_rank = ranks.all_gather_object((has_failed_here, failure.unsupported_samples, failure.rejects_size))
+    failure.recovery.failed_ranks = []
+    for rank, (has_failed, unsupported_samples, rejects_size) in enumerate(by_rank):
+        if has_failed:
+            failure.recovery.failed_ranks.append(rank)
         if failure.by_peer:
             failure.unsupported_samples = max(failure.unsupported_samples, unsupported_samples)
             failure.rejects_size = failure.rejects_size or rejects_size
 
 
-def undo_attempt(session: Session, failure: OomReport) -> None:
-    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: state
-    that the rollback could not restore, see `Snapshot`.
+def undo_attempt(session: Session, failure: Failure) -> None:
+    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `lost`, equal on all ranks: state that the
+    rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()
     rollback(session, failure.phase, other_ranks_wait=not failure.is_local)
     lost: set[str] = set()
     for names in _ranks_to_inform(session, failure).all_gather_object(session.snapshot.lost):
         lost.update(names)
-    failure.lost = sorted(lost)
-    session.snapshot.add_written(failure.lost)
-    if failure.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
+    failure.recovery.lost = sorted(lost)
+    session.snapshot.add_written(failure.recovery.lost)
+    if failure.recovery.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
 
-def _ranks_to_inform(session: Session, failure: OomReport) -> Ranks:
+def _ranks_to_inform(session: Session, failure: Failure) -> Ranks:
     """Return the ranks that take part in this recovery."""
     return SingleRank() if failure.is_local else session.ranks
 
 
-def change_size(session: Session, failure: OomReport) -> None:
+def change_size(session: Session, failure: Failure) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped if no other one can help.
 
     Work without a size is retried unchanged, once per step.
     """
     sizes = sizes_of_phase(session, failure.phase)
-    failure.old_size = sizes.current_size
-    failure.new_size = sizes.current_size
+    failure.recovery.old_size = sizes.current_size
+    failure.recovery.new_size = sizes.current_size
     if _retries_unchanged(session, failure):
-        failure.action = f"retrying with micro-batch {failure.old_size}, after freeing unused memory"
+        failure.recovery.action = f"retrying with micro-batch {failure.recovery.old_size}, after freeing unused memory"
         return
     ranks = _ranks_to_inform(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
-    failure.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
+    failure.recovery.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
     if change is None:
         raise TrainingStopped(final_message(session, failure))
-    failure.old_size = change.ran
-    failure.new_size = change.new
-    failure.action = _change_text(failure)
+    failure.recovery.old_size = change.ran
+    failure.recovery.new_size = change.new
+    failure.recovery.action = _change_text(failure)
     if failure.unsupported_samples:
         session.recovery.too_few_error = "" if failure.by_peer else f" ({failure.message})"
 
 
-def _retries_unchanged(session: Session, failure: OomReport) -> bool:
+def _retries_unchanged(session: Session, failure: Failure) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
     CUDA, none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
     """
@@ -129,31 +129,32 @@ def _retries_unchanged(session: Session, failure: OomReport) -> bool:
     return all_may_retry
 
 
-def _attempt_failure(failure: OomReport) -> AttemptFailure:
+def _attempt_failure(failure: Failure) -> AttemptFailure:
     """Return what the search needs to know of a failure."""
     return AttemptFailure(failure.failed_allocation, failure.unsupported_samples, failure.rejects_size)
 
 
-def _change_text(failure: OomReport) -> str:
+def _change_text(failure: Failure) -> str:
+    recovery = failure.recovery
     if failure.unsupported_samples:
         return (
-            f"from now on every micro-batch of this shape has at least {failure.old_size + 1} samples; retrying the "
-            f"step with micro-batch {failure.new_size}"
+            f"from now on every micro-batch of this shape has at least {recovery.old_size + 1} samples; retrying the "
+            f"step with micro-batch {recovery.new_size}"
         )
     if failure.rejects_size:
-        return f"going back to micro-batch {failure.new_size}, which has run; no larger one is tried for this shape"
+        return f"going back to micro-batch {recovery.new_size}, which has run; no larger one is tried for this shape"
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    text = f"{size_name} {failure.old_size} -> {failure.new_size}, retrying the step"
-    return f"{text} (fewer samples asked for the same)" if failure.is_constant else text
+    text = f"{size_name} {recovery.old_size} -> {recovery.new_size}, retrying the step"
+    return f"{text} (fewer samples asked for the same)" if recovery.is_constant else text
 
 
-def report(session: Session, failure: OomReport) -> None:
+def report(session: Session, failure: Failure) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
-    failure.seconds_lost = time.monotonic() - session.attempt.started
+    failure.recovery.seconds_lost = time.monotonic() - session.attempt.started
     if failure.by_peer:
-        culprits = listed(map(str, failure.culprits))
+        failed_ranks = listed(map(str, failure.recovery.failed_ranks))
         reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
-        log.warning("rank %s %s at step %d: %s", culprits, reason, failure.step, failure.action)
+        log.warning("rank %s %s at step %d: %s", failed_ranks, reason, failure.step, failure.recovery.action)
         return
     if session.ranks.world_size > 1:
         log.warning("rank %d: %s", failure.rank, one_line(failure))
@@ -167,18 +168,18 @@ def report(session: Session, failure: OomReport) -> None:
         session.tracker.warn_unwritable(session.tracker.run_dir / "oom", error)
 
 
-def _record(session: Session, failure: OomReport) -> None:
+def _record(session: Session, failure: Failure) -> None:
     """Write the report to the run directory and the trackers. Raises OSError."""
     path = write(session, failure)
     session.memory.dump(path.with_suffix(".snapshot.pickle"))
     session.tracker.text("out_of_memory", one_line(failure), failure.step)
     if failure.events:
-        title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.old_size}"
+        title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.recovery.old_size}"
         picture = Picture(failure.events, failure.categories, failure.limit, title, path.with_suffix(".png"))
         session.tracker.queue_picture("out_of_memory", picture, failure.step)
 
 
-def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
+def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
     """End this worker, leaving the sizes for the restarted workers in the run directory.
 
     Raises TrainingStopped if nothing can help, or if nothing would restart this process.
@@ -193,11 +194,11 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     change = sizes.record_failure(SingleRank(), failure=reason)
     if change is None:
         raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
-    failure.old_size = change.ran
-    failure.new_size = change.new
-    failure.action = (
+    failure.recovery.old_size = change.ran
+    failure.recovery.new_size = change.new
+    failure.recovery.action = (
         f"not recoverable in place ({_why_not_in_place(failure)}): all ranks restart from the last checkpoint with "
-        f"micro-batch {failure.new_size} instead of {failure.old_size}"
+        f"micro-batch {failure.recovery.new_size} instead of {failure.recovery.old_size}"
     )
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
     try:
@@ -209,9 +210,9 @@ def leave_for_restart(session: Session, failure: OomReport) -> NoReturn:
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def _stop_without_restart(session: Session, failure: OomReport) -> NoReturn:
+def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
     """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.action = f"{failure.broken} fails from now on in this process"
+    failure.recovery.action = f"{failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
         write(session, failure)
     raise TrainingStopped(
@@ -220,11 +221,11 @@ def _stop_without_restart(session: Session, failure: OomReport) -> NoReturn:
     )
 
 
-def _why_not_in_place(failure: OomReport) -> str:
+def _why_not_in_place(failure: Failure) -> str:
     if failure.broken:
         return f"{failure.broken} fails from now on"
     if failure.phase.is_partial:
         return "inside the commit"
-    if failure.lost:
-        return f"the forward has written {listed(failure.lost, most=5)}"
+    if failure.recovery.lost:
+        return f"the forward has written {listed(failure.recovery.lost, most=5)}"
     return "no votes are held for a validated size"

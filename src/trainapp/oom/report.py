@@ -33,20 +33,29 @@ RESIDENT = (
 UPDATE_PHASES = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
 
 # Keys in files that differ from the fields' names; and fields that are not in files.
-FILE_KEYS = {"is_local": "alone", "unsupported_samples": "too_few"}
-NOT_IN_FILES = ("events", "categories")
+FILE_KEYS = {"is_local": "alone", "unsupported_samples": "too_few", "failed_ranks": "culprits"}
+NOT_IN_FILES = ("events", "categories", "recovery")
 
 
 @dataclass
-class OomReport:
-    """A failed attempt at a step, and what recovery has decided.
+class Recovery:
+    """What recovery has found out about a failure, and its answer."""
+
+    failed_ranks: list[int] = field(default_factory=list)  # empty if no other rank was informed
+    lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
+    old_size: int = 0  # the micro-batch that failed
+    new_size: int = 0  # that of the next attempt
+    is_constant: bool = False  # whether fewer samples have asked for the same
+    action: str = ""  # the answer in words
+    seconds_lost: float = 0.0  # by the attempt and its recovery
+
+
+@dataclass
+class Failure:
+    """A failed attempt at a step, as `describe` sees it while the error is handled. Sizes are bytes.
 
     Memory ran out or, with `unsupported_samples` or `rejects_size`, the model failed with that number of samples. Plain
-    values only: the error and its frames would keep every tensor of the failed step alive. `describe` sets what is
-    known when the error is handled; recovery the fields marked as its own. The order is that of the keys in files.
-
-    Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` is the time of the attempt and its
-    recovery.
+    values only: the error and its frames would keep every tensor of the failed step alive.
     """
 
     # Where it failed, and what was in memory.
@@ -61,19 +70,9 @@ class OomReport:
     trace: str
     rank: int = 0
 
-    # Set by recovery: the answer and its cost.
-    old_size: int = 0
-    new_size: int = 0
-    action: str = ""
-    seconds_lost: float = 0.0
-
     # Which ranks it concerns.
     is_local: bool = False  # whether no other rank waits for this one, so that none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
-    culprits: list[int] = field(default_factory=list)  # set by recovery: the ranks that ran out
-
-    # Set by recovery: parameters written by a forward without having a copy.
-    lost: list[str] = field(default_factory=list)
 
     # What kind of error, and its circumstances.
     host: bool = False  # the host ran out, not a device or `memory.limit`
@@ -85,8 +84,9 @@ class OomReport:
     accumulates: bool = False  # whether gradients of earlier micro-batches were in memory
     samples: int = 0  # in the current micro-batch
     elements: int = 0  # in the current micro-batch; 0 if unknown
-    is_constant: bool = False  # set by recovery: whether fewer samples have asked for the same
     broken: str | None = None  # what the error has broken for the rest of this process
+
+    recovery: Recovery = field(default_factory=Recovery)
 
     # For a picture.
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
@@ -125,16 +125,18 @@ class OomReport:
     @property
     def needs_checkpoint(self) -> bool:
         """Whether parameters cannot be restored in place: only a checkpoint is safe."""
-        return self.phase.is_partial or bool(self.lost)
+        return self.phase.is_partial or bool(self.recovery.lost)
 
     @property
     def why_checkpoint(self) -> str:
         """The reason for `needs_checkpoint`, for a message."""
         if self.phase.updates_in_backward:
             return "optimizer.in_backward=true has updated some of the parameters"
-        if not self.lost:
+        if not self.recovery.lost:
             return "the parameters may be half updated"
-        return f"the forward has written {listed(self.lost)}, of which there was no copy (from now on there is)"
+        return (
+            f"the forward has written {listed(self.recovery.lost)}, of which there was no copy (from now on there is)"
+        )
 
     @property
     def evaluating(self) -> bool:
@@ -147,9 +149,7 @@ def sizes_of_phase(session: Session, phase: Phase) -> MicroBatchSizes:
     return session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
 
 
-def describe(
-    session: Session, error: BaseException, has_too_few: bool = False, rejects_size: bool = False
-) -> OomReport:
+def describe(session: Session, error: BaseException, has_too_few: bool = False, rejects_size: bool = False) -> Failure:
     """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory.
 
     Args:
@@ -168,7 +168,7 @@ def describe(
     micro_batch = sizes_of_phase(session, phase).current
     is_out_of_memory = not (has_too_few or rejects_size)
     is_evaluation_of_one_rank = phase is Phase.EVALUATE and not session.strategy.forward_is_collective
-    return OomReport(
+    return Failure(
         step=finished_steps + 1 if is_within_update or phase.begins_step else finished_steps,
         phase=phase,
         module=module,
@@ -254,17 +254,17 @@ def _by_category(
     return sizes
 
 
-def write(session: Session, report: OomReport) -> Path:
+def write(session: Session, failure: Failure) -> Path:
     """Write `oom/NNN_step_S.json`, with the rank if there are several. Return its path."""
     facts = {}
-    for name, value in asdict(report).items():
+    for name, value in (asdict(failure) | asdict(failure.recovery)).items():
         if name not in NOT_IN_FILES:
             facts[FILE_KEYS.get(name, name)] = value
-    facts["phase"] = report.place
-    facts["trace"] = report.trace.splitlines()
+    facts["phase"] = failure.place
+    facts["trace"] = failure.trace.splitlines()
 
-    rank = f"_rank_{report.rank}" if session.ranks.world_size > 1 else ""
-    path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{report.step}{rank}.json"
+    rank = f"_rank_{failure.rank}" if session.ranks.world_size > 1 else ""
+    path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{failure.step}{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(strict_json(facts, indent=1) + "\n")
     return path

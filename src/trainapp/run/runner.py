@@ -20,7 +20,7 @@ from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import model_errors, recovery
 from trainapp.oom.building import explain_out_of_memory
-from trainapp.oom.report import OomReport, describe
+from trainapp.oom.report import Failure, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.report.differences import RECIPE
@@ -200,7 +200,7 @@ def prepare(
     return session
 
 
-def run_until_oom(session: Session) -> OomReport | None:
+def run_until_oom(session: Session) -> Failure | None:
     """Run the inner loop. Return None, or the report of an error to recover from once nothing holds its tensors."""
     try:
         work(session)
@@ -237,7 +237,7 @@ def work(session: Session) -> None:
         raise ValueError(f"mode={config.mode} has no session")  # a mistake of this program: see `launch.launch`
 
 
-def recover(session: Session, failure: OomReport) -> CarriedOver | None:
+def recover(session: Session, failure: Failure) -> CarriedOver | None:
     """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
     Return the state for a new session if this one cannot continue. Raises TrainingStopped if no smaller size is left.
@@ -257,14 +257,14 @@ def recover(session: Session, failure: OomReport) -> CarriedOver | None:
     return None
 
 
-def _count(session: Session, failure: OomReport) -> None:
+def _count(session: Session, failure: Failure) -> None:
     session.sizes.recoveries += 1
     if failure.is_out_of_memory:
         session.sizes.oom_restarts += 1
         session.memory.out_of_memory_count += 1
 
 
-def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
+def _carry_over(session: Session, failure: Failure) -> CarriedOver:
     """Restart from the last checkpoint, or from the start: parameters may be half updated, or written by a forward."""
     config = session.config
     session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
@@ -281,9 +281,9 @@ def _carry_over(session: Session, failure: OomReport) -> CarriedOver:
 
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
-    failure.action = (
+    failure.recovery.action = (
         f"{failure.why_checkpoint}; restarting from {origin_text} and repeating {repeated} finished steps, with "
-        f"micro-batch {failure.old_size} -> {failure.new_size}"
+        f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
     )
     recovery.report(session, failure)
     restart = session.sizes.state_dict()
