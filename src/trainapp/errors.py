@@ -35,6 +35,6 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def summary_of(error: BaseException) -> str:
-    """An error's type and the first line of its message, for a report."""
+    """Return an error's type and the first line of its message, for a report."""
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}".removesuffix(": ")

@@ -19,7 +19,7 @@ CALLER = "TRAINAPP_CALLER"  # the variable with the directory in which a command
 
 
 def cache_directory(setting: str | None = None) -> Path:
-    """`setting`, or $TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
+    """Return `setting`, or $TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
     if chosen := setting or os.environ.get("TRAINAPP_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -27,7 +27,7 @@ def cache_directory(setting: str | None = None) -> Path:
 
 
 def shown(path: Path) -> str:
-    """The path as a user would type it, quoted."""
+    """Return the path as a user would type it, quoted."""
     start = Path(os.environ.get(CALLER) or Path.cwd())
     return shlex.quote(os.path.relpath(path, start) if path.is_relative_to(start) else str(path))
 
@@ -66,12 +66,12 @@ def fsync(path: Path) -> None:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one per line, without incomplete lines left by an error or a kill."""
+    """Return the objects of a file with one per line, without incomplete lines left by an error or a kill."""
     return list(each_json_line(path))
 
 
 def each_json_line(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one at a time, for files that may be long."""
+    """Yield the same, one at a time, for files that may be long."""
     if not path.exists():
         return
     with path.open() as file:
@@ -82,7 +82,7 @@ def each_json_line(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty if the file is missing or half written."""
+    """Return the object of a JSON file; empty if the file is missing or half written."""
     with contextlib.suppress(OSError, ValueError):
         if isinstance(found := json.loads(path.read_text()), dict):
             return found
@@ -90,7 +90,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def strict_json(value: Any, **options: Any) -> str:
-    """`json.dumps`, with null for each non-finite number.
+    """Do `json.dumps`, with null for each non-finite number.
 
     An object gets a note next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless it already
     has one. options: options of `json.dumps`.

@@ -73,7 +73,7 @@ non_persistent_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around the module's forward, such as weight normalisation or pruning."""
+    """Return whether hooks run around the module's forward, such as weight normalisation or pruning."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
@@ -143,7 +143,7 @@ with torch.inference_mode(False), torch.enable_grad():  # independent of the mod
 
 
 def backward(loss: Tensor, gradient: Tensor) -> None:
-    """`loss.backward(gradient)` for scalars."""
+    """Do `loss.backward(gradient)` for scalars."""
     if type(loss) is Tensor and type(gradient) is Tensor and loss.dtype is gradient.dtype and not loss.ndim:
         _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
@@ -161,7 +161,7 @@ def release_failed_backward() -> None:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without a profiler record if no profiler is active and no hooks are registered."""
+    """Do `optimizer.step()`, without a profiler record if no profiler is active and no hooks are registered."""
     method: Any = getattr(type(optimizer), "step", None)
     is_usual = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(optimizer)
     if not is_usual or _is_observed(optimizer):
@@ -202,8 +202,8 @@ outside_dispatch_modes = _disable_current_modes
 
 
 def draw_as_uncompiled(on: bool) -> None:
-    """Whether compiled functions draw random numbers by the kernels that are called without compilation, in the same
-    order, instead of by inductor's own. Imports inductor.
+    """Set whether compiled functions draw random numbers by the kernels that are called without compilation, in the
+    same order, instead of by inductor's own. Imports inductor.
     """
     from torch._inductor import config
 
@@ -211,7 +211,7 @@ def draw_as_uncompiled(on: bool) -> None:
 
 
 def fake_tensor_mode() -> Any:
-    """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
+    """Return a FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
 
     Real tensors are allowed: generators' states and constants of a model. A deep copy of a tensor stays in the same
     mode: torch would copy the mode too (2.13, `Tensor.__deepcopy__`), and every operation on such a parameter would
@@ -240,19 +240,19 @@ def convertible_fakes() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor was made by a `fake_tensor_mode`."""
+    """Return whether the tensor was made by a `fake_tensor_mode`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor can be read: not on the meta device or from a `fake_tensor_mode`."""
+    """Return whether a tensor can be read: not on the meta device or from a `fake_tensor_mode`."""
     return not (tensor.is_meta or is_fake(tensor))
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself or, if it is sparse, its indices and values. The public accessors of COO tensors require a
-    coalesced one.
+    """Return the tensor itself or, if it is sparse, its indices and values. The public accessors of COO tensors require
+    a coalesced one.
     """
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
@@ -300,7 +300,9 @@ FUSED_WITHOUT_META = frozenset({torch.ops.aten._fused_sgd_, torch.ops.aten._fuse
 
 
 def draws_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call draws random numbers. Attention and recurrent layers have the tag of dropout at every rate."""
+    """Return whether this call draws random numbers. Attention and recurrent layers have the tag of dropout at every
+    rate.
+    """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     arguments = operation._schema.arguments
@@ -345,12 +347,12 @@ local_part = operator.attrgetter("_local_tensor")
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether the tensor is a shard of this rank, a DTensor."""
+    """Return whether the tensor is a shard of this rank, a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of the tensor in this rank's memory, not a view: gradients do not flow through it to a shard."""
+    """Return the part of the tensor in this rank's memory, not a view: gradients do not flow through it to a shard."""
     return local_part(tensor) if is_shard(tensor) else tensor
 
 
@@ -390,7 +392,7 @@ def clear_gathered_gradients(root: Any) -> None:
 
 
 def fsdp_collectives() -> tuple[type, type]:
-    """The classes of FSDP2's own all-gather and reduce-scatter.
+    """Return the classes of FSDP2's own all-gather and reduce-scatter.
 
     `set_custom_all_gather` and `set_custom_reduce_scatter` are public, but the originals must be subclassed.
     """
@@ -409,7 +411,9 @@ def record_memory_history(max_entries: int | None) -> None:
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
-    """The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads them."""
+    """Return the allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads
+    them.
+    """
     return torch.cuda.memory._snapshot(device)
 
 

@@ -47,7 +47,7 @@ class RunLength:
 
 
 def parse_duration(value: int | str) -> tuple[float, str]:
-    """`(amount, unit)` of a duration. Raises ValueError for anything else."""
+    """Return `(amount, unit)` of a duration. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         amount, unit = float(value), "steps"
     else:
@@ -75,7 +75,7 @@ def parse_time(value: int | str | None) -> float | None:
 
 
 def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:
-    """A duration in optimizer steps, rounded to the nearest, at least 1 unless it is zero. None gives 0: never.
+    """Return a duration in optimizer steps, rounded to the nearest, at least 1 unless it is zero. None gives 0: never.
 
     Raises UserError for epochs of a stream.
     """
@@ -96,7 +96,7 @@ def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:
 
 
 def bytes_text(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a number of bytes in words: '1.5 KiB' for 1536."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -110,13 +110,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
+    """Return a list in words: 'a, b, c and 2 more'."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts by dotted name. An empty dict is a value."""
+    """Return the values in nested dicts by dotted name. An empty dict is a value."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -126,6 +126,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'depth'?`, or "" if no choice is close."""
+    """Return `; did you mean 'depth'?`, or "" if no choice is close."""
     close = difflib.get_close_matches(word, list(choices), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -64,7 +64,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compacted(batch: Any) -> Any:
-    """The batch with `compact` tensors. One that occurs twice stays one."""
+    """Return the batch with `compact` tensors. One that occurs twice stays one."""
     copies: dict[int, torch.Tensor] = {}
 
     def compact_once(tensor: torch.Tensor) -> torch.Tensor:

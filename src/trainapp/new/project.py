@@ -15,7 +15,7 @@ USAGE = "trainapp new NAME: writes a project into the new folder NAME, whose las
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The command line behind `trainapp new`. Raises UserError for mistakes."""
+    """Run the command line behind `trainapp new`. Raises UserError for mistakes."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError(f"trainapp new {' '.join(arguments)}".rstrip() + f": give one name; {USAGE}")
     folder = Path(arguments[0])

@@ -76,13 +76,19 @@ def for_optimizer(
     user_packages: Sequence[str] = (),
     direction: str | None = "min",
 ) -> Schedule:
-    """The schedule of an optimizer whose groups have an `initial_lr`.
+    """Return the schedule of an optimizer whose groups have an `initial_lr`.
 
     A target with a parameter `warmup` gets that key as it is written; otherwise the program adds a linear warm-up.
 
-    direction: "min" or "max", the objective's; None if no value of it is better than another. Raises UserError as
-    `build` does, and if `_target_` is not allowed, gets wrong arguments, is neither a function of the step nor one of
-    torch's schedulers, or follows an objective without a direction.
+    Raises UserError as `build` does, and if `_target_` is not allowed, gets wrong arguments, is neither a function of
+    the step nor one of torch's schedulers, or follows an objective without a direction.
+
+    Args:
+        settings: those of `schedule`, or of an update's own.
+        run: the lengths that durations refer to.
+        optimizer: whose groups' rates are scheduled.
+        user_packages: packages that a `_target_` may name, beside the allowed ones.
+        direction: "min" or "max", the objective's; None if no value of it is better than another.
     """
     if settings.target is None:
         return build(settings, run)

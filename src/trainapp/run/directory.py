@@ -29,7 +29,7 @@ _held: dict[Path, int] = {}  # the file descriptors of this process's locks
 
 
 def has_restarted() -> bool:
-    """Whether a launcher has restarted this run's workers."""
+    """Return whether a launcher has restarted this run's workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -65,7 +65,7 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Whether a run holds the lock of an existing directory."""
+    """Return whether a run holds the lock of an existing directory."""
     if run_dir.resolve() / LOCK in _held:
         return True
     try:
@@ -87,7 +87,7 @@ def release(run_dir: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """The descriptor of the locked file; None while another process holds the lock."""
+    """Return the descriptor of the locked file; None while another process holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def determines_memory(setting: str) -> bool:
-    """Whether the memory of a micro-batch depends on a setting, named as users write it."""
+    """Return whether the memory of a micro-batch depends on a setting, named as users write it."""
     return resume_rules.is_within(setting, _DETERMINE_MEMORY) and not setting.endswith(_WITHOUT_MEMORY)
 
 

@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, setting: str, value: int | str | None, length: RunLength) -> "Interval":
-        """The interval of a setting; raises as `to_steps`."""
+        """Return the interval of a setting; raises as `to_steps`."""
         if seconds := parse_time(value):
             return cls(seconds=seconds)
         if value is not None and length.steps_per_epoch is None:
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
         return cls(to_steps(setting, value, length))
 
     def ends_at(self, progress: Progress) -> bool:
-        """Whether an interval ends at this position; one in seconds depends on the clock, see `Flags.save_is_due`."""
+        """Return whether an interval ends at this position; see `Flags.save_is_due` for one in seconds."""
         epoch_has_ended = self.epochs > 0 and progress.consumed == 0 and progress.epoch % self.epochs == 0
         return epoch_has_ended or (self.steps > 0 and progress.step % self.steps == 0)
 
@@ -45,7 +45,9 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config, batches: TrainBatches, progress: Progress) -> "Limits":
-        """The limits of a run at this position. Raises UserError for a duration that its length cannot express."""
+        """Return the limits of a run at this position. Raises UserError for a duration that its length cannot
+        express.
+        """
         every, length = config.every, run_length(config.train, batches, progress)
         return cls(
             length,
@@ -86,9 +88,9 @@ class Limits:
 
 
 def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLength:
-    """The lengths that durations refer to: the steps so far plus those left.
+    """Return the lengths that durations refer to: the steps so far plus those left.
 
-    The same at every position unless the data or the global batch has changed: skipped steps also count.
+    They are the same at every position unless the data or the global batch has changed: skipped steps also count.
     """
     rest = batches.steps_left(progress.consumed)
     steps_per_epoch = batches.steps_left()

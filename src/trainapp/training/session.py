@@ -112,7 +112,7 @@ class Session:
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
     def __post_init__(self) -> None:
-        """The engine's parts that other rooms use, as attributes: read 20 times per step."""
+        """Make the engine's parts that other rooms use attributes: they are read 20 times per step."""
         self.state: TrainState = self.engine.state
         self.strategy: Strategy = self.engine.strategy
         self.snapshot: Snapshot = self.engine.snapshot
