@@ -61,12 +61,7 @@ def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
 def for_composition(text: str) -> str:
     """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
     prefix = _TASK_ARGUMENT.match(text)
-    if prefix is None:
-        return text
-    argument = text[prefix.end() :]
-    if argument.startswith("_target_="):
-        return f"task={argument.removeprefix('_target_=')}"
-    return f"{_HYDRAS_TASK_ARGUMENT}{argument}"
+    return text if prefix is None else f"{_HYDRAS_TASK_ARGUMENT}{text[prefix.end() :]}"
 
 
 def as_entered(text: str) -> str:

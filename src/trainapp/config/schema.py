@@ -157,8 +157,12 @@ class Target:
     def _from_yaml(cls, node: Any) -> Any:
         if isinstance(node, dict) and not {"_target_", "target"} & node.keys():
             raise ValueError("must have a `_target_`, the class to build")
-        names = {field.name for field in dataclasses.fields(cls)}
-        return _separate_arguments(node, names - {"target", "arguments"})
+        return _separate_arguments(node, setting_names(cls))
+
+
+def setting_names(section: type[Target]) -> set[str]:
+    """Return the names of the settings in a section that are no arguments of its class."""
+    return {field.name for field in dataclasses.fields(section)} - {"target", "arguments"}
 
 
 @dataclass(config=STRICT)
