@@ -40,6 +40,11 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
     ("given", "meant"),
     [
         (["--config-dir", "data.x", "-m", "optimizer.lr=1"], ["--config-dir", "data.x", "-m", "optimizer.lr=1"]),
+        # Overrides on both sides of a flag, which Hydra's parser refuses.
+        (
+            ["model=mlp", "--config-dir", "a=b", "optimizer=sgd", "-m", "seed=1,2", "--cfg=job", "-p", "x", "~data"],
+            ["--config-dir", "a=b", "-m", "--cfg=job", "-p", "x", "model=mlp", "optimizer=sgd", "seed=1,2", "~data"],
+        ),
         # Settings of a run's data, unless other data is chosen.
         ([*OF_A_RUN, "data.path=x", "model.width=1"], [*OF_A_RUN, "++data.path=x", "model.width=1"]),
         ([*OF_A_RUN, "data=digits", "data.seed=1"], [*OF_A_RUN, "data=digits", "data.seed=1"]),
@@ -113,3 +118,10 @@ def test_where_an_option_is_chosen_a_class_goes_with_its_settings(given):
     assert command_line.with_changes([*given, "seed=1"], ["seed=2", "model=mlp"]) == ["seed=2", "model=mlp"]
     changes = ["model._target_=mine.Other", "model=mlp"]
     assert command_line.with_changes(given, changes) == changes
+
+
+def test_overrides_on_both_sides_of_a_flag(tmp_path):
+    """On the old code the parser called the second an unrecognized argument."""
+    done = run_cli("model=mlp", "--config-dir", str(tmp_path), "optimizer=sgd", "--cfg", "job", cwd=tmp_path)
+    assert "_target_: torch.optim.SGD" in done.stdout
+    assert "_target_: trainapp.models.mlp.MLP" in done.stdout

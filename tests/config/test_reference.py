@@ -36,3 +36,11 @@ def test_every_common_setting_says_what_it_means():
         if row.value and not row.comment
     ]
     assert unsaid == []
+
+
+def test_only_adafactors_rate_is_relative_to_the_parameters():
+    """On the old files every optimizer without a comment of its own showed Adafactor's, the first in the alphabet."""
+    rows = [row for row in settings_reference.reference().splitlines() if row.startswith("| `optimizer.lr` |")]
+    meanings = [row.split(" | ")[-1].removesuffix(" |") for row in rows]
+    assert meanings.count("relative to the size of each parameter") == 1
+    assert meanings.count("peak learning rate") == len(meanings) - 1

@@ -111,6 +111,76 @@ def test_an_option_for_the_whole_configuration(composed, tmp_path):
     assert (config.model.arguments, config.batch.global_size) == ({"width": 3}, 7)
 
 
+# An experiment that derives from another
+
+STEP_LR = "schedule: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 30, warmup: 5}\n"
+MINE = "defaults: [base]\nschedule: {_target_: mine.rate, low: 0.1}\n"
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        STEP_LR,
+        "schedule: {warmup: 5, final: 0.1}\n",
+        "defaults:\n  - override /schedule: wsd\nschedule: {decay: 10, low: 1}\n",
+        "schedule: {_target_: mine.other, low: null, part: {_target_: a.B}}\n",
+    ],
+)
+def test_settings_of_the_former_class_or_option_go(composed, tmp_path, base):
+    """On the old code they became arguments of the new class: an error, or worse, values where it knows their names."""
+    write(tmp_path, "experiment/base", base)
+    schedule = composed(MINE, "~schedule.final", "schedule.warmup=7").schedule
+    assert (schedule.target, schedule.arguments) == ("mine.rate", {"low": 0.1, "warmup": 7})
+    assert composed(MINE).schedule.arguments == {"low": 0.1}
+
+
+def test_what_is_written_for_the_same_class_stays(composed, tmp_path):
+    write(tmp_path, "experiment/first", "schedule: {_target_: mine.other, high: 1}\n")
+    write(tmp_path, "experiment/base", "defaults: [first]\nschedule: {_target_: mine.rate, high: 2}\n")
+    write(tmp_path, "local/default", "schedule: {last: 3}\n")
+    assert composed(MINE).schedule.arguments == {"high": 2, "low": 0.1, "last": 3}
+    assert composed("defaults: [base]\nschedule: {low: 5}\n").schedule.arguments == {"high": 2, "low": 5, "last": 3}
+
+
+def test_it_is_so_for_every_class(composed, tmp_path):
+    """Settings of the program stay."""
+    write(
+        tmp_path,
+        "experiment/base",
+        "model: {_target_: a.B, width: 3, freeze: [head]}\n"
+        "data: {_target_: a.B, path: x, num_workers: 2}\n"
+        "optimizer: {_target_: a.B, lr: 0.5, betas: 1}\n"
+        "task: {_target_: a.B, scale: 2}\n"
+        "metrics: {f1: {_target_: a.B, classes: 2}}\n"
+        "eval: {hard: {_target_: a.B, path: y}}\n",
+    )
+    config = composed(
+        "defaults: [base]\n"
+        "model: {_target_: c.D}\n"
+        "data: {_target_: c.D}\n"
+        "optimizer: {_target_: c.D}\n"
+        "task: {_target_: c.D}\n"
+        "metrics: {f1: {_target_: c.D}}\n"
+        "eval: {hard: {_target_: c.D}}\n"
+    )
+    nodes = (config.model, config.data, config.optimizer, config.metrics["f1"], config.eval["hard"])
+    assert [node.arguments for node in nodes] == [{}] * 5
+    assert (config.model.freeze, config.data.num_workers, config.optimizer.lr) == (["head"], 2, 0.5)
+    assert (config.task, config.task_arguments) == ("c.D", {})
+
+
+def test_a_class_on_the_command_line_changes_the_class_alone(composed):
+    """What the files write stays, also of the task: on the old code its arguments were dropped."""
+    text = "task: {_target_: a.B, scale: 2}\nmodel: {_target_: a.B, scale: 2}\n" + STEP_LR
+    given = ("task._target_=c.D", "model._target_=c.D", "schedule._target_=c.D", "task.shift=1")
+    config = composed(text, *given)
+    assert (config.task, config.task_arguments) == ("c.D", {"scale": 2, "shift": 1})
+    assert (config.model.target, config.model.arguments) == ("c.D", {"scale": 2})
+    assert (config.schedule.target, config.schedule.arguments) == ("c.D", {"step_size": 30, "warmup": 5})
+    config = composed(text, "task=c.D")
+    assert (config.task, config.task_arguments) == ("c.D", {})
+
+
 # Which file decides
 
 

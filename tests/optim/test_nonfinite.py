@@ -1,8 +1,11 @@
+import typing
+
 import pytest
 import runs
 import torch
 
-from trainapp.errors import TrainingStopped
+from trainapp.config import schema
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.precision import MAX_SKIPPED, NonFiniteCheck, gradient_norm
 from trainapp.training import loop
 
@@ -116,3 +119,11 @@ def test_on_a_gpu_a_count_that_cannot_divide_is_remembered_until_checked(count):
     with pytest.raises(TrainingStopped, match=r"step 7: .* the count is 0, negative or not finite"):
         watch.check()
     assert not guard(reads=False).allows_update(6, good, good, 0)  # a number costs no waiting
+
+
+def test_a_policy_without_an_action_is_refused():
+    """On the old code every name that the schema allowed, other than stop, skipped steps."""
+    for policy in typing.get_args(typing.get_type_hints(schema.Train)["nonfinite"]):
+        assert guard(policy).policy == policy
+    with pytest.raises(UserError, match=r"train\.nonfinite=warn: must be one of stop, skip"):
+        guard("warn")

@@ -11,6 +11,7 @@ from trainapp.checkpoint.directory import names_checkpoint, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import targets
 from trainapp.config.arguments import check_arguments, parameters_of
+from trainapp.config.claimed_settings import errors_of_unclaimed
 from trainapp.config.schema import Config, Target
 from trainapp.data.stream_reader import is_empty
 from trainapp.errors import UserError
@@ -90,7 +91,11 @@ def locate_targets(config: Config) -> dict[str, Any]:
             target = targets.locate(node.target, f"{name}._target_", config.user_packages)
             located_targets[name] = target
             provided = {"split", "seed"} if name in data_nodes else set(parameters_of(target))
-            errors.extend(check_arguments(target, node.arguments, name, provided))
+            unclaimed = errors_of_unclaimed(name, node, target)
+            for messages in unclaimed.values():
+                errors.extend(messages)
+            arguments = {argument: value for argument, value in node.arguments.items() if argument not in unclaimed}
+            errors.extend(check_arguments(target, arguments, name, provided))
         except UserError as error:
             errors.append(str(error))
 

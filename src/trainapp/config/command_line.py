@@ -16,6 +16,10 @@ from trainapp.files import CONF
 
 _TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
 _HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
+_FLAGS_BEFORE_A_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--experimental-rerun", "--info", "-i"),
+)
 
 
 def add_import_paths(arguments: Sequence[str]) -> None:
@@ -36,17 +40,31 @@ def add_import_paths(arguments: Sequence[str]) -> None:
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
-    """Return Hydra's overrides, with the `+` marks that trainapp lets users omit. Other arguments stay as they are.
+    """Return Hydra's flags, then its overrides, with the `+` marks that trainapp lets users omit.
 
     `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default option
     may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a mere
     name, which cannot hold an argument: see `compose.from_hydra`. (For settings of a class that is named, see
     `replaced_options`.)
     """
-    texts = [for_composition(argument) for argument in arguments]
+    texts = [for_composition(argument) for argument in _flags_first(arguments)]
     if _use_the_data_of_a_run(texts):
         return [f"++{text}" if text.startswith("data.") else text for text in texts]
     return texts
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the flags and their values first: Hydra's parser refuses overrides on both sides."""
+    flags = []
+    overrides = []
+    previous = ""
+    for argument in arguments:
+        if argument.startswith("-") or previous in _FLAGS_BEFORE_A_VALUE:
+            flags.append(argument)
+        else:
+            overrides.append(argument)
+        previous = argument
+    return [*flags, *overrides]
 
 
 def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
@@ -61,12 +79,7 @@ def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
 def for_composition(text: str) -> str:
     """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
     prefix = _TASK_ARGUMENT.match(text)
-    if prefix is None:
-        return text
-    argument = text[prefix.end() :]
-    if argument.startswith("_target_="):
-        return f"task={argument.removeprefix('_target_=')}"
-    return f"{_HYDRAS_TASK_ARGUMENT}{argument}"
+    return text if prefix is None else f"{_HYDRAS_TASK_ARGUMENT}{text[prefix.end() :]}"
 
 
 def as_entered(text: str) -> str:

@@ -6,6 +6,10 @@ as AdamW does, and SGD be given AdamW's betas. Here such an option is left out o
 settings common to the group (in conf/train.yaml) and all that the user wrote; what is unset is the class's own default.
 An option that is chosen beside the class, in the same file's defaults list or on the command line, keeps its settings.
 
+So begins a class that a file names over the files before it, such as an experiment over the one from which it derives:
+what they write for the group's option or for another class is left out of them. Settings of the program, such as
+`optimizer.lr` and `model.freeze`, stay. `optimizer._target_=CLASS` on the command line changes the class alone.
+
 Hydra has no hook between the defaults list and the merge, so `install` replaces the function that makes the list, which
 is the same in Hydra 1.3.8 and 1.4.0rc3. All compositions pass through it: runs, a sweep's jobs, --cfg and --info.
 """
@@ -20,9 +24,14 @@ from hydra._internal.defaults_list import DefaultsList
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from trainapp.config.schema import Data, Model, Optimizer, setting_names
 
 GROUPS = ("data", "model", "optimizer", "schedule")
+_GROUPS_OF_SECTIONS = ("eval", "metrics", "callbacks", "tracker")  # each of them names classes by name
+# By section, the settings that are no arguments of its class.
+_SETTINGS = {"data": setting_names(Data), "model": setting_names(Model), "optimizer": setting_names(Optimizer)}
 _MARK = "hydra/trainapp"  # a configuration that other programs with Hydra do not have
 
 
@@ -44,6 +53,8 @@ def _create_defaults_list(
     )
     if repo.config_exists(_MARK):
         composition = _Composition(repo, defaults, overrides_list)
+        for section in composition.sections():
+            composition.leave_out_other_classes(section)
         for option in composition.options():
             if composition.is_replaced(option):
                 composition.leave_out(option)
@@ -76,6 +87,60 @@ class _Composition:
         self._defaults = defaults
         self._overrides = overrides
         self._contents: dict[str, Any] = {}  # by path; plain containers
+
+    def sections(self) -> list[str]:
+        """Return the sections of the configuration that name a class."""
+        sections = [*GROUPS, "task"]
+        for group in _GROUPS_OF_SECTIONS:
+            names: dict[str, None] = {}
+            for entry in self._files_for_all():
+                content = self._value_in(entry, group)
+                if isinstance(content, dict):
+                    names.update(dict.fromkeys(content))
+            sections.extend(f"{group}.{name}" for name in names)
+        return sections
+
+    def _files_for_all(self) -> list[ResultDefault]:
+        """Return the entries that are no options of a group, but for the whole configuration, such as experiments."""
+        return [entry for entry in self._defaults.defaults if not entry.package]
+
+    def leave_out_other_classes(self, section: str) -> None:
+        """Leave out of the files what they write for a section before the last class that a file names for it."""
+        files = self._files_for_all()
+        last_class = None
+        first_of_class = 0  # the position of the file that names it first
+        for position, entry in enumerate(files):
+            named_class = self._class_in(entry, section)
+            if named_class not in (None, last_class):
+                last_class = named_class
+                first_of_class = position
+        kept = {"_target_", *_SETTINGS.get(section, ())}
+        has_removed = [self._remove_settings(entry, section, kept) for entry in files[:first_of_class]]
+        if any(has_removed):
+            self._let_overrides_add(section)
+
+    def _class_in(self, entry: ResultDefault, section: str) -> Any:
+        """Return the class that a file names for a section, or None; `task` may be the name itself."""
+        content = self._value_in(entry, section)
+        if isinstance(content, dict):
+            return content.get("_target_")
+        return content if section == "task" else None
+
+    def _remove_settings(self, entry: ResultDefault, section: str, kept: set[str]) -> bool:
+        """Remove a section's settings, but for those to be kept, from a file as Hydra has read it. Return whether there
+        were any.
+        """
+        content = self._value_in(entry, section)
+        if not isinstance(content, dict):
+            return False
+        names = [name for name in content if name not in kept]
+        node = OmegaConf.select(self._load(entry), section)
+        assert isinstance(node, DictConfig)
+        with open_dict(node):
+            for name in names:
+                del node[name]
+        del self._contents[entry.config_path or ""]
+        return bool(names)
 
     def options(self) -> list[_Option]:
         """Return the chosen options of the groups that name classes. One for the whole configuration
@@ -141,34 +206,43 @@ class _Composition:
         return any(later.config_path == config_path for later in entries[entries.index(entry) + 1 :])
 
     def leave_out(self, option: _Option) -> None:
-        """Compose without the option. Overrides of its settings then add them, as if each had a `++`, and need not
-        remove them.
-        """
+        """Compose without the option."""
         defaults = self._defaults
         defaults.defaults = [entry for entry in defaults.defaults if entry not in option.entries]
         defaults.overrides.known_choices[option.key] = None
+        self._let_overrides_add(option.package)
 
+    def _let_overrides_add(self, section: str) -> None:
+        """Let overrides of a section add what was left out, as if each had a `++`; they need not remove it."""
         overrides = []
-        for override in defaults.config_overrides:
-            if _is_within(override.key_or_group, option.package):
+        for override in self._defaults.config_overrides:
+            if _is_within(override.key_or_group, section):
                 if override.type in (OverrideType.CHANGE, OverrideType.ADD):
                     override = dataclasses.replace(override, type=OverrideType.FORCE_ADD)
                 elif override.is_delete() and not self._some_file_sets(override.key_or_group):
                     continue  # Hydra refuses to remove a setting that does not exist
             overrides.append(override)
-        defaults.config_overrides = overrides
+        self._defaults.config_overrides = overrides
 
     def _some_file_sets(self, setting: str) -> bool:
         return any(self._file_sets(entry, setting) for entry in self._defaults.defaults)
 
     def _file_sets(self, entry: ResultDefault, setting: str) -> bool:
         """Return whether a file of the defaults list sets a setting."""
+        return self._value_in(entry, setting) is not None
+
+    def _value_in(self, entry: ResultDefault, setting: str) -> Any:
+        """Return the value that a file of the defaults list gives a setting; None if it gives none."""
         path = entry.config_path or ""
         if path not in self._contents:
-            loaded = self._repo.load_config(path)  # which Hydra has already read
-            assert loaded is not None
-            self._contents[path] = OmegaConf.to_container(loaded.config, resolve=False)
-        return _value_at(self._contents[path], entry.package or "", setting) is not None
+            self._contents[path] = OmegaConf.to_container(self._load(entry), resolve=False)
+        return _value_at(self._contents[path], entry.package or "", setting)
+
+    def _load(self, entry: ResultDefault) -> Any:
+        """Return the configuration in a file, which Hydra has already read and will merge."""
+        loaded = self._repo.load_config(entry.config_path or "")
+        assert loaded is not None
+        return loaded.config
 
 
 def _is_added_by(option_path: str, config_path: str | None, parents: dict[str | None, str | None]) -> bool:

@@ -100,8 +100,10 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of all settings, as a user writes them."""
-    for key, value in values.items():
+    """Yield the names and values of all settings, as a user writes them. Arguments come last: one with the name of a
+    setting was written instead of it, see `claimed_settings`.
+    """
+    for key, value in sorted(values.items(), key=lambda item: item[0] == "arguments"):
         name = prefix + _AS_WRITTEN.get(key, key)
         if name in _NOT_COMPARED:
             continue

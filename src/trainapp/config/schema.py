@@ -17,13 +17,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     WrapValidator,
     field_validator,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired, Self, TypedDict
 
 from trainapp.config.modes import ACTIVITIES, Activity, Mode
 from trainapp.units import parse_duration, parse_memory_size, parse_time
@@ -157,8 +158,34 @@ class Target:
     def _from_yaml(cls, node: Any) -> Any:
         if isinstance(node, dict) and not {"_target_", "target"} & node.keys():
             raise ValueError("must have a `_target_`, the class to build")
-        names = {field.name for field in dataclasses.fields(cls)}
-        return _separate_arguments(node, names - {"target", "arguments"})
+        return _separate_arguments(node, setting_names(cls))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _leave_to_users_class(cls, node: Any, validate: Callable[[Any], Self]) -> Self:
+        """Take for an argument what cannot be a setting, if the class may have a parameter of this name. Whether it has
+        one is known once the class is imported: see `claimed_settings`.
+        """
+        try:
+            return validate(node)
+        except ValidationError as error:
+            names = {details["loc"][0] for details in error.errors() if details["loc"]}
+            is_of_user = isinstance(node, dict) and _is_users_class(node.get("_target_"))
+            if not is_of_user or not names <= setting_names(cls):
+                raise
+            checked = validate({key: value for key, value in node.items() if key not in names})
+            for name in names:
+                checked.arguments[str(name)] = node[name]
+            return checked
+
+
+def _is_users_class(target: Any) -> bool:
+    return isinstance(target, str) and "." in target and not target.startswith(("trainapp.", "torch.", "transformers."))
+
+
+def setting_names(section: type[Target]) -> set[str]:
+    """Return the names of the settings in a section that are no arguments of its class."""
+    return {field.name for field in dataclasses.fields(section)} - {"target", "arguments"}
 
 
 @dataclass(config=STRICT)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.config import schema
-from trainapp.errors import NotFinite, TrainingStopped
+from trainapp.errors import NotFinite, TrainingStopped, UserError
 from trainapp.optim import emulated_kernels, matmuls
 from trainapp.torch_private import foreach_mul_, foreach_norm, forget_unscaling, found_inf, step_optimizer
 
@@ -161,15 +161,22 @@ class NonFiniteCheck:
     anything is logged or saved, so no bad step reaches a checkpoint.
 
     Args:
-        policy: "stop" ends the run with an error that names the step and the metric; "skip" skips the step.
+        policy: one of POLICIES: "stop" ends the run with an error that names the step and the metric; "skip" skips the
+            step.
         device: of the values.
         scaled: whether a loss scaler is in use, which itself skips a step whose scaled gradients overflow.
         last_checkpoint: names the last checkpoint, for the message.
+
+    Raises UserError for a policy that has no action here, which would skip steps.
     """
+
+    POLICIES = ("stop", "skip")
 
     def __init__(
         self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None] = lambda: None
     ):
+        if policy not in self.POLICIES:
+            raise UserError(f"train.nonfinite={policy}: must be one of {', '.join(self.POLICIES)}")
         self.policy = policy
         self.scaled = scaled
         self.last_checkpoint = last_checkpoint

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainapp.assembly.resolved_targets import choose_device, resolve_targets
+from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.schema import Config
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.picture import Picture, draw
@@ -56,6 +57,7 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
         only_modes: only choose the blocks' modes.
     """
     started = time.monotonic()
+    config = with_claimed_settings(config)
     estimator = estimator_of(config, method)
     if config.plan.device is not None:
         config = absent_gpu.with_data_on_cpu(config)

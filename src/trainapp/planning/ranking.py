@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainapp.assembly.resolved_targets import choose_device, resolve_targets
+from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -188,6 +189,7 @@ def add_measurements(config: Config, facts: Facts) -> Facts:
         config: the configuration.
         facts: the content of plan.json. What cannot be measured gets a note.
     """
+    config = with_claimed_settings(config)
     device = choose_device(config.train.device)
     estimator = MeasuredEstimator(resolve_targets(config), planned_world_size(config), device)
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])

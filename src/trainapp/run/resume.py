@@ -12,7 +12,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
-from trainapp.config.schema import Config, Data, Target
+from trainapp.config.schema import Config, Data, setting_names
 from trainapp.errors import UserError
 from trainapp.training.session import Session
 from trainapp.units import listed
@@ -96,7 +96,7 @@ def _require_same_draws(config: Config, saved: dict[str, Any], path: Path) -> No
 BUILT_FROM = ("model", "data", "task", "task_arguments", "adapter", "optimizer", "updates", "precision")
 _MADE_OF = (*BUILT_FROM, "eval", "metrics", "objective")
 # Settings below `data` that configure loading, not the data set.
-_LOADING = {field.name for field in dataclasses.fields(Data)} - {field.name for field in dataclasses.fields(Target)}
+_LOADING = setting_names(Data)
 
 
 def _with_saved_sections(config: Config, path: Path) -> Config:
@@ -159,7 +159,7 @@ def _sections_left_to_checkpoint(config: Config) -> list[str]:
     if config.chooses("experiment"):
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
-    is_other_task = "task" in config.given
+    is_other_task = not {"task", "task._target_"}.isdisjoint(config.given)
     is_chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
     if config.activity.writes_rows:
         is_chosen["metrics"] = True

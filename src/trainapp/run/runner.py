@@ -12,6 +12,7 @@ from typing import Any
 
 from trainapp.assembly import build, hooks
 from trainapp.checkpoint.manifest import read_manifest
+from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, predict
@@ -170,7 +171,9 @@ def prepare(
     if path is not None:
         config = resume.as_saved(config, path)
     stop.at_work = functools.partial(AtWork, is_saved=path is not None and config.continues)
-    config = config.with_inference_batch_size()
+    config = with_claimed_settings(config.with_inference_batch_size())
+    if carried is None:
+        log_claims(config)
     trains = config.activity.trains
     if trains:
         config = with_modes(config, ranks)

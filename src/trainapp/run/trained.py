@@ -22,6 +22,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import checkpoints_in, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.checkpoint.train_state import require_same_data
+from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.excludes import NO_BEST
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -64,6 +65,7 @@ def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]
     """The model of these settings in evaluation mode, with the weights in the checkpoint at `path` (their average if
     the run kept one); the training data; and the checkpoint's plain values.
     """
+    config = with_claimed_settings(config)
     mode = config.precision.mode
     config = dataclasses.replace(
         config,

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from trainapp.config import command_line, compose, mistakes, resume_rules
 from trainapp.config.arguments import messages
+from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
 from trainapp.files import strict_json
@@ -174,7 +175,7 @@ def _errors_of_classes(configs: dict[str, Config]) -> dict[str, str]:
     errors = {}
     for name, config in configs.items():
         try:
-            locate_targets(config)
+            locate_targets(with_claimed_settings(config))
         except UserError as error:
             errors[name] = str(error)
     return errors

@@ -1,0 +1,116 @@
+"""Settings that the class beside them claims, having a parameter of the same name: `data.drop_last` of a data set that
+drops samples itself, `model.freeze` of a model that freezes itself.
+
+The value is the argument of the class, and the setting keeps its default. The same holds for `schedule.warmup`, see
+`optim.schedules`. Imports no torch, but the classes.
+"""
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic import TypeAdapter
+
+from trainapp.config import targets
+from trainapp.config.arguments import NAMED, as_yaml, messages, parameters_of
+from trainapp.config.schema import Config, Optimizer, Target, setting_names
+from trainapp.errors import UserError
+
+log = logging.getLogger(__name__)
+Section = TypeVar("Section", bound=Target)
+
+# Settings of an optimizer that the program passes to a class with such a parameter.
+_PASSED_ON = {"lr", "weight_decay", "fused"}
+
+
+def with_claimed_settings(config: Config) -> Config:
+    """Return the configuration in which claimed settings are arguments. Of such a configuration, the same again.
+
+    A value equal to the setting's default is an argument only if the class requires it or the command line has it: from
+    the files' values one cannot tell that it was written.
+    """
+    updates = []
+    for number, update in enumerate(config.updates):
+        optimizer = _with_claims(config, f"updates.{number}.optimizer", update.optimizer)
+        updates.append(dataclasses.replace(update, optimizer=optimizer))
+    common_optimizer = config.optimizer
+    if not updates:
+        common_optimizer = _with_claims(config, "optimizer", common_optimizer)
+    return dataclasses.replace(
+        config,
+        data=_with_claims(config, "data", config.data),
+        model=_with_claims(config, "model", config.model),
+        optimizer=common_optimizer,
+        updates=updates,
+    )
+
+
+def _with_claims(config: Config, section: str, node: Section) -> Section:
+    """Return a section with its claimed settings among the arguments."""
+    try:
+        target = targets.locate(node.target, f"{section}._target_", config.user_packages)
+    except UserError:
+        return node  # reported with all other mistakes
+    parameters = parameters_of(target)
+    arguments = dict(node.arguments)
+    defaults = {}
+    for setting in _claimed_settings(node, target):
+        value = getattr(node, setting.name)
+        default = _default_of(setting)
+        is_required = parameters[setting.name].default is inspect.Parameter.empty
+        if value != default:
+            arguments[setting.name] = _plain(value)
+        elif is_required or f"{section}.{setting.name}" in config.given:
+            arguments.setdefault(setting.name, _plain(value))
+        defaults[setting.name] = default
+    return dataclasses.replace(node, arguments=arguments, **defaults)
+
+
+def _claimed_settings(node: Target, target: Callable[..., Any]) -> Iterator["dataclasses.Field[Any]"]:
+    """Yield the settings of a section whose name is a parameter of its class."""
+    names = setting_names(type(node))
+    if isinstance(node, Optimizer):
+        names -= _PASSED_ON
+    parameters = parameters_of(target)
+    for setting in dataclasses.fields(node):
+        if setting.name in names and setting.name in parameters and parameters[setting.name].kind in NAMED:
+            yield setting
+
+
+def _default_of(setting: "dataclasses.Field[Any]") -> Any:
+    if setting.default_factory is not dataclasses.MISSING:
+        return setting.default_factory()
+    return setting.default
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of plain containers; `data.sampling` is a section."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def log_claims(config: Config) -> None:
+    """Log the arguments that have the name of a setting."""
+    for section, node in {"data": config.data, "model": config.model, **config.optimizers}.items():
+        for name in sorted(setting_names(type(node)).intersection(node.arguments)):
+            log.info(
+                "%s.%s=%s is an argument of %s, which has a parameter of this name; to use the setting of trainapp, "
+                "rename the parameter",
+                *(section, name, as_yaml(node.arguments[name]), node.target),
+            )
+
+
+def errors_of_unclaimed(section: str, node: Target, target: Callable[..., Any]) -> dict[str, list[str]]:
+    """Return, by name, the errors of values that the schema took for arguments because they cannot be settings, and for
+    which the class has no parameter.
+    """
+    claimed = {setting.name for setting in _claimed_settings(node, target)}
+    errors = {}
+    for name in setting_names(type(node)).intersection(node.arguments) - claimed:
+        try:
+            TypeAdapter(type(node)).validate_python({"_target_": "torch.nn.Module", name: node.arguments[name]})
+        except pydantic.ValidationError as error:
+            errors[name] = messages(error, section, lambda location: [])
+    return errors
