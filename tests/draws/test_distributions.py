@@ -56,6 +56,20 @@ def test_distributions_are_torchs(name, dtype):
     assert correlation(first, sampled(lambda n: draw(n, dtype))[0]) > 100
 
 
+def test_complex_numbers_are_torchs():
+    """Uniform ones have both parts in the range; other distributions have none, and raise torch's error."""
+    parts = torch.view_as_real(sampled(lambda n: torch.rand(n, 500, dtype=torch.complex64))[0])
+    assert ks(parts[..., 0], lambda v: v) < 2
+    assert ks(parts[..., 1], lambda v: v) < 2
+    assert correlation(parts[..., 0], parts[..., 1]) < 4
+    parts = torch.view_as_real(sampled(lambda n: torch.empty(n, 500, dtype=torch.complex64).uniform_(-3, -1))[0])
+    assert ks((parts + 3) / 2, lambda v: v) < 2
+    parts = torch.view_as_real(sampled(lambda n: torch.randn(n, 500, dtype=torch.complex64))[0])
+    assert ks(parts * math.sqrt(2), torch.special.ndtr) < 2
+    with pytest.raises(RuntimeError, match="dtype must be a floating point"):
+        sampled(lambda n: torch.empty(n, 5, dtype=torch.complex64).exponential_())
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.001])
 def test_probabilities(p):
     mask = sampled(lambda n: torch.empty(n, 20000).bernoulli_(p))[0]

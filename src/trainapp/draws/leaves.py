@@ -135,12 +135,12 @@ def _draw(call: LeafCall) -> Any:
     """Draw what belongs to samples sample by sample, and anything else once for all of them."""
     sample_draws = call.sample_draws
     target = call.args[0]  # the tensor to fill, or one with a distribution's parameters; `randperm` has none
-    if not isinstance(target, Tensor):
-        draw = _random_draw(call, ())
-    elif target.is_complex():
-        return _complex_normal(target, *call.args[1:])
-    else:
-        draw = _random_draw(call, tuple(target.shape))
+    is_tensor = isinstance(target, Tensor)
+    if is_tensor and target.is_complex():
+        return _draw_complex(call)
+    shape = tuple(target.shape) if is_tensor else ()
+    sizes = tuple(value for value in call.args if type(value) is int)
+    draw = RandomDraw(call.name, shape, sizes)
 
     seed = sample_draws.next_seed()
     layout = sample_draws.layout_of(seed, draw)
@@ -161,14 +161,19 @@ def _draw(call: LeafCall) -> Any:
     return fill_by_sample(distribution, target, layout, keys, call.args[1:])
 
 
-def _random_draw(call: LeafCall, shape: tuple[int, ...]) -> RandomDraw:
-    sizes = tuple(value for value in call.args if type(value) is int)
-    return RandomDraw(call.name, shape, sizes)
+def _draw_complex(call: LeafCall) -> Any:
+    """Fill a complex tensor by the draw of its real and imaginary parts."""
+    target: Tensor = call.args[0]
+    if call.name == "uniform_":
+        torch.view_as_real(target).uniform_(*call.args[1:])
+        return target
+    if call.name == "normal_":
+        return _complex_normal(*call.args)
+    return call.torch_kernel(*call.args, **call.kwargs)  # raises: other distributions have no complex numbers
 
 
 def _complex_normal(target: Tensor, mean: complex = 0.0, std: float = 1.0) -> Tensor:
-    """Fill a complex tensor: its real and imaginary parts share the variance."""
-    torch.view_as_real(target).normal_(0.0, std / math.sqrt(2))
+    torch.view_as_real(target).normal_(0.0, std / math.sqrt(2))  # both parts share the variance
     return target.add_(mean)
 
 
