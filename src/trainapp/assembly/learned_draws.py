@@ -23,7 +23,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.leaves import belong_to_samples
-from trainapp.draws.record import DrawRecord, topic_of
+from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
@@ -140,7 +140,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
     layouts = layouts_by_shape(draws_of_whole, draws_of_half, number, number_in_half)
     draw_record.layouts[mode.work] = layouts
     if len(draws_of_whole) != len(draws_of_half):
-        draw_record.depends["number of draws"] = (
+        draw_record.depends[NUMBER_OF_DRAWS] = (
             f"the forward draws {len(draws_of_whole)} times for {number} samples and {len(draws_of_half)} times for "
             f"{number_in_half}: later draws depend on the micro-batch"
         )

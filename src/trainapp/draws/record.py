@@ -10,6 +10,7 @@ import torch
 from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
+NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
 PADDING = "padding of "  # begins the topics under which a record notes tasks whose results depend on the padding
 
 
@@ -71,7 +72,7 @@ class DrawRecord:
         if number >= 0:
             order = "the forward draws in another order, or another number of times, than before the first step"
             text = f"{kernel} of {list(draw.shape)}: {order}, and later draws follow it"
-            self.note("number of draws", text)
+            self.note(NUMBER_OF_DRAWS, text)
         for layout in layouts.values():
             if layout.axis is not None and layout.fits_shape(draw.shape, samples):
                 return layout._replace(kernel=kernel)
