@@ -17,9 +17,9 @@ from trainapp.assembly.precisions import probe_in_fp64
 from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.samples import SEARCHED_SAMPLES, Cut, first_samples, with_cut
 from trainapp.data.joining import is_padded
+from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.rng import DrawRecord
 from trainapp.training.evaluate import EVALUATION
 
 HERE = "user_packages=[test_padded_batches]"

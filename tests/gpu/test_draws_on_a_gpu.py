@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainapp.draws import install
-from trainapp.rng import DrawRecord, SampleDraws
+from trainapp.draws.leaves import install
+from trainapp.draws.record import DrawRecord
+from trainapp.draws.sample_draws import SampleDraws
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

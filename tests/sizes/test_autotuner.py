@@ -67,8 +67,8 @@ def test_an_evaluation_between_does_not_tune_the_training_anew():
 def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path):
     """It may need memory that has not been validated."""
     run, votes = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=6"), []
-    assert not run.sizes.autotuner.enabled  # without CUDA
-    run.sizes.autotuner.enabled = True
+    assert run.sizes.autotuner is None  # without CUDA
+    run.sizes.autotuner = Autotuner()
     run.ranks.enable_votes = votes.append
     loop.train(run)
     run.close()

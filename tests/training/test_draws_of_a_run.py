@@ -160,8 +160,8 @@ def test_a_resumed_run_draws_as_it_would_have(tmp_path):
     whole, parts = runs.resumed(tmp_path, 2, *settings, "batch.micro_size=7")
     assert not runs.differences(whole, parts)
     session = runs.closed(tmp_path / "parts", *settings, "train.max_steps=6")
-    place = session.engine.draw_record.places["train "][0]
-    assert place.axis == 1 or place.rows > 1
+    layout = session.engine.draw_record.layouts["train "][0]
+    assert layout.axis == 1 or layout.rows > 1
     with pytest.raises(UserError, match=r"train.draws=device: the run in .* has draws per_sample"):
         runs.closed(tmp_path / "parts", *settings, OF_TORCH)
 

@@ -22,10 +22,10 @@ from trainapp.assembly.probe import Observer, RandomRounding, Sums, TaskProbe
 from trainapp.assembly.samples import Samples, first_samples
 from trainapp.data.joining import batch_dims, join_parts
 from trainapp.data.sets.digits import Digits
+from trainapp.draws.record import DrawRecord
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.rng import DrawRecord
 from trainapp.training.evaluate import EVALUATION
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"

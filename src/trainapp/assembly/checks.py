@@ -38,10 +38,11 @@ from trainapp.assembly.resources import Resources
 from trainapp.assembly.samples import UNEVEN
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
+from trainapp.draws.record import PADDING, DrawRecord, topic_of
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import PADDING, DrawRecord, SampleDraws, topic_of
 from trainapp.units import listed
 
 SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
@@ -197,7 +198,7 @@ class ModeCalls:
     def __init__(self, probe: TaskProbe, mode: Mode, draw_record: DrawRecord):
         self.probe = probe
         self.mode = mode
-        self._layouts = draw_record.places.get(mode.work)
+        self._layouts = draw_record.layouts.get(mode.work)
         self._record = DrawRecord({} if self._layouts is None else {mode.work: self._layouts})
         # If the shapes do not tell whose draws are whose, each sample draws the same.
         self._draws_alike = self._layouts is None or any(

@@ -18,7 +18,8 @@ from trainapp.assembly.resources import Resources
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
-from trainapp.draws import belong_to_samples, install
+from trainapp.draws.leaves import belong_to_samples, install
+from trainapp.draws.record import DrawRecord
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import beside_inputs, inputs_and_targets
@@ -29,7 +30,7 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice, Strategy
-from trainapp.rng import DrawRecord, preserved_rng, seed_everything
+from trainapp.rng import preserved_rng, seed_everything
 from trainapp.state.stateful import Stateful
 from trainapp.techniques import checkpointing, chunked_loss, offload
 from trainapp.techniques.catalogue import Situation, require_suited

@@ -21,12 +21,14 @@ from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
-from trainapp.draws import belong_to_samples
+from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
+from trainapp.draws.leaves import belong_to_samples
+from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import DrawLayout, DrawRecord, RandomDraw, SampleDraws, places_of, topic_of
 from trainapp.units import listed
 
 # By how much the loss may deviate from that of its halves, relative, if rows are read right. Rounding is far below it:
@@ -135,10 +137,10 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
     number_in_half = len(samples.positions("a"))
     draws_of_whole = draws_of["ab"]
     draws_of_half = draws_of["a"]
-    layouts = places_of(draws_of_whole, draws_of_half, number, number_in_half)
-    draw_record.places[mode.work] = layouts
+    layouts = layouts_by_shape(draws_of_whole, draws_of_half, number, number_in_half)
+    draw_record.layouts[mode.work] = layouts
     if len(draws_of_whole) != len(draws_of_half):
-        draw_record.depends["number of draws"] = (
+        draw_record.depends[NUMBER_OF_DRAWS] = (
             f"the forward draws {len(draws_of_whole)} times for {number} samples and {len(draws_of_half)} times for "
             f"{number_in_half}: later draws depend on the micro-batch"
         )
@@ -146,7 +148,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
 
     if all(layout.axis is None for layout in layouts.values()):
         return [], other_draws
-    interleaved = {draw: layout._replace(interleaved=layout.rows > 1) for draw, layout in layouts.items()}
+    interleaved = interleaved_layouts(layouts)
     candidates = [layouts] if interleaved == layouts else [layouts, interleaved]
     return candidates, other_draws
 
@@ -159,7 +161,7 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
         mode: the mode.
         other_draws: what else is drawn, in words.
     """
-    layouts = draw_record.places[mode.work].values()
+    layouts = draw_record.layouts[mode.work].values()
     varying = {_kernel_name(layout) for layout in layouts if layout.varies}
     shared = {_kernel_name(layout) for layout in layouts if layout.axis is None and not layout.varies}
     texts = []
@@ -186,7 +188,7 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
     smallest = min(deviations)
     if not math.isfinite(smallest):
         raise ArithmeticError("the loss is not finite")
-    draw_record.places[mode.work] = candidates[deviations.index(smallest)]
+    draw_record.layouts[mode.work] = candidates[deviations.index(smallest)]
     if smallest > (MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION):
         draw_record.depends[_topic(mode)] = (
             f"the loss of {probe.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from trainapp.assembly.samples import Samples
 from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
-from trainapp.rng import SampleDraws, preserved_rng, seed_from
+from trainapp.rng import preserved_rng, seed_from
 from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful, held_tensors, is_expanded
 from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers, storage_id, strided_parts

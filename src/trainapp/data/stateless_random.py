@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainapp.rng import FACTORS, GAMMA
+from trainapp.draws.splitmix64 import FACTORS, GAMMA
 
 _WORD = 2**64
 _ROUNDS = 8  # of the Feistel network

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.config.schema import Generate
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Output, tensor_of_output
-from trainapp.rng import SampleDraws, seed_from
+from trainapp.rng import seed_from
 
 Decoder = Callable[[Tensor], Tensor]  # next-token logits [B, V] after tokens [B, T], which follow earlier calls'
 

@@ -76,7 +76,8 @@ def write_rows(
         row_file.write(rows)
 
     with contextlib.closing(row_file):
-        session.sizes.autotuner.follow(session.sizes.evaluation)
+        if session.sizes.autotuner is not None:
+            session.sizes.autotuner.follow(session.sizes.evaluation)
         try:
             with session.engine.at(Phase.EVALUATE), as_evaluated(session.engine, mode, work=mode):
                 each_micro_batch(session, fetch_batches(row_file.written), compute, keep)

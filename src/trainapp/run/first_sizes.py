@@ -108,7 +108,8 @@ def initial_sizes(
             listed(changed),
         )
     autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    return Sizes(by_update, evaluation, Autotuner(autotunes), *_recoveries_before(saved, restart))
+    autotuner = Autotuner() if autotunes else None
+    return Sizes(by_update, evaluation, autotuner, *_recoveries_before(saved, restart))
 
 
 def _recoveries_before(saved: Record, restart: Record) -> tuple[int, int]:

@@ -18,8 +18,7 @@ class Autotuner:
     deterministic algorithms, and the first step with a settled size finds no plan.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
         self._is_on: bool | None = None  # None: not set yet
         self._settled: set[int] = set()  # ids of sizes
 
@@ -30,8 +29,6 @@ class Autotuner:
             Whether it is the first work after the sizes have settled, in which algorithms are timed: this may need more
             memory than was validated. Equal on all ranks that share the sizes.
         """
-        if not self.enabled:
-            return False
         is_settled = sizes.search_has_ended and not sizes.is_unvalidated
         if is_settled is not self._is_on:
             self._is_on = is_settled

@@ -25,7 +25,7 @@ class Sizes:
 
     by_update: dict[str, MicroBatchSizes]  # by the update's name, "" for a step's only update
     evaluation: MicroBatchSizes
-    autotuner: Autotuner
+    autotuner: Autotuner | None  # None without CUDA, and where results must be deterministic
     oom_restarts: int  # recoveries from out-of-memory errors since the run began, over all its processes
     recoveries: int  # these, and those from micro-batches with too few samples for the model
 

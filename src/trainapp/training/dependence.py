@@ -1,8 +1,8 @@
 """What depends on the micro-batch although nothing should: found while training, and said once."""
 
+from trainapp.draws.record import PADDING
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
-from trainapp.rng import PADDING
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
 from trainapp.units import listed
@@ -67,7 +67,7 @@ def _root_of(name: str) -> str:
 def _note_shared_draws(session: Session) -> None:
     """Say once which draws have no dimension of the samples, and are therefore the same for all of them."""
     kernels = set()
-    for layouts in session.engine.draw_record.places.values():
+    for layouts in session.engine.draw_record.layouts.values():
         for layout in layouts.values():
             if layout.axis is None and not layout.varies:
                 kernels.add(layout.kernel)

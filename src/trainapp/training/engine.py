@@ -17,14 +17,16 @@ from torch import Tensor
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
-from trainapp.draws import belong_to_samples
+from trainapp.draws.leaves import belong_to_samples
+from trainapp.draws.record import DrawRecord
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, Task, can_be_chunked, evaluate_metrics
 from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy, requires_grad_only
-from trainapp.rng import DrawRecord, SampleDraws, seed_from
+from trainapp.rng import seed_from
 from trainapp.state.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local
 from trainapp.training.phase import Phase, UpdateContext

@@ -81,7 +81,8 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     """Evaluate all samples of one set. Return its metrics by name, and results of stateful metrics. Collective."""
     sizes = session.sizes.evaluation
     current = session.evaluation
-    tunes = session.sizes.autotuner.follow(sizes)
+    autotuner = session.sizes.autotuner
+    tunes = autotuner is not None and autotuner.follow(sizes)
     if current.totals is None:  # skipped on a retry, which may run on one rank only
         # Each rank validates its size on its own batches, whose number differs: agree once.
         session.ranks.enable_votes(any(session.ranks.all_gather_object(tunes or sizes.is_unvalidated)))

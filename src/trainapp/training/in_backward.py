@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import MicroBatch
+from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.optimizers import step_parameter
 from trainapp.optim.precision import gradient_norm, norms_of, scale_gradients
-from trainapp.rng import SampleDraws
 from trainapp.training.engine import Engine, Totals, count_factor
 from trainapp.training.phase import Phase, UpdateContext
 

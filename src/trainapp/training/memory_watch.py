@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from trainapp.data.batch import MicroBatch, elements_in, tensors_in
+from trainapp.draws.record import noted_draws
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.live_tensors import Category
-from trainapp.rng import noted_draws
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session

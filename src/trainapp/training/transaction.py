@@ -34,7 +34,8 @@ def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
                 begin_counting_refused(session)
         with engine.at(Phase.DATA):
             session.ranks.start_flag_exchange(functools.partial(stopping.flags, session))  # overlaps with the step
-            tunes = session.sizes.autotuner.follow(sizes)
+            autotuner = session.sizes.autotuner
+            tunes = autotuner is not None and autotuner.follow(sizes)
             session.ranks.enable_votes(tunes or sizes.is_unvalidated)
             stack.enter_context(watch_step(session, context))
             yield

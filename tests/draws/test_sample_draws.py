@@ -10,22 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainapp.draws import BLOCK, LEAVES, install
-from trainapp.rng import DrawRecord, SampleDraws, places_of
+from trainapp.draws.counter_based import BLOCK
+from trainapp.draws.layout import interleaved_layouts, layouts_by_shape
+from trainapp.draws.leaves import LEAVES
+from trainapp.draws.record import DrawRecord
+from trainapp.draws.sample_draws import SampleDraws
 
 BATCH = 12
 CUTS = ([12], [5, 7], [4, 4, 4], [1] * 12)
 D = torch.distributions
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
 
 
 def pieces(cut):
@@ -40,7 +33,7 @@ def learnt(forward):
     for log, size in zip(logs, (4, 2), strict=True):
         with SampleDraws((0, 0), range(size), DrawRecord(), "train", log):
             forward(torch.arange(size))
-    return DrawRecord({"train": places_of(*logs, 4, 2)})
+    return DrawRecord({"train": layouts_by_shape(*logs, 4, 2)})
 
 
 def drawn(forward, cut, draw_record=None, key=(0, 1)):
@@ -150,8 +143,7 @@ def test_a_draw_is_the_samples_own(kind):
 
 def apart(draw_record):
     """The other layout for all draws with several rows per sample."""
-    places = {number: own._replace(interleaved=own.rows > 1) for number, own in draw_record.places["train"].items()}
-    return DrawRecord({"train": places})
+    return DrawRecord({"train": interleaved_layouts(draw_record.layouts["train"])})
 
 
 def test_every_kernel_that_draws_is_covered():
@@ -219,7 +211,7 @@ def test_padding_changes_nothing_before_it(draw):
         assert not torch.equal(short.flatten(), long.flatten()[: short.numel()]) or short.ndim == 1
 
 
-def test_without_a_ledger_an_axis_of_the_batchs_size_is_that_of_the_samples():
+def test_without_a_record_an_axis_of_the_batchs_size_is_that_of_the_samples():
     """Which is why it is learnt: sequences of twelve, time first, have two such axes."""
 
     def forward(i):
@@ -357,65 +349,3 @@ def test_the_scratch_of_a_draw_has_a_bound(kind, shape):
             peak = max(peak, live)
     rows = math.prod(shape[:-1])
     assert 0 < peak <= 24 * min(target.numel(), BLOCK["cpu"]) + 32 * min(rows, BLOCK["cpu"]) + rows // 2
-
-
-def ks(values, cdf):
-    """Kolmogorov and Smirnov's statistic times sqrt(n); above 1.95 with a probability of 0.001."""
-    ordered = cdf(values.double().flatten().sort().values)
-    steps = torch.arange(ordered.numel() + 1, dtype=torch.float64) / ordered.numel()
-    return max((steps[1:] - ordered).max(), (ordered - steps[:-1]).max()).item() * math.sqrt(ordered.numel())
-
-
-def correlation(first, second):
-    """In standard deviations."""
-    both = torch.stack([first.double().flatten(), second.double().flatten()])
-    return abs(torch.corrcoef(both)[0, 1].item()) * math.sqrt(both.shape[1])
-
-
-def sampled(draw, samples=64, step=1, key=None):
-    with SampleDraws(key or (7, step), range(samples), DrawRecord(), "train"):
-        return draw(samples), draw(samples)
-
-
-CONTINUOUS = {
-    "uniform": (lambda n, d: torch.rand(n, 5000, dtype=d), lambda v: v),
-    "normal": (lambda n, d: torch.randn(n, 5000, dtype=d), torch.special.ndtr),
-    "exponential": (lambda n, d: torch.empty(n, 5000, dtype=d).exponential_(), lambda v: -torch.expm1(-v)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_distributions_are_torchs(name, dtype):
-    draw, cdf = CONTINUOUS[name]
-    first, second = sampled(lambda n: draw(n, dtype))
-    other = sampled(lambda n: draw(n, dtype), step=2)[0]
-    assert ks(first, cdf) < 2
-    assert ks(first[:, 0], cdf) < 2  # over samples
-    assert ks(first[0], cdf) < 2  # within one
-    pairs = {
-        "draws": (first, second),
-        "steps": (first, other),
-        "samples": (first[:-1], first[1:]),
-        "elements": (first[:, :-1], first[:, 1:]),
-        "halves": (first[:, :2500], first[:, 2500:]),  # which Box and Muller pair
-    }
-    assert {pair: correlation(*of) for pair, of in pairs.items() if correlation(*of) > 4} == {}
-    # The same measures find numbers of another distribution, and numbers that repeat.
-    assert ks(first + 0.05, cdf) > 4
-    assert correlation(first, sampled(lambda n: draw(n, dtype))[0]) > 100
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.001])
-def test_probabilities(p):
-    mask = sampled(lambda n: torch.empty(n, 20000).bernoulli_(p))[0]
-    assert abs(mask.mean().item() - p) < 4 * math.sqrt(p * (1 - p) / mask.numel()) + 2**-17
-
-
-def test_frequencies():
-    """Chi squared exceeds 27.9 (9 degrees of freedom) and 16.3 (3) with a probability of 0.001."""
-    counts = sampled(lambda n: torch.randint(0, 10, (n,)), 20000)[0].bincount(minlength=10)
-    assert ((counts - 2000).square() / 2000).sum() < 27.9
-    expected = torch.tensor([0.1, 0.2, 0.3, 0.4]) * 2000
-    counts = sampled(lambda n: torch.multinomial(expected.expand(n, 4), 1), 2000)[0].flatten().bincount(minlength=4)
-    assert ((counts - expected).square() / expected).sum() < 16.3

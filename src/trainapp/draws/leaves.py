@@ -1,0 +1,269 @@
+"""The leaves: the operations of ATen that draw random numbers, replaced by draws that belong to samples.
+
+Every random function of torch (`F.dropout`, `torch.randn_like`, the dropout of attention and `nn.LSTM`,
+`torch.distributions`) ends in a few of them: `uniform_`, `normal_`, `bernoulli_`, `random_` and some rare ones.
+`install` replaces their kernels through `torch.library`, so that calls from C++ are reached, too. Outside of a
+`SampleDraws`, and where a generator is passed, they call torch's own; what draws nothing pays nothing.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainapp.draws import counter_based
+from trainapp.draws.counter_based import BLOCK
+from trainapp.draws.filling import Distribution, fill_by_sample
+from trainapp.draws.layout import DrawLayout, RandomDraw
+from trainapp.draws.record import topic_of
+from trainapp.draws.sample_draws import SampleDraws
+from trainapp.draws.splitmix64 import hashed, signed
+from trainapp.torch_private import draws_numbers
+
+# Computed for all samples at once.
+_DISTRIBUTIONS: dict[str, Distribution] = {
+    "uniform_": counter_based.uniform,
+    "normal_": counter_based.normal,
+    "exponential_": counter_based.exponential,
+    "bernoulli_.float": counter_based.bernoulli,
+    "bernoulli_.Tensor": counter_based.bernoulli,
+    "random_.from": counter_based.integers,
+    "random_.to": counter_based.integers_below,
+}
+# Drawn by torch's own kernel, sample by sample.
+_RARE = (
+    "random_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "rrelu_with_noise",
+    "rrelu_with_noise_",
+    "randperm.generator_out",
+)
+# Computed by other leaves.
+_NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
+_OUT = ("bernoulli.out", "multinomial.out", "rrelu_with_noise.out", *(f"{name}_out" for name in _NORMAL))
+LEAVES = (*_DISTRIBUTIONS, *_RARE, *_NORMAL, *_OUT)
+
+# On CUDA these draw inside of a fused kernel. Dropout is computed by another leaf instead; the others are only noted.
+_DROPOUT = "native_dropout"
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_cudnn_rnn",
+)
+
+
+def belong_to_samples(draws: str, device: torch.device) -> bool:
+    """Return whether with this `train.draws` a forward on the device draws by sample."""
+    return draws == "per_sample" and device.type in BLOCK
+
+
+# --- replacing the kernels
+
+
+class LeafCall(NamedTuple):
+    """A call of a leaf inside of a `SampleDraws`."""
+
+    sample_draws: SampleDraws
+    name: str  # of the operation, such as `bernoulli_.float`
+    torch_kernel: Callable[..., Any]  # torch's own, called with args and kwargs
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@functools.cache
+def install(device_type: str) -> torch.library.Library:
+    """Replace the leaves on this type of device, once per process."""
+    dispatch_key = device_type.upper()
+    names = LEAVES if device_type == "cpu" else (*LEAVES, _DROPOUT, *_FUSED)
+    library = torch.library.Library("aten", "IMPL")
+    for name in names:
+        try:
+            original = torch.library.get_kernel(f"aten::{name}", dispatch_key)
+        except RuntimeError:  # a plan for a GPU that this build of torch does not know, or another version
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            library.impl(name, _leaf(name, original), dispatch_key, with_keyset=True)
+    return library
+
+
+def _leaf(name: str, original: Any) -> Callable[..., Any]:
+    """Return the kernel in place of `original`."""
+    compute = _way_to_compute(name)
+
+    def leaf(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        sample_draws = SampleDraws.active
+        if sample_draws is None or not sample_draws.covers_thread():
+            return original.call_boxed(keyset, *args, **kwargs)
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            sample_draws.draw_record.note("own generator", "the forward draws from a generator of its own")
+            return original.call_boxed(keyset, *args, **kwargs)
+        torch_kernel = functools.partial(original.call_boxed, keyset)
+        return compute(LeafCall(sample_draws, name, torch_kernel, args, kwargs))
+
+    return leaf
+
+
+def _way_to_compute(name: str) -> Callable[[LeafCall], Any]:
+    if name in _NORMAL:
+        return _normal_around
+    if name in _OUT:
+        return _into_out
+    if name == _DROPOUT:
+        return _dropout
+    if name in _FUSED:
+        return _note_fused
+    return _draw
+
+
+# --- the leaves that draw
+
+
+def _draw(call: LeafCall) -> Any:
+    """Draw what belongs to samples sample by sample, and anything else once for all of them."""
+    sample_draws = call.sample_draws
+    target = call.args[0]  # the tensor to fill, or one with a distribution's parameters; `randperm` has none
+    is_tensor = isinstance(target, Tensor)
+    if is_tensor and target.is_complex():
+        return _draw_complex(call)
+    shape = tuple(target.shape) if is_tensor else ()
+    sizes = tuple(value for value in call.args if type(value) is int)
+    draw = RandomDraw(call.name, shape, sizes)
+
+    seed = sample_draws.next_seed()
+    layout = sample_draws.layout_of(seed, draw)
+    if layout.axis is None:
+        return _draw_without_samples(call, draw, layout, seed)
+    if not target.numel():
+        return call.torch_kernel(*call.args, **call.kwargs)
+
+    samples = len(sample_draws.positions)
+    if sample_draws.alike:  # each row is drawn as a sample, whosever it is
+        samples = target.shape[layout.axis]
+        layout = layout._replace(rows=1, interleaved=False)
+    keys = sample_draws.sample_keys(target.device, samples) + signed(hashed(seed))
+    distribution = _DISTRIBUTIONS.get(call.name)
+    is_unbounded = any(value is None for value in call.args)  # `random_(low, None)`: up to the dtype's largest number
+    if distribution is None or is_unbounded:
+        return _draw_one_by_one(call, layout, keys)
+    return fill_by_sample(distribution, target, layout, keys, call.args[1:])
+
+
+def _draw_complex(call: LeafCall) -> Any:
+    """Fill a complex tensor by the draw of its real and imaginary parts."""
+    target: Tensor = call.args[0]
+    if call.name == "uniform_":
+        torch.view_as_real(target).uniform_(*call.args[1:])
+        return target
+    if call.name == "normal_":
+        return _complex_normal(*call.args)
+    return call.torch_kernel(*call.args, **call.kwargs)  # raises: other distributions have no complex numbers
+
+
+def _complex_normal(target: Tensor, mean: complex = 0.0, std: float = 1.0) -> Tensor:
+    torch.view_as_real(target).normal_(0.0, std / math.sqrt(2))  # both parts share the variance
+    return target.add_(mean)
+
+
+def _draw_without_samples(call: LeafCall, draw: RandomDraw, layout: DrawLayout, seed: int) -> Any:
+    """Draw by torch's kernel: the same in all micro-batches or, if the shape varies, other numbers in each, noted."""
+    if layout.varies:
+        seed = hashed(seed, call.sample_draws.positions[0])
+        shown = f"{call.name} of {list(draw.shape or draw.sizes)}"
+        text = f"{shown}: none of its dimensions is that of the samples"
+        call.sample_draws.draw_record.note(topic_of(call.name), text)
+    target = call.args[0] if isinstance(call.args[0], Tensor) else call.kwargs["out"]
+    return _draw_seeded(call, target.device, seed, call.args)
+
+
+def _draw_seeded(call: LeafCall, device: torch.device, seed: int, args: Sequence[Any]) -> Any:
+    """Call torch's kernel with a generator of its own; the leaves that it calls are torch's own, too."""
+    generator = torch.Generator(device).manual_seed(hashed(seed))
+    with SampleDraws.suspended():
+        return call.torch_kernel(*args, **{**call.kwargs, "generator": generator})
+
+
+def _draw_one_by_one(call: LeafCall, layout: DrawLayout, keys: Tensor) -> Tensor:
+    """Call torch's kernel for each sample. Waits for the device, and holds the result twice."""
+    target = call.args[0]
+    is_in_place = call.name.partition(".")[0].endswith("_")
+    written = None  # the index of the argument that the kernel fills
+    if call.name.startswith("rrelu"):
+        written = 1  # the noise, of which the backward has need; the first argument is the input
+    elif is_in_place:
+        written = 0
+
+    results = []
+    args_by_sample = [_split_argument(value, layout, len(keys)) for value in call.args]
+    for key, *sample_args in zip(keys[:, 0].tolist(), *args_by_sample, strict=True):
+        copies = [_contiguous_copy(value) for value in sample_args]
+        results.append(_draw_seeded(call, target.device, key, copies))
+        if written is not None:
+            sample_args[written].copy_(copies[written])
+    if written == 0:
+        return target
+    joined = layout.join(torch.stack(results))
+    return target.copy_(joined) if is_in_place else joined
+
+
+def _split_argument(value: Any, layout: DrawLayout, samples: int) -> Sequence[Any]:
+    """Return each sample's part of an argument: views of a tensor with the draw's layout, else the whole argument."""
+    if isinstance(value, Tensor) and layout.fits_shape(value.shape, samples):
+        return layout.split(value, samples).unbind()
+    return [value] * samples
+
+
+def _contiguous_copy(value: Any) -> Any:
+    """Return a copy of a tensor, and any other value as it is: the order in which a kernel draws may follow strides."""
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+
+
+# --- the leaves that are computed by others
+
+
+def _normal_around(call: LeafCall) -> Tensor:
+    """`torch.normal(mean, std)`, where at least one of them is a tensor."""
+    mean, std = (*call.args, 1.0)[:2]
+    return torch.empty_like(mean + std).normal_().mul_(std).add_(mean)
+
+
+def _into_out(call: LeafCall) -> Tensor:
+    """`out=`, by the operation without it."""
+    base, _, overload = call.name.removesuffix("_out").removesuffix(".out").partition(".")
+    operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+    result = operation(*call.args)
+    out: Tensor = call.kwargs["out"]
+    return out.resize_(result.shape).copy_(result)
+
+
+def _dropout(call: LeafCall) -> Any:
+    """`native_dropout`, by `bernoulli_`: the result and the mask."""
+    inputs, p, train = call.args
+    if train is False or not 0 < p < 1:
+        return call.torch_kernel(inputs, p, train)
+    mask = torch.empty_like(inputs, dtype=torch.bool).bernoulli_(1 - p)
+    return inputs * mask * (1 / (1 - p)), mask
+
+
+def _note_fused(call: LeafCall) -> Any:
+    """Call torch's kernel, and note that it draws."""
+    operation = getattr(torch.ops.aten, call.name).default
+    if draws_numbers(operation, call.args, call.kwargs):
+        draw_record = call.sample_draws.draw_record
+        draw_record.draws = True
+        name = call.name.strip("_")
+        text = f"{name} draws inside a fused kernel, by micro-batch; see `sdpa_kernel` of torch"
+        draw_record.note(call.name, text)
+    return call.torch_kernel(*call.args, **call.kwargs)
