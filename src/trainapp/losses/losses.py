@@ -392,12 +392,14 @@ def call_model(model: nn.Module, batch: Any, output: Output = None) -> Any:
 
     output: the part of it that has been chosen, if any. The model may then return a loss as well, and is given the
     targets where its forward has an optional parameter of that name: without them, nanoGPT returns the logits of the
-    last position alone.
+    last position alone. Its loss is dropped, so class 0 stands there for ignored targets: models that compute a loss
+    disagree on the number for them (minGPT's is -1), and fail with another one.
     """
     options = beside_inputs(model, batch)
     targets = part_of(batch, "targets")
     if output is not None and targets is not None and _takes_optional_targets(type(model).forward):
-        options["targets"] = targets
+        is_class = not (targets.is_floating_point() or targets.is_complex())
+        options["targets"] = targets.clamp(min=0) if is_class else targets
     return model(part_of(batch, "inputs"), **options)
 
 
