@@ -92,6 +92,7 @@ def _run_session(
         if carried is None:
             _print_recipe(session)
             warn_of_padding(session)
+            events.warn_of_unknown_epochs(session)
         try:
             carried_over = _run_with_retries(session)
         except Interrupted:  # at once, since nothing is lost
