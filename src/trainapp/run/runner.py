@@ -216,6 +216,7 @@ def run_until_oom(session: Session) -> OomReport | None:
             return describe(session, error, has_too_few=True)
         if model_errors.rejects_larger_size(session, error):
             return describe(session, error, rejects_size=True)
+        model_errors.note_evaluation(session, error)
         raise
 
 
