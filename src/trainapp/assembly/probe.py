@@ -163,8 +163,15 @@ class TaskProbe:
     def _sums_of(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """Return the metrics, and why there are none; the first logged step raises the error again."""
         try:
-            sums = evaluate_metrics(metrics, self._stateful_metrics)
-            return {name: float(value) for name, value in sums.items()}, ""
+            sums: dict[str, float] = {}
+            for name, value in evaluate_metrics(metrics, self._stateful_metrics).items():
+                if isinstance(value, tuple):
+                    metric_sum, count = value
+                    sums[name] = float(metric_sum)
+                    sums[f"{name} (its count)"] = float(count)
+                else:
+                    sums[name] = float(value)
+            return sums, ""
         except Exception as error:
             return {}, summary_of(error)
 
