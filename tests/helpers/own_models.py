@@ -80,6 +80,18 @@ class Grouped(nn.Module):
         return self.head(self.layer(inputs.flatten(1)).relu())
 
 
+class GroupedAlways(Grouped):
+    """The same in evaluation, with groups of any size."""
+
+    def __init__(self, num_classes: int, group: int):
+        super().__init__(num_classes)
+        self.group = group
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert len(inputs) % self.group == 0, f"Batch size should be a multiple of {self.group}"
+        return self.head(self.layer(inputs.flatten(1)).relu())
+
+
 class NormedPair(NormedPoint):
     """The same, which declares it."""
 
@@ -195,3 +207,10 @@ class Hungry(nn.Module):
         for block in self.blocks_:
             features = block(features)
         return self.last(features)
+
+
+def fails_in_evaluation(model: nn.Module, batch: dict[str, Tensor]) -> tuple:
+    """A task with a mistake of its own."""
+    logits = model(batch["inputs"])
+    loss = nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss, len(logits) // int(model.training), {}

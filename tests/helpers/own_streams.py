@@ -55,6 +55,14 @@ class Stateful(Plain):
         self.start = state["position"]
 
 
+class Endless(Plain):
+    """Training data has no end."""
+
+    def __iter__(self):
+        numbers = itertools.count() if self.samples == 50 else self.numbers
+        return map(self.sample, numbers)
+
+
 class Sharded(Stateful):
     """Can be read in shards."""
 

@@ -301,3 +301,21 @@ class InAList(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers[0](inputs.flatten(1))
+
+
+def of_sequences(model: nn.Module, batch: Any, pair: str = "sum") -> Any:
+    """The loss of tokens, with a metric of sequences: the share of right tokens in each. `pair`: what its second is."""
+    logits = model(batch["inputs"])
+    is_right = logits.argmax(-1) == batch["targets"]
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    share = is_right.double().mean(1).sum()
+    number = {"sum": len(logits), "one": 1}.get(pair)
+    metrics = {"accuracy": is_right.sum(), "share": share if number is None else (share, number)}
+    return loss, is_right.numel(), metrics | {"called": lambda: (share, torch.tensor(float(len(logits))))}
+
+
+def sums_of_sums(model: nn.Module, batch: Any) -> Any:
+    """The loss of tokens, with a metric that is summed over the tokens of each sequence first."""
+    loss, count, _ = of_sequences(model, batch)
+    is_right = model(batch["inputs"]).argmax(-1) == batch["targets"]
+    return loss, count, {"accuracy": is_right.sum(1).sum().float()}

@@ -3,6 +3,7 @@
 Each result depends on what was changed, and what is changed depends on how often the forward ran.
 """
 
+import itertools
 import random
 from collections import deque
 
@@ -300,3 +301,41 @@ class Failing:
         if self.left[0] == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return loss, len(logits), {}
+
+
+class Columns:
+    """A stream of the first time step of each sequence, then the second, and so on: a number and the sum so far."""
+
+    def __init__(self, split: str, columns: int = 6, val_columns: int = 3, steps: int = 8):
+        columns = columns if split == "train" else val_columns
+        self.numbers = torch.randn(steps, columns, generator=torch.Generator().manual_seed(columns))
+
+    def __iter__(self):
+        sums = self.numbers.cumsum(0)
+        for step, column in itertools.product(*map(range, self.numbers.shape)):
+            sample = {"inputs": self.numbers[step, column], "targets": sums[step, column]}
+            yield {**sample, "column": column, "first": step == 0}
+
+
+class Sums(nn.Module):
+    """Adds up the numbers of each sequence, in a state with a row for each: once trained, or with a scale of 1."""
+
+    per_sample_buffers = ("hidden",)
+
+    def __init__(self, columns: int = 6, width: int = 2, carries: bool = True):
+        super().__init__()
+        self.register_buffer("hidden", torch.zeros(width, columns))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.carries = carries
+
+    def forward(self, inputs: Tensor, column: Tensor, first: Tensor) -> Tensor:
+        before = self.hidden[:, column].masked_fill(first, 0.0)
+        hidden = before + self.scale * inputs
+        if self.carries or self.training:
+            self.hidden[:, column] = hidden.detach()
+        return hidden[0]
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    outputs = model(batch["inputs"], batch["column"], batch["first"])
+    return (outputs - batch["targets"]).square().sum(), len(outputs), {}

@@ -158,3 +158,27 @@ def test_a_larger_size_that_the_model_cannot_run_is_left(tmp_path, caplog):
     assert recorded.result.steps == 8
     replay = Recorded(tiny(tmp_path / "replay", *GROUPED, schedule=recorded.result.micro_schedule, changes=changes))
     assert runs.differences(recorded.record(), replay.record()) == []
+
+
+EVALUATED = (
+    *runs.own_model("own_models.GroupedAlways"),
+    *("data=digits", "user_packages=[own_models]", "every.eval=2", "train.check_loss=false", "batch.global_size=16"),
+)
+
+
+@pytest.mark.parametrize(("group", "size", "samples"), [(8, "12", 12), (16, "auto", 8)])
+def test_a_number_of_samples_that_the_model_refuses_in_evaluation_is_named(tmp_path, group, size, samples):
+    """Of the first micro-batch, or of the rest: 360 digits by 32 leave 8."""
+    with pytest.raises(AssertionError, match="Batch size should be a multiple") as caught:
+        runs.run(tmp_path, *EVALUATED, f"+model.group={group}", f"batch.eval_micro_size={size}")
+    (note,) = [note for note in caught.value.__notes__ if "evaluation" in note]
+    assert note.startswith(f"in an evaluation micro-batch of {samples} samples (batch.eval_micro_size={size}, batch.gl")
+    assert "set batch.eval_micro_size to one that divides the number of samples" in note
+
+
+def test_an_error_of_an_evaluation_in_the_size_of_training_is_not_for_its_number(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught:
+        runs.run(
+            tmp_path, *EVALUATED, "+model.group=8", "batch.eval_micro_size=16", "task=own_models.fails_in_evaluation"
+        )
+    assert not any("evaluation" in note for note in caught.value.__notes__)

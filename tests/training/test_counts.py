@@ -165,3 +165,12 @@ def test_a_metric_is_averaged_over_the_batches_that_have_it():
     totals = totals.plus(torch.tensor(6.0), 4, {"always": torch.tensor(5.0), "later": torch.tensor(1.0)})
     totals = totals.plus(torch.tensor(9.0), 8, {"always": torch.tensor(8.0), "later": torch.tensor(5.0)}, real=False)
     assert totals.means() == {"loss": 2.0, "always": 1.0, "first": 0.5, "later": 0.25}
+
+
+def test_a_metric_with_a_count_of_its_own_is_divided_by_it():
+    """Also where it equals the loss's for a while."""
+    two, six = torch.tensor(2.0), torch.tensor(6.0)
+    totals = Totals()
+    totals = totals.plus(six, 2, {"own": (two, torch.tensor(2)), "shared": two})
+    totals = totals.plus(six, 4, {"own": (six, torch.tensor(2)), "shared": two})
+    assert totals.means() == {"loss": 2.0, "own": 2.0, "shared": pytest.approx(4 / 6)}

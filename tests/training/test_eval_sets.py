@@ -119,3 +119,46 @@ def test_the_first_one_stays_the_objective(tmp_path):
     assert runs.run(tmp_path, *MLP, *alone, SHIFTED, TRAIN_SPLIT).steps == 4
     ended = runs.run(tmp_path, *MLP, *alone, SHIFTED, "train.max_steps=6")
     assert ended.steps == 6
+
+
+RECURRENT = (
+    *runs.own_model("writing_models.Sums"),
+    *("data={_target_: writing_models.Columns}", "task=writing_models.squares", "user_packages=[writing_models]"),
+    *("batch.global_size=6", "every.eval=2", "train.check_loss=false", "objective=min loss"),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "rows"),
+    [
+        (("batch.eval_micro_size=auto",), 6, 3),
+        (("batch.eval_micro_size=5",), 5, 3),
+        (("+data.val_columns=1",), 6, 1),
+        (("+model.width=6",), 6, 3),  # the number of hidden units is that of columns
+    ],
+)
+def test_a_micro_batch_never_has_two_time_steps_of_a_sequence(tmp_path, caplog, settings, samples, rows):
+    """Validation has fewer sequences than training: with a row for each, the state would be carried wrongly."""
+    runs.run(tmp_path / "found", *RECURRENT, *settings)
+    said = [text for text in caplog.messages if "per_sample_buffers" in text and "eval_micro_size" in text]
+    caplog.clear()
+    one_by_one = [text for text in settings if "eval_micro_size" not in text]
+    runs.run(tmp_path / "set", *RECURRENT, *one_by_one, "batch.eval_micro_size=1")
+    found, known = helpers.evaluations(tmp_path / "found"), helpers.evaluations(tmp_path / "set")
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in known], rel=1e-5)
+    (text,) = said
+    assert f"the first {samples} samples of the evaluation write to {rows} rows of model.hidden" in text
+    assert text.endswith(f"as batch.eval_micro_size={rows} asks")
+    assert "eval_micro_size" not in caplog.text
+    assert helpers.metrics(tmp_path / "found")[-1]["batch/eval_micro_size"] == rows
+
+
+@pytest.mark.parametrize(
+    "settings", [("+data.val_columns=6",), ("+model.carries=false",), ("batch.eval_micro_size=3",)]
+)
+def test_samples_of_different_sequences_share_a_micro_batch(tmp_path, caplog, settings):
+    """Or a model that carries no state in evaluation."""
+    runs.run(tmp_path, *RECURRENT, *settings)
+    assert "rows of model.hidden" not in caplog.text
+    size = 3 if "batch.eval_micro_size=3" in settings else 6
+    assert helpers.metrics(tmp_path)[-1]["batch/eval_micro_size"] == size

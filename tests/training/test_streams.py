@@ -62,6 +62,34 @@ def test_evaluation_and_checkpoints_follow_the_epochs(tmp_path):
     assert ended.samples == 50 + 50 + 16
 
 
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_intervals_that_an_endless_stream_never_completes_are_named_at_the_start(tmp_path, caplog):
+    """Nothing is evaluated or saved before the end of the run, silently until now."""
+    runs.run(tmp_path, *of("Endless", "every.eval=1 epochs", "every.save=1 epochs", "checkpointing.keep_last=9"))
+    assert [line["step"] for line in helpers.evaluations(tmp_path)] == [9]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000009"]
+    (text,) = [text for text in warnings_of(caplog) if "epoch" in text]
+    assert text.startswith("every.eval=1 epochs, every.save=1 epochs: data=own_streams.Endless is a stream, ")
+    assert "longer than train.max_steps=9, this is due only at the run's end: set every.eval and every.save in" in text
+
+
+@pytest.mark.parametrize("overrides", [("every.eval=10 percent", "every.save=10 samples"), ("every.save=null",)])
+def test_other_intervals_of_a_stream_need_no_warning(tmp_path, caplog, overrides):
+    runs.run(tmp_path, *of("Endless", *overrides))
+    assert not any("epoch" in text for text in warnings_of(caplog))
+
+
+def test_a_stream_that_has_completed_an_epoch_needs_no_warning(tmp_path, caplog):
+    overrides = of("Stateful", "every.save=1 epochs")
+    runs.run_until(tmp_path, 5, *overrides).close()
+    caplog.clear()
+    runs.run(tmp_path, *overrides)
+    assert not any("whose epoch ends" in text for text in warnings_of(caplog))
+
+
 def test_reading_a_stream_counts_as_waiting_for_data(tmp_path):
     """On the old code `data_wait` was 0."""
     runs.run(tmp_path, *of("Slow", "train.max_steps=3", "every.log=3"))

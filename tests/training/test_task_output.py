@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import helpers
 import pytest
 import runs
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -277,3 +278,50 @@ def test_in_a_sweep_by_the_command_line(tmp_path):
     again = helpers.run_cli("rerun", "sweep/1", "train.seed=1", "hydra.run.dir=again", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "output: 1" in (tmp_path / "again/.hydra/config.yaml").read_text()
+
+
+class Masked:
+    """As minGPT's task of sorting: the first half of each sequence is only read, not predicted."""
+
+    task = "next_token"
+    in_memory = True
+
+    def __init__(self, split: str, ignored: int = -100, vocab_size: int = 5, length: int = 8):
+        self.spec = {"vocab_size": vocab_size, "context_length": length}
+        self.ignored = ignored
+        self.tokens = torch.randint(vocab_size, (24, length + 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        targets = self.tokens[index, 1:].clone()
+        targets[: len(targets) // 2 - index % 3] = self.ignored
+        return {"inputs": self.tokens[index, :-1], "targets": targets}
+
+
+MASKED = (
+    *runs.own_model("test_task_output.NanoGPT"),
+    *("data={_target_: test_task_output.Masked}", PACKAGES, "task.output=0", "every.eval=2", "optimizer.lr=0.01"),
+)
+
+
+def masked_loss(model: nn.Module, batch: Any) -> Any:
+    """The loss that `next_token` should have with `Masked`."""
+    logits, _ = model(batch["inputs"], batch["targets"].clamp(min=0))
+    is_counted = batch["targets"] != -100
+    loss = F.cross_entropy(logits[is_counted], batch["targets"][is_counted], reduction="sum")
+    return loss, is_counted.sum(), {}
+
+
+@pytest.mark.parametrize("micro_size", ["auto", "5"])
+def test_a_model_whose_own_loss_ignores_another_target(tmp_path, micro_size):
+    runs.run(tmp_path / "run", *MASKED, f"batch.micro_size={micro_size}")
+    own = [text for text in MASKED if not text.startswith("task")]
+    runs.run(tmp_path / "own", *own, "task=test_task_output.masked_loss")
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "own"), rel=1e-5)
+
+
+def test_ignored_targets_of_another_value_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"^task=next_token: a target is -1, .* write -100 for what is ignored"):
+        runs.run(tmp_path, *MASKED, "data.ignored=-1")

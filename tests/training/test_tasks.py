@@ -49,6 +49,51 @@ def test_metrics_may_be_plain_numbers(tmp_path):
     assert metrics(tmp_path)[-1]["a_bool"] == pytest.approx(3 / 16)  # once per micro-batch
 
 
+SEQUENCES = ("model=gpt", "model.width=16", "model.depth=1", "data=text", "data.context_length=16", PACKAGES)
+SEQUENCES = (*SEQUENCES, "every.eval=4", "optimizer.lr=0.01")
+
+
+@pytest.mark.parametrize("size", [5, 16])
+def test_a_metric_of_samples_beside_a_loss_of_tokens_has_a_count_of_its_own(tmp_path, size):
+    """All sequences have one length: the mean of their accuracies is that of all tokens."""
+    runs.run(tmp_path, *SEQUENCES, "task=own_tasks.of_sequences", f"batch.micro_size={size}", "train.max_steps=4")
+    for line in (metrics(tmp_path)[-1], evaluations(tmp_path)[-1]):
+        assert line["accuracy"] > 0.01
+        assert (line["share"], line["called"]) == pytest.approx((line["accuracy"], line["accuracy"]), rel=1e-6)
+
+
+def test_a_metrics_own_count_must_add_up(tmp_path):
+    text = runs.refusal(tmp_path, *SEQUENCES, "task={_target_: own_tasks.of_sequences, pair: one}")
+    assert "own_tasks.of_sequences: the metric share (its count) is a mean, but a sum is required" in text
+
+
+def warned(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in texts if "sums one value per sample" in text]
+
+
+def test_a_metric_of_samples_that_is_divided_by_tokens_is_named(tmp_path, caplog):
+    """Sums add up over samples whatever they are divided by: such a metric was too small, silently."""
+    run = runs.closed(tmp_path, *SEQUENCES, "task={_target_: own_tasks.of_sequences, pair: none}")
+    (text,) = warned(caplog)
+    assert text.startswith("task=own_tasks.of_sequences: the metric share sums one value per sample, but is divided by")
+    assert "which is 64 for 4 samples" in text
+    assert all(text.startswith("adds up over 4 samples") for name, text in run.checks.items() if "loss" in name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*SEQUENCES, "task=own_tasks.of_sequences"),  # with its own count; beside it, the accuracy of tokens
+        (*SEQUENCES, "task=own_tasks.sums_of_sums"),
+        (*MLP, "task=own_tasks.total"),
+    ],
+)
+def test_other_metrics_need_no_warning(tmp_path, caplog, overrides):
+    runs.closed(tmp_path, *overrides)
+    assert warned(caplog) == []
+
+
 REFUSED = {  # results in a wrong form: test_loss_check.py
     "own_tasks.detached": r"task=own_tasks\.detached: its loss requires no gradient",
     "own_tasks.with_parameters": r"the loss depends on 1 parameters that are not among model\.parameters\(\) .*\[1\]",

@@ -11,7 +11,8 @@ is repeated. (That changes small terms of pairs and unbiased variances, too: tho
 The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
 Metrics are checked as strictly, since an objective may be one: in fp64, to near rounding. One that does not add up is
-recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out.
+recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out. One of a
+value per sample beside a count of tokens adds up, too: two observed calls show what was summed, and a warning names it.
 
 Where a batch is more than its halves joined, mostly because it is padded, it is also compared with its halves as
 training makes them (`assembly.samples`). A count that includes padding is refused. A loss or metric that depends on the
@@ -23,6 +24,7 @@ up. A stream's samples are read once, and kept for training. What was compared, 
 """
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,10 +43,11 @@ from trainapp.data.stream_reader import is_stream
 from trainapp.draws.record import PADDING, DrawRecord, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import UserError, summary_of
-from trainapp.losses.losses import has_embeddings, needs_whole_batch
+from trainapp.losses.losses import has_embeddings, is_built_in, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.units import listed
 
+log = logging.getLogger(__name__)
 SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
 # Standard deviation of what is added to the parameters of copies. Initial weights are about as large: layers that begin
 # at zero then count, while the others still compute something like themselves.
@@ -63,6 +66,7 @@ class Outcome(NamedTuple):
     text: str  # what was compared, or why not
     is_compared: bool = True
     dependence: str = ""  # the message about what depends on the micro-batch
+    divisor: str = ""  # the warning about metrics of samples that are divided by a count of something else
     # For a batch and its halves as training makes them, see `Samples.cut`; None where `text` tells it, or where there
     # is nothing to tell.
     cut: "Outcome | None" = None
@@ -74,6 +78,7 @@ def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: R
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
     compared_modes = []
+    divisors: list[str] = []
     for mode in modes_of(resources):
         reason = _reason_to_skip(config, resources, model, mode)
         if reason:
@@ -86,9 +91,12 @@ def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: R
         outcome = _compare_mode(config, resources, model, mode, draw_record)
         outcomes: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
         _note_outcomes(outcomes, mode.check_name("loss"), mode, resources, draw_record)
+        divisors.extend(outcome.divisor for outcome in outcomes if outcome.divisor)
         cut_outcomes = [outcome.cut for outcome in outcomes if outcome.cut is not None]
         if cut_outcomes:
             _note_outcomes(cut_outcomes, mode.check_name("padding"), mode, resources, draw_record)
+    for text in dict.fromkeys(divisors):
+        log.warning("%s", text)
     if resources.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -258,7 +266,7 @@ def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
         problem, reason = _compare_unequal_parts(call, results["ab"])
         if reason:
             text += f"; in halves alone: {reason}"
-        return Outcome(problem, text)
+        return Outcome(problem, text, divisor=_metrics_of_samples(call, results))
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
@@ -274,6 +282,30 @@ def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
         rounded = call.with_other_rounding("ab")
         comparison = comparison._replace(rounded=tuple(sums.metrics for sums in rounded))
     return Outcome(comparison.problem(mode.task.setting, mode.training), comparison.compared())
+
+
+def _metrics_of_samples(call: ModeCalls, results: Results) -> str:
+    """Return the warning about metrics that sum one value per sample, while the count is of something else, such as
+    tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
+    """
+    task = call.mode.task
+    names = set(results["ab"].metrics)
+    for batch_name in ("ab", "a"):
+        samples = len(call.probe.samples.positions(batch_name))
+        count = results[batch_name].divisor
+        may_count_tokens = count > samples and count.is_integer()  # others are sums of weights
+        if not names or not may_count_tokens or is_built_in(task):
+            return ""
+        observer = Observer()
+        call(batch_name, observer)
+        names = {name for name in names if observer.summands_of_metrics.get(name) == samples}
+    if not names:
+        return ""
+    return (
+        f"{task.setting}: the metric {listed(sorted(names))} sums one value per sample, but is divided by the count, "
+        f"which is {results['ab'].divisor:g} for {call.probe.samples.number} samples. If its mean over samples is "
+        "meant, return a tuple of this sum and its own count, such as (exact.sum(), len(exact))"
+    )
 
 
 def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> tuple[str | None, str]:

@@ -130,7 +130,7 @@ class TaskProbe:
                         dispatch_mode.writes = self.snapshot.changed()
                         dispatch_mode.epsilon_of_loss = dispatch_mode.epsilon
                     with dispatch_mode or contextlib.nullcontext():  # again: functions among the metrics compute now
-                        metric_sums, metrics_error = self._sums_of(metrics)
+                        metric_sums, metrics_error = self._sums_of(metrics, dispatch_mode)
                 drew_outside_torch = states_before != self._generator_states()
                 return Sums(_as_number(loss), _as_number(count), metric_sums, drew_outside_torch, metrics_error)
         finally:
@@ -161,11 +161,22 @@ class TaskProbe:
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
 
-    def _sums_of(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    def _sums_of(
+        self, metrics: Mapping[str, Any], dispatch_mode: "Observer | RandomRounding | None"
+    ) -> tuple[dict[str, float], str]:
         """Return the metrics, and why there are none; the first logged step raises the error again."""
         try:
-            sums = evaluate_metrics(metrics, self._stateful_metrics)
-            return {name: float(value) for name, value in sums.items()}, ""
+            sums: dict[str, float] = {}
+            for name, value in evaluate_metrics(metrics, self._stateful_metrics).items():
+                if isinstance(value, tuple):
+                    metric_sum, count = value
+                    sums[name] = float(metric_sum)
+                    sums[f"{name} (its count)"] = float(count)
+                    continue
+                sums[name] = float(value)
+                if isinstance(dispatch_mode, Observer):
+                    dispatch_mode.summands_of_metrics[name] = dispatch_mode.summands_of(value)
+            return sums, ""
         except Exception as error:
             return {}, summary_of(error)
 
@@ -195,6 +206,9 @@ class Observer(DispatchMode):
         self.epsilon = 0.0
         self.epsilon_of_loss = 0.0  # the same before the metrics were computed
         self.writes: list[str] = []  # what the call has changed of the model's or the task's state
+        self.summands_of_metrics: dict[str, int] = {}  # by name; 0 if unknown
+        # Sums, with the number of their summands, by id: tensors, so that no other one gets the id.
+        self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -202,7 +216,17 @@ class Observer(DispatchMode):
         for tensor in tensors_in(result):
             if tensor.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
+            summed = args[0]
+            is_sum = func.overloadpacket is torch.ops.aten.sum
+            if is_sum or result.ndim == summed.ndim == 0:  # a cast of a sum is one
+                self._sums[id(result)] = (result, self.summands_of(summed) or summed.numel())
         return result
+
+    def summands_of(self, tensor: Tensor) -> int:
+        """Return the number of elements that were added up to this sum; 0 if it is none, or not seen."""
+        _, number = self._sums.get(id(tensor), (None, 0))
+        return number
 
 
 class RandomRounding(DispatchMode):

@@ -3,8 +3,9 @@
 loss_sum is a sum over samples or tokens (a scalar tensor), and count their number or the sum of their weights (a
 number, or a scalar tensor if padding determines it). The loop divides by the true count of the whole optimizer step, so
 uneven micro-batches and padding are weighted correctly. metrics maps a name to a sum over the same count (a scalar
-tensor or a number), or to a function that computes it, which is called only for logged steps and in evaluation. A
-metric that only some micro-batches or ranks have is averaged over their count.
+tensor or a number), to a pair of a sum and its own count, such as that of samples beside a loss of tokens, or to a
+function that computes one of them, which is called only for logged steps and in evaluation. A metric that only some
+micro-batches or ranks have is averaged over their count.
 
 For stateful metrics, configured by `metrics.NAME`, `metrics` also holds the arguments of their `update`, under their
 names or under EVERY for all of them: see `hooks/metrics.py`.
@@ -32,6 +33,7 @@ from trainapp.tracking.scalars import MACHINE_SCALARS, STEP_SCALARS
 from trainapp.units import listed
 
 Metrics = Mapping[str, Any]  # sums: scalar tensors, numbers, or functions of no arguments; or arguments of an `update`
+MetricSum = Tensor | tuple[Tensor, Tensor]  # a metric's sum, over the loss's count or over its own
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
@@ -268,8 +270,8 @@ def needs_whole_batch(task: Any) -> bool:
 RESERVED = STEP_SCALARS | MACHINE_SCALARS  # names that a metric cannot have
 
 
-def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the metrics' sums as scalar tensors; metrics given as functions are called.
+def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, MetricSum]:
+    """Return the metrics' sums as scalar tensors, or as pairs of sum and count; metrics given as functions are called.
 
     Raises UserError for other values, and for a name that the log itself uses.
 
@@ -282,11 +284,18 @@ def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[s
         raise UserError(
             f"task: a metric cannot be called {reserved[0]}, which the log itself records; choose another name"
         )
-    sums = {}
+    sums: dict[str, MetricSum] = {}
     with torch.no_grad():
         for name, value in metrics.items():
-            if name != EVERY and name not in stateful:
-                sums[name] = _metric_sum(name, value() if callable(value) else value)
+            if name == EVERY or name in stateful:
+                continue
+            if callable(value):
+                value = value()
+            if isinstance(value, tuple) and len(value) == 2:
+                metric_sum, count = value
+                sums[name] = (_metric_sum(name, metric_sum), _metric_sum(name, count))
+            else:
+                sums[name] = _metric_sum(name, value)
     return sums
 
 
@@ -299,8 +308,8 @@ def _metric_sum(name: str, value: Any) -> Tensor:
             tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if not isinstance(tensor, Tensor) or tensor.ndim:
         raise UserError(
-            f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, but is "
-            f"{form_of(value)}; return its .sum()"
+            f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, or a tuple "
+            f"of this sum and its own count, but is {form_of(value)}; return its .sum()"
         )
     return tensor.detach()
 
@@ -392,12 +401,14 @@ def call_model(model: nn.Module, batch: Any, output: Output = None) -> Any:
 
     output: the part of it that has been chosen, if any. The model may then return a loss as well, and is given the
     targets where its forward has an optional parameter of that name: without them, nanoGPT returns the logits of the
-    last position alone.
+    last position alone. Its loss is dropped, so class 0 stands there for ignored targets: models that compute a loss
+    disagree on the number for them (minGPT's is -1), and fail with another one.
     """
     options = beside_inputs(model, batch)
     targets = part_of(batch, "targets")
     if output is not None and targets is not None and _takes_optional_targets(type(model).forward):
-        options["targets"] = targets
+        is_class = not (targets.is_floating_point() or targets.is_complex())
+        options["targets"] = targets.clamp(min=0) if is_class else targets
     return model(part_of(batch, "inputs"), **options)
 
 

@@ -48,13 +48,43 @@ def per_sample_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
 
     modules: the outermost ones, by the first part of their buffers' names.
     """
-    names = set()
+    return {name for name, _, _ in _per_sample_attributes(modules)}
+
+
+def per_sample_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the values of the `per_sample_buffers` that are single tensors, by their full names."""
+    tensors = {}
+    for name, module, attribute in _per_sample_attributes(modules):
+        value = getattr(module, attribute, None)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    return tensors
+
+
+def _per_sample_attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the full name of each of the `per_sample_buffers`, its module and its name there."""
     for root, top in modules.items():
         for path, module in top.named_modules():
             declared = getattr(module, "per_sample_buffers", ())
             prefix = f"{root}.{path}" if path else root
-            names |= {f"{prefix}.{name}" for name in ([declared] if isinstance(declared, str) else declared)}
-    return names
+            for attribute in [declared] if isinstance(declared, str) else declared:
+                yield f"{prefix}.{attribute}", module, attribute
+
+
+def rows_written(before: Tensor, after: Tensor, rows: Collection[int]) -> int:
+    """Return the number of rows of a tensor that have changed. Waits for the device.
+
+    0: none has, the tensor has another shape now, or no dimension has one of these numbers of `rows`; if several have,
+    the smallest number that changed in one of them.
+    """
+    if before.shape != after.shape:
+        return 0
+    is_changed = before != after
+    numbers = []
+    for dim, size in enumerate(is_changed.shape):
+        if size in rows:
+            numbers.append(int(is_changed.movedim(dim, 0).flatten(1).any(1).sum()))
+    return min(numbers, default=0)
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:

@@ -1,5 +1,9 @@
 """Errors of the model that another number of samples in the micro-batch may avoid."""
 
+from traceback import walk_tb
+
+from torch import nn
+
 from trainapp.errors import add_note
 from trainapp.models.inspect import batchnorms
 from trainapp.training.phase import Phase
@@ -33,6 +37,25 @@ def rejects_larger_size(session: Session, error: Exception) -> bool:
     Call while the error is handled. An error that comes again with the validated size is the user's.
     """
     return _is_of_model(session, error) and session.sizes.train.tries_larger_size and _device_works(session)
+
+
+def note_evaluation(session: Session, error: Exception) -> None:
+    """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module,
+    in a number that no step has trained. Call while the error is handled.
+    """
+    samples = session.sizes.evaluation.current.samples
+    is_of_module = any(isinstance(frame.f_locals.get("self"), nn.Module) for frame, _ in walk_tb(error.__traceback__))
+    if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS) or not is_of_module:
+        return
+    if samples in session.sizes.train.sizes_in_force.values():
+        return
+    settings = session.config.batch
+    add_note(
+        error,
+        f"in an evaluation micro-batch of {samples} samples (batch.eval_micro_size={settings.eval_micro_size}, "
+        f"batch.global_size={settings.global_size}): if the model takes other numbers only, set batch.eval_micro_size "
+        "to one that divides the number of samples in the evaluation set; the rest of a division is a smaller one",
+    )
 
 
 def _is_of_model(session: Session, error: Exception) -> bool:

@@ -93,6 +93,7 @@ def _run_session(
         if carried is None:
             _print_recipe(session)
             warn_of_padding(session)
+            events.warn_of_unknown_epochs(session)
         try:
             carried_over = _run_with_retries(session)
         except Interrupted:  # at once, since nothing is lost
@@ -218,6 +219,7 @@ def run_until_oom(session: Session) -> Failure | None:
             return describe(session, error, has_too_few=True)
         if model_errors.rejects_larger_size(session, error):
             return describe(session, error, rejects_size=True)
+        model_errors.note_evaluation(session, error)
         raise
 
 

@@ -230,6 +230,12 @@ class MicroBatchSizes:
             if search.smallest_failing is None or size < search.smallest_failing:
                 search.try_size(max(search.smallest, size))
 
+    def limit(self, size: int) -> None:
+        """Let no micro-batch of any shape have more samples than this."""
+        self._forget_attempt()
+        self.start = min(self.start, size)
+        self.searches = {}
+
     def record(self, batch_number: int) -> bool:
         """Record the sizes of a finished attempt, once the ranks have exchanged them. Return whether they changed."""
         last_recorded = next(reversed(self.sizes_by_batch.values()), None)

@@ -21,7 +21,7 @@ from trainapp.draws.leaves import belong_to_samples
 from trainapp.draws.record import DrawRecord
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.losses.losses import Metrics, Task, can_be_chunked, evaluate_metrics
+from trainapp.losses.losses import Metrics, MetricSum, Task, can_be_chunked, evaluate_metrics
 from trainapp.models.inspect import checked_gradients
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -48,9 +48,11 @@ class Totals:
     samples: int = 0
 
     def plus(
-        self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
+        self, loss: Tensor, count: Number, metrics: Mapping[str, MetricSum], samples: int = 0, real: bool = True
     ) -> "Totals":
-        """Return these totals plus a micro-batch's; a dummy (`real=False`) adds nothing."""
+        """Return these totals plus a micro-batch's; a dummy (`real=False`) adds nothing. metrics: see
+        `evaluate_metrics`.
+        """
         if not real:
             return self
         new_loss = _summand(loss)
@@ -62,9 +64,14 @@ class Totals:
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))
-            # If all micro-batches so far have the metric, reuse the loss's count: saves an operation each.
-            denominator = new_count if denominator is self.count else denominator + count
-            added[name] = (total + _summand(value), denominator)
+            if isinstance(value, tuple):
+                metric_sum, own_count = value
+                denominator = denominator + _summand(own_count)
+            else:
+                metric_sum = value
+                # If all micro-batches so far have the metric, reuse the loss's count: saves an operation each.
+                denominator = new_count if denominator is self.count else denominator + count
+            added[name] = (total + _summand(metric_sum), denominator)
         return Totals(new_loss, new_count, self.metrics | added, self.samples + samples)
 
     def over(self, ranks: Ranks) -> "Totals":

@@ -14,7 +14,7 @@ from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name, no_such_metric
 from trainapp.losses.losses import evaluate_metrics, has_embeddings
 from trainapp.losses.set_embeddings import SetEmbeddings
-from trainapp.models.inspect import evaluation_mode, per_sample_buffers
+from trainapp.models.inspect import evaluation_mode, per_sample_buffers, per_sample_tensors, rows_written
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
 from trainapp.training import events, stopping
@@ -97,7 +97,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         session.metrics.reset()
     _set_state_aside(session)
 
-    totals = _totals_of_set(session, name, batches)
+    totals = _totals_with_own_rows(session, name, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
@@ -123,7 +123,7 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
     with as_evaluated(session.engine, name):
         if not current.complete:  # otherwise one rank alone repeats what follows
             compute = functools.partial(_totals_with, session)
-            keep = functools.partial(_keep, session)
+            keep = functools.partial(_keep, session, _per_sample_copies(session))
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
         if current.embedded is None:
@@ -241,10 +241,83 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
 
 
-def _keep(session: Session, micro: MicroBatch, totals: Totals) -> None:
-    if session.evaluation.embedded is not None:
-        session.evaluation.embedded.keep(micro.real)
-    session.evaluation.totals = totals
+def _keep(session: Session, copies: dict[str, torch.Tensor], micro: MicroBatch, totals: Totals) -> None:
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    if copies and not current.totals.samples:
+        _require_own_rows(session, copies, micro)
+    if current.embedded is not None:
+        current.embedded.keep(micro.real)
+    current.totals = totals
+
+
+# --- a row per sample
+
+
+class SharedRows(Exception):
+    """Two samples of an evaluation micro-batch have written the same row of a buffer with a row per sample: they are
+    of two time steps, since the set has fewer sequences than the micro-batch has samples.
+
+    Attributes:
+        name: of the buffer.
+        samples: of the micro-batch.
+        rows: that it has written: as many samples can be evaluated at a time.
+    """
+
+    def __init__(self, name: str, samples: int, rows: int):
+        super().__init__(name, samples, rows)
+        self.name = name
+        self.samples = samples
+        self.rows = rows
+
+
+def _per_sample_copies(session: Session) -> dict[str, torch.Tensor]:
+    """Return copies of the model's `per_sample_buffers`, for the first micro-batch of a set; otherwise none."""
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    if current.totals.samples or current.embedded is not None:
+        return {}
+    return {name: tensor.clone() for name, tensor in per_sample_tensors({"model": session.state.model}).items()}
+
+
+def _require_own_rows(session: Session, copies: dict[str, torch.Tensor], micro: MicroBatch) -> None:
+    """Raise SharedRows if the first micro-batch of a set has written fewer rows than it has samples. Collective over
+    `eval_ranks`.
+    """
+    global_size = session.config.batch.global_size
+    rows = {global_size, -(-global_size // session.ranks.world_size)}
+    tensors = per_sample_tensors({"model": session.state.model})
+    for name, copy in copies.items():
+        written = rows_written(copy, tensors[name], rows) if name in tensors else 0
+        has_own_rows = written == 0 or written >= micro.samples or not micro.real
+        (missing,) = session.eval_ranks.all_reduce_max(0 if has_own_rows else micro.samples - written)
+        if missing:
+            raise SharedRows(name, micro.samples, max(1, micro.samples - missing))
+
+
+def _totals_with_own_rows(session: Session, name: str, batches: EvalBatches) -> Totals:
+    """Return `_totals_of_set`, of micro-batches whose samples do not share rows."""
+    while True:
+        try:
+            return _totals_of_set(session, name, batches)
+        except SharedRows as shared:
+            _begin_with_fewer_samples(session, name, shared)
+
+
+def _begin_with_fewer_samples(session: Session, name: str, shared: SharedRows) -> None:
+    """Return to the start of a set, and let its micro-batches have no more samples than its buffer has rows."""
+    _undo_writes(session)
+    session.metrics.reset()
+    _set_state_aside(session)
+    session.sizes.evaluation.limit(shared.rows)
+    set_text = f" of {name}" if name else ""
+    session.tracker.warn_once(
+        f"batch.eval_micro_size={session.config.batch.eval_micro_size}: the first {shared.samples} samples of the "
+        f"evaluation{set_text} write to {shared.rows} rows of {shared.name} (per_sample_buffers): the set has "
+        f"{shared.rows} sequences, and two time steps of one must not meet in a micro-batch. It is evaluated "
+        f"{shared.rows} samples at a time, as batch.eval_micro_size={shared.rows} asks",
+        topic=f"rows of {shared.name} in evaluation",
+    )
 
 
 def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: EvalBatches) -> Totals:

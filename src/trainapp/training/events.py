@@ -171,6 +171,26 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
     )
 
 
+def warn_of_unknown_epochs(session: Session) -> None:
+    """Warn of intervals in epochs, which an endless stream never completes. Call before the first step."""
+    config = session.config
+    intervals = {}
+    if session.eval_sets and session.limits.evaluate.epochs:
+        intervals["every.eval"] = config.every.eval
+    if session.checkpointer.directory is not None and session.limits.save.epochs:
+        intervals["every.save"] = config.every.save
+    is_known_to_end = session.state.progress.epoch > 0 or hasattr(session.batches.dataset, "__len__")
+    if not config.activity.trains or not intervals or is_known_to_end:
+        return
+    settings = ", ".join(f"{name}={value}" for name, value in intervals.items())
+    session.tracker.warn_once(
+        f"{settings}: data={config.data.target} is a stream, whose epoch ends where the stream does. If it is endless, "
+        f"or longer than train.max_steps={config.train.max_steps}, this is due only at the run's end: set "
+        f"{' and '.join(intervals)} in steps, samples or percent, such as '10 percent'",
+        topic="epochs of a stream",
+    )
+
+
 def draw_timeline(session: Session) -> None:
     """Queue a plot of this step's memory, by category; on CUDA, write the allocator's snapshot instead."""
     step = session.state.progress.step
