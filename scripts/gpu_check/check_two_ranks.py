@@ -19,7 +19,7 @@ from parallel.pool import Pool
 from parallel.test_equality import errors, together
 
 from trainapp.config.schema import Config
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.parallel.ddp import Exchange
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 
@@ -80,12 +80,12 @@ def worst_error(records: list[cells.Record], reference: list[cells.Record]) -> f
 
 def on_cuda(rank: int, config: Config, *arguments: Any) -> cells.Record:
     """`cells.train` with both ranks on the first GPU. The record's tensors are on the host, to be sent."""
-    originals = elastic.process_group, Exchange.reduce
-    elastic.process_group, Exchange.reduce = over_gloo, reduce_and_wait
+    originals = worker.process_group, Exchange.reduce
+    worker.process_group, Exchange.reduce = over_gloo, reduce_and_wait
     try:
         record = cells.train(rank, config, *arguments)
     finally:
-        elastic.process_group, Exchange.reduce = originals
+        worker.process_group, Exchange.reduce = originals
     record.gradients = [gradient.cpu() for gradient in record.gradients]
     record.weights = None if record.weights is None else record.weights.cpu()
     record.average = None if record.average is None else record.average.cpu()
@@ -107,7 +107,7 @@ def reduce_and_wait(self: Exchange, bucket: dist.GradBucket) -> torch.futures.Fu
 
 @contextlib.contextmanager
 def over_gloo(config: Config) -> Iterator[Ranks]:
-    """As `elastic.process_group`, but over gloo and on the first GPU."""
+    """As `worker.process_group`, but over gloo and on the first GPU."""
     timeout = config.parallel.timeout
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))

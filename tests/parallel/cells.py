@@ -23,7 +23,7 @@ from trainapp.data.batch import map_tensors
 from trainapp.data.progress import Progress
 from trainapp.data.train_batches import TrainBatches
 from trainapp.errors import UserError
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.oom.report import OomReport
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
@@ -123,7 +123,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
     logging.getLogger("trainapp").addHandler(handler)
     logging.getLogger("trainapp").setLevel(logging.INFO)
     try:
-        with contextlib.nullcontext(SingleRank()) if single else elastic.process_group(config) as ranks:
+        with contextlib.nullcontext(SingleRank()) if single else worker.process_group(config) as ranks:
             _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).finish()
     except UserError as error:
         record.error = str(error)
@@ -191,7 +191,7 @@ def train_out_of_time(rank: int, config: Config, *arguments: Any) -> tuple[int, 
     with (
         mock.patch.object(Checkpointer, "save", noting_save),
         mock.patch.object(runner, "deadline_of", return_value=-math.inf if rank else math.inf),
-        elastic.process_group(config) as ranks,
+        worker.process_group(config) as ranks,
     ):
         try:
             runner.run(config, ranks)
@@ -306,7 +306,7 @@ def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
         return noted
 
     noted_collectives = {name: noting(name, getattr(dist, name)) for name in COLLECTIVES}
-    with elastic.process_group(config) as ranks:
+    with worker.process_group(config) as ranks:
         session = runner.prepare(config, StopRequest(), ranks)
         for_the_host = {
             group.group_name for group in (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)

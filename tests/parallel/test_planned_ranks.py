@@ -6,7 +6,7 @@ import pytest
 import runs
 
 from trainapp.config import compose
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -42,7 +42,7 @@ def some(cases, *numbers):
 
 def measure(rank, config):
     """Peaks of each of three steps. On a worker of the pool."""
-    with elastic.process_group(config) as ranks:
+    with worker.process_group(config) as ranks:
         run = runner.prepare(config, StopRequest(), ranks)
         steps = []
         for _ in range(3):

@@ -12,7 +12,7 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.inference.predict import Predictor
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 
@@ -44,7 +44,7 @@ def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, e
         if single:
             runner.run(config, SingleRank())
         else:
-            with elastic.process_group(config) as ranks:
+            with worker.process_group(config) as ranks:
                 runner.run(config, ranks)
     except UserError:
         _leave_group()
