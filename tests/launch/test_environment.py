@@ -62,6 +62,17 @@ def test_a_mode_of_one_process_does_not_advise_ddp(started_by, mode):
         launch.launch(config)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "advice"),
+    [("1", "started this process as its only rank; start it without torchrun"), ("2", "choose parallel=ddp or")],
+)
+def test_single_inside_torchrun_says_what_to_do(started_by, world_size, advice):
+    """On one rank no advice that is refused in turn: parallel=fsdp would be."""
+    started_by({"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"})
+    with pytest.raises(UserError, match=f"^parallel=single: torchrun.* {advice}"):
+        launch.launch(compose.from_command_line(["model=mlp", "parallel=single"]))
+
+
 def test_a_step_of_srun(started_by):
     started_by(STEP)
     assert environment.scheduler_task() == environment.SchedulerTask(
