@@ -8,6 +8,7 @@ from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
+from trainapp.parallel.world_size import rank_count, usable_gpu_count
 
 
 def workers_to_start(config: Config) -> int:
@@ -16,23 +17,21 @@ def workers_to_start(config: Config) -> int:
     Raises UserError if that is too many, or too few for the strategy.
     """
     devices = config.parallel.devices
-    if devices != "auto":
-        require_several_ranks(config, devices, f"parallel.devices={devices}")
+    count = rank_count(config)
+    if not count:
+        raise UserError(
+            "parallel.devices=auto: this machine has no GPUs; set parallel.devices=N for N processes on the CPU"
+        )
 
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        if devices == "auto":
-            raise UserError(
-                "parallel.devices=auto: this machine has no GPUs; set parallel.devices=N for N processes on the CPU"
-            )
-        return devices
-
-    gpu_count = torch.cuda.device_count()
+    setting = f"parallel.devices={devices}"
     if devices == "auto":
-        require_several_ranks(config, gpu_count, f"parallel.devices=auto (this machine has {gpu_count} GPU)")
-        return gpu_count
-    if devices > gpu_count:
-        raise UserError(f"parallel.devices={devices}: this machine has {gpu_count} GPUs")
-    return devices
+        setting += f" (this machine has {count} GPU)"
+    require_several_ranks(config, count, setting)
+
+    gpu_count = usable_gpu_count(config)
+    if gpu_count and count > gpu_count:  # without GPUs, any number of processes share the CPU
+        raise UserError(f"{setting}: this machine has {gpu_count} GPUs")
+    return count
 
 
 def device_of_rank(config: Config, local_rank: int) -> torch.device:
