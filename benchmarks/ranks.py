@@ -76,7 +76,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
     import torch
 
     torch.set_num_threads(1)
-    from trainapp.launch.elastic import process_group
+    from trainapp.launch.worker import process_group
     from trainapp.parallel.ranks import DistributedRanks
 
     total = options.steps * (options.rounds + 2)

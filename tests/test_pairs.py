@@ -17,7 +17,7 @@ from helpers import ROOT, metrics, result, run_cli
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.run import runner
 
 QUICKEST = ("parallel=single", "activation_checkpointing=none")  # first: they fill rows that need no other
@@ -258,7 +258,7 @@ def save_weights(folder, overrides):
 
 def train(rank: int, config: Config) -> None:
     """On a worker of the pool."""
-    with elastic.process_group(config) as ranks:
+    with worker.process_group(config) as ranks:
         runner.run(config, ranks)
 
 

@@ -14,7 +14,7 @@ from parallel.pool import free_port
 from gpu_check import jobs
 from trainapp.config import compose
 from trainapp.config.schema import Ddp, Fsdp
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.losses import losses
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.ddp import DDP
@@ -49,7 +49,7 @@ def ranks(request) -> Iterator[Ranks]:
     os.environ.update({name: str(value) for name, value in names.items()})
     device = request.config.getoption("--device")
     config = compose.from_command_line(jobs.overrides(device, "gpt", "parallel=ddp", "train.max_steps=1"))
-    with elastic.process_group(config) as own:
+    with worker.process_group(config) as own:
         yield own
 
 

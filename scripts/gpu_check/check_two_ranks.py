@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Fault
-from parallel import cells
-from parallel.conftest import Cell
+from parallel import rank as one_rank
+from parallel.cell import Cell
+from parallel.comparing import errors, together
 from parallel.pool import Pool
-from parallel.test_equality import errors, together
 
 from trainapp.config.schema import Config
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.parallel.ddp import Exchange
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 
-Run = Callable[..., list[cells.Record]]
+Run = Callable[..., list[one_rank.Record]]
 STEP = 3
 # Operations before the error, by phase.
 PLACES = {"data": 0, "forward": 60, "backward": 60, "bucket": 0, "metric": 0, "clip": 0}
@@ -35,14 +35,14 @@ SETTINGS = ("parallel=ddp", "train.ema=0.5", "data.min_length=9")  # all texts o
 def run(request, tmp_path_factory) -> Iterator[Run]:
     device = request.config.getoption("--device")
     pool = Pool()
-    function = on_cuda if device == "cuda" else cells.train
+    function = on_cuda if device == "cuda" else one_rank.train
     cell = Cell(pool, tmp_path_factory.mktemp("cells"))
     yield functools.partial(cell.run, 2, *SETTINGS, f"train.device={device}", function=function)
     pool.close()
 
 
 @pytest.fixture(scope="module")
-def reference(run) -> list[cells.Record]:
+def reference(run) -> list[one_rank.Record]:
     """A run that takes half the size in this step."""
     return run(schedule={STEP: 2})
 
@@ -73,19 +73,19 @@ def test_rank_1_runs_out_in_its_evaluation(run, got):
     assert error <= EXACT
 
 
-def worst_error(records: list[cells.Record], reference: list[cells.Record]) -> float:
+def worst_error(records: list[one_rank.Record], reference: list[one_rank.Record]) -> float:
     """Of all steps' gradients and the weights, on all ranks."""
     return max(max(errors(*pair)) for pair in zip(records, reference, strict=True))
 
 
-def on_cuda(rank: int, config: Config, *arguments: Any) -> cells.Record:
-    """`cells.train` with both ranks on the first GPU. The record's tensors are on the host, to be sent."""
-    originals = elastic.process_group, Exchange.reduce
-    elastic.process_group, Exchange.reduce = over_gloo, reduce_and_wait
+def on_cuda(rank: int, config: Config, *arguments: Any) -> one_rank.Record:
+    """`one_rank.train` with both ranks on the first GPU. The record's tensors are on the host, to be sent."""
+    originals = worker.process_group, Exchange.reduce
+    worker.process_group, Exchange.reduce = over_gloo, reduce_and_wait
     try:
-        record = cells.train(rank, config, *arguments)
+        record = one_rank.train(rank, config, *arguments)
     finally:
-        elastic.process_group, Exchange.reduce = originals
+        worker.process_group, Exchange.reduce = originals
     record.gradients = [gradient.cpu() for gradient in record.gradients]
     record.weights = None if record.weights is None else record.weights.cpu()
     record.average = None if record.average is None else record.average.cpu()
@@ -107,7 +107,7 @@ def reduce_and_wait(self: Exchange, bucket: dist.GradBucket) -> torch.futures.Fu
 
 @contextlib.contextmanager
 def over_gloo(config: Config) -> Iterator[Ranks]:
-    """As `elastic.process_group`, but over gloo and on the first GPU."""
+    """As `worker.process_group`, but over gloo and on the first GPU."""
     timeout = config.parallel.timeout
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))

@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.launch import elastic, environment, launch
+from trainapp.launch import devices, environment, launch
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -62,10 +62,21 @@ def test_a_mode_of_one_process_does_not_advise_ddp(started_by, mode):
         launch.launch(config)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "advice"),
+    [("1", "started this process as its only rank; start it without torchrun"), ("2", "choose parallel=ddp or")],
+)
+def test_single_inside_torchrun_says_what_to_do(started_by, world_size, advice):
+    """On one rank no advice that is refused in turn: parallel=fsdp would be."""
+    started_by({"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"})
+    with pytest.raises(UserError, match=f"^parallel=single: torchrun.* {advice}"):
+        launch.launch(compose.from_command_line(["model=mlp", "parallel=single"]))
+
+
 def test_a_step_of_srun(started_by):
     started_by(STEP)
     assert environment.scheduler_task() == environment.SchedulerTask(
-        rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1"
+        rank=1, world_size=2, local_rank=1, job="12.1", first_host="127.0.0.1"
     )
     assert environment.is_one_of_many_ranks()
     assert environment.default_run_name() == "slurm/12.1"
@@ -103,7 +114,7 @@ def test_a_job_of_submitit(started_by, shell):
     job = {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"}
     started_by(shell | job)
     assert environment.scheduler_task() == environment.SchedulerTask(
-        rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1"
+        rank=1, world_size=2, local_rank=1, job="4711", first_host="127.0.0.1"
     )
     assert environment.is_one_of_many_ranks()
     assert environment.is_submitit_job()
@@ -121,9 +132,9 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
     settings = compose.from_command_line(["train.device=cuda"])
     if expected is None:
         with pytest.raises(UserError, match="this machine shows 1 GPUs"):
-            elastic._device(settings, 1)
+            devices.device_of_rank(settings, 1)
     else:
-        assert elastic._device(settings, 1) == torch.device("cuda", expected)
+        assert devices.device_of_rank(settings, 1) == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +148,7 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
 )
 def test_the_backends_that_ranks_talk_through(device, overrides, expected):
     """Gradients in the host's memory need one that NCCL is not."""
-    backend = elastic._backend(compose.from_command_line(overrides), torch.device(device))
+    backend = devices.backend_of(compose.from_command_line(overrides), torch.device(device))
     by_device = torch.distributed.distributed_c10d.BackendConfig(torch.distributed.Backend(backend))
     found = by_device.get_device_backend_map()
     assert {name: found[name] for name in expected} == expected

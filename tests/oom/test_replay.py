@@ -165,23 +165,27 @@ def test_the_opening_line_says_what_is_in_force(tmp_path):
 
 # What a restart leaves behind.
 
+LEFT = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
 
-def test_the_sizes_of_a_restart_is_used_once(tmp_path, monkeypatch):
-    restart = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
-    config = tiny(tmp_path, *OVERRIDES)
 
-    def sizes() -> tuple[int, int]:
-        run = prepared(config)
-        run.close()
-        return run.sizes.train.size, run.sizes.oom_restarts
+def sizes_at_start(run_dir: Path) -> tuple[int, int]:
+    """Return the size with which a run begins, and the number of restarts that it knows of."""
+    run = prepared(tiny(run_dir, *OVERRIDES))
+    run.close()
+    return run.sizes.train.size, run.sizes.oom_restarts
 
+
+def test_the_size_of_a_restart_is_used_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    (tmp_path / RESTART).write_text(json.dumps(restart))
-    assert sizes() == (3, 5)
+    (tmp_path / RESTART).write_text(json.dumps(LEFT))
+    assert sizes_at_start(tmp_path) == (3, 5)
     assert not (tmp_path / RESTART).exists()
-    assert sizes() == (8, 0)
-    # What an earlier start of the same command has left is not for this one, nor for its own restarts.
-    (tmp_path / RESTART).write_text(json.dumps(restart))
+    assert sizes_at_start(tmp_path) == (8, 0)
+
+
+def test_what_an_earlier_start_has_left_is_discarded(tmp_path, monkeypatch):
+    """It is not for this start of the same command, nor for its restarts."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert sizes() == (8, 0)
+    (tmp_path / RESTART).write_text(json.dumps(LEFT))
+    assert sizes_at_start(tmp_path) == (8, 0)
     assert not (tmp_path / RESTART).exists()

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from typing import NamedTuple
 
 import pytest
 import runs
@@ -13,7 +14,7 @@ from helpers import texts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainapp.errors import TrainingStopped
-from trainapp.oom.report import describe
+from trainapp.oom.report import Failure, describe
 
 from .conftest import MODELS, cell, peak_of, tiny
 
@@ -24,45 +25,99 @@ HUNGRY = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hungry", ["forward", "backward"])
-def test_the_whole_report(tmp_path, hungry, caplog):
-    overrides, module = (*HUNGRY, f"+model.phase={hungry}"), "blocks_.1"
-    limit = peak_of(tmp_path / "peak", overrides, 8) + 2000
-    with caplog.at_level(logging.WARNING):
-        recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}), pictures=True)
-    (failure,) = recorded.failures
-    assert (failure.step, failure.phase, failure.module) == (1, hungry, module)
-    assert (failure.recovery.old_size, failure.recovery.new_size) == (16, 8)
-    assert failure.used <= limit < failure.used + failure.requested
-    assert failure.recovery.seconds_lost > 0
-    model = recorded.run.state.model
-    parameters = sum(4 * p.numel() for p in model.parameters())
-    assert failure.by_category["parameters"] == parameters
-    assert failure.by_category["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
-    assert failure.by_category["batch"] == 16 * (64 * 4 + 8)  # pixels and a target per sample
-    assert failure.by_category["activations"] > 0
-    assert sum(failure.by_category.values()) == failure.used
+class Reported(NamedTuple):
+    """A run whose memory runs out in the first step."""
 
-    folder = tmp_path / "run" / "oom"
+    phase: str
+    limit: int
+    recorded: Recorded
+    messages: list[str]  # what it has logged
+
+    @property
+    def failure(self) -> Failure:
+        (failure,) = self.recorded.failures
+        return failure
+
+    @property
+    def line(self) -> str:
+        """The message that says that memory ran out."""
+        (line,) = [message for message in self.messages if "out of memory" in message]
+        return line
+
+
+class Messages(logging.Handler):
+    """A handler that keeps the messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(scope="module", params=["forward", "backward"])
+def reported(request, tmp_path_factory):
+    """A run of `Hungry`, in either phase."""
+    folder = tmp_path_factory.mktemp(request.param)
+    overrides = (*HUNGRY, f"+model.phase={request.param}")
+    limit = peak_of(folder / "peak", overrides, 8) + 2000
+    handler = Messages()
+    logging.getLogger("trainapp").addHandler(handler)
+    try:
+        recorded = Recorded(tiny(folder / "run", *overrides, changes={"memory.limit": limit}), pictures=True)
+    finally:
+        logging.getLogger("trainapp").removeHandler(handler)
+    return Reported(request.param, limit, recorded, handler.messages)
+
+
+@pytest.mark.slow
+def test_where_memory_ran_out_and_at_what_cost(reported):
+    failure = reported.failure
+    assert (failure.step, failure.phase, failure.module) == (1, reported.phase, "blocks_.1")
+    assert (failure.recovery.old_size, failure.recovery.new_size) == (16, 8)
+    assert failure.used <= reported.limit < failure.used + failure.requested
+    assert failure.recovery.seconds_lost > 0
+
+
+@pytest.mark.slow
+def test_every_byte_has_a_category(reported):
+    bytes_by_category = reported.failure.by_category
+    parameters = list(reported.recorded.run.state.model.parameters())
+    parameter_bytes = sum(4 * parameter.numel() for parameter in parameters)
+    assert bytes_by_category["parameters"] == parameter_bytes
+    assert bytes_by_category["optimizer_state"] == 2 * parameter_bytes + 4 * len(parameters)
+    assert bytes_by_category["batch"] == 16 * (64 * 4 + 8)  # pixels and a target per sample
+    assert bytes_by_category["activations"] > 0
+    assert sum(bytes_by_category.values()) == reported.failure.used
+
+
+@pytest.mark.slow
+def test_the_report_is_written_to_files(reported):
+    failure = reported.failure
+    folder = reported.recorded.run_dir / "oom"
     assert sorted(path.name for path in folder.iterdir()) == [f"001_step_1.{kind}" for kind in ("json", "png")]
     record = json.loads((folder / "001_step_1.json").read_text())
-    assert (record["phase"], record["module"], record["used"], record["limit"]) == (hungry, module, failure.used, limit)
+    assert (record["phase"], record["module"]) == (reported.phase, "blocks_.1")
+    assert (record["used"], record["limit"]) == (failure.used, reported.limit)
     assert record["by_category"] == failure.by_category
-    assert (folder / "001_step_1.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert record["action"] == "micro-batch 16 -> 8, retrying the step"
     assert any("own_models.py" in line for line in record["trace"])
+    assert (folder / "001_step_1.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
-    assert len(lines) == 1
-    for text in ("at step 1", f"in {hungry} ({module})", "micro-batch 16 -> 8"):
-        assert text in lines[0]
-    assert "MemoryLimitExceeded" not in lines[0]
 
-    ((step, text),) = texts(tmp_path / "run")["out_of_memory"]
-    assert step == 1
-    assert text == lines[0]
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+@pytest.mark.slow
+def test_the_report_is_one_line_in_the_terminal(reported):
+    for text in ("at step 1", f"in {reported.phase} (blocks_.1)", "micro-batch 16 -> 8"):
+        assert text in reported.line
+    assert "MemoryLimitExceeded" not in reported.line
+
+
+@pytest.mark.slow
+def test_the_report_is_in_tensorboard(reported):
+    run_dir = reported.recorded.run_dir
+    assert texts(run_dir)["out_of_memory"] == [(1, reported.line)]
+    events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     (image,) = events.Images("out_of_memory")
     assert (image.step, image.width, image.height) == (1, 1000, 450)
@@ -117,8 +172,8 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "oom").write_text("a file where the folder should be")
     recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1), pictures=True)
     assert recorded.run.state.progress.step == 4
-    told = [r.getMessage() for r in caplog.records if "oom cannot be written" in r.getMessage()]
-    assert len(told) == 1
+    messages = [message for message in caplog.messages if "oom cannot be written" in message]
+    assert len(messages) == 1
 
 
 def test_what_the_device_holds_beside_the_allocator(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import runs
 from forked_cli import Forked, can_fork
 from helpers import environment
 
-from .conftest import GPT, TINY
+from .cell import GPT, TINY
 
 LIMIT = 180.0
 LAUNCHED = (
@@ -48,14 +48,14 @@ class Launched:
         self.output = cwd / f"output_{time.monotonic_ns()}.txt"
         self.output.touch()
         self.started = time.monotonic()
-        whole = environment(env)
-        if can_fork(command[:3], whole):
+        variables = environment(env)
+        if can_fork(command[:3], variables):
             output = (str(self.output), str(self.output))
-            self.process = Forked(command[3:], cwd, whole, output, own_session=True)
+            self.process = Forked(command[3:], cwd, variables, output, own_session=True)
         else:
             with self.output.open("w") as file:
                 self.process = subprocess.Popen(
-                    command, cwd=cwd, env=whole, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                    command, cwd=cwd, env=variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )  # fmt: skip
 
@@ -69,22 +69,23 @@ class Launched:
         self.process.wait()
 
     def session(self) -> list[psutil.Process]:
-        """All processes of the session except the command itself, including those whose parent has exited."""
-        found = []
+        """Return all processes of the session except the command itself, also those whose parent has exited."""
+        members = []
         for process in psutil.process_iter():
             try:
                 alive = process.status() != psutil.STATUS_ZOMBIE
                 if alive and process.pid != self.process.pid and os.getsid(process.pid) == self.process.pid:
-                    found.append(process)
+                    members.append(process)
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
-        return found
+        return members
 
     def workers(self) -> dict[int, int]:
-        """The process id of each rank: the launcher starts them in rank order."""
+        """Return the process id of each rank: the launcher starts them in rank order."""
         children = psutil.Process(self.process.pid).children()
-        started = [child for child in children if any("spawn_main" in word for word in child.cmdline())]
-        return {rank: child.pid for rank, child in enumerate(sorted(started, key=psutil.Process.create_time))}
+        workers = [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+        workers.sort(key=psutil.Process.create_time)
+        return {rank: worker.pid for rank, worker in enumerate(workers)}
 
     def wait_for(self, path: Path, limit: float = LIMIT) -> None:
         """Wait until a file exists."""
@@ -98,24 +99,25 @@ class Launched:
         return self.output.read_text(errors="replace")
 
     def end(self, limit: float = LIMIT) -> Ended:
-        """Wait for the command to end, and briefly for its children."""
+        """Wait for the command to end, and briefly for its children. Return how it ended."""
         try:
             code = self.process.wait(limit)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done after {limit} s\n{self.text()}") from None
-        seconds, until = time.monotonic() - self.started, time.monotonic() + 3
+        seconds = time.monotonic() - self.started
+        until = time.monotonic() + 3
         while self.session() and time.monotonic() < until:
             time.sleep(0.05)
         return Ended(code, self.text(), seconds, [str(process) for process in self.session()])
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
-    """`python -m trainapp` with the tiny settings."""
+    """Return `python -m trainapp` with the tiny settings."""
     return [sys.executable, "-m", "trainapp", *LAUNCHED, *overrides, f"hydra.run.dir={run_dir}"]
 
 
 def launch(run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None, limit: float = LIMIT) -> Ended:
-    """Run to the end; no process of it may be left."""
+    """Run to the end; no process of it may be left. Return how it ended."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with Launched(command(run_dir, *overrides), run_dir.parent, env) as launched:
         ended = launched.end(limit)
@@ -124,5 +126,5 @@ def launch(run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None,
 
 
 def checkpoint(run_dir: Path, step: int) -> dict[str, dict]:
-    """All tensors of a checkpoint, by part."""
+    """Return all tensors of a checkpoint, by part."""
     return runs.tensors(runs.checkpoint(run_dir, step))

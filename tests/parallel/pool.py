@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked_cli
 import psutil
 
 
@@ -106,20 +107,30 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _start(rank: int) -> tuple[Any, Connection]:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, rank), name=f"rank {rank}")
+    """Start a worker: rank 0 as a new process, the others as forks of one that has imported torch, where they can.
+
+    So rank 0 hashes strings with another seed than the others, as in the real launcher: ranks that walk a set of names
+    in different orders meet here, too.
+    """
+    environment = forked_cli.environment()
+    method = "forkserver" if rank > 0 and forked_cli.can_fork(forked_cli.PROGRAM, environment) else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, rank, dict(os.environ)), name=f"rank {rank}")
     process.start()
     there.close()
     return process, here
 
 
-def _serve(pipe: Connection, rank: int) -> None:
+def _serve(pipe: Connection, rank: int, environment: dict[str, str]) -> None:
     import faulthandler
     import gc
     import signal
 
     import torch
 
+    os.environ.clear()  # a fork has that of the process it is forked from
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     while True:

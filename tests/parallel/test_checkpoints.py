@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from trainapp.signals import TO_BE_CONTINUED
 
-from . import cells
-from .conftest import Cell
-from .test_equality import TOLERANCE, error
+from . import variants
+from .cell import Cell
+from .comparing import TOLERANCE, error, together
+from .rank import Record
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +24,10 @@ SAVING = ("checkpointing=standard", "every.save=2", "optimizer=adamw", "optimize
 
 
 def spread(world: int, strategy: str) -> tuple[int, str]:
-    """One rank of DDP is a plain single process here."""
-    return (0, "parallel=single") if world == 1 and strategy == "ddp" else (world, f"parallel={strategy}")
+    """Return the number of ranks and the strategy; one rank of DDP is a plain single process here."""
+    if (world, strategy) == (1, "ddp"):
+        return 0, "parallel=single"
+    return world, f"parallel={strategy}"
 
 
 @dataclasses.dataclass
@@ -35,7 +38,7 @@ class Saved:
     originals: dict[tuple[str | int, ...], Path] = dataclasses.field(default_factory=dict)
 
     def __call__(self, cell: Cell, saver: tuple[int, str], *overrides: str) -> Path:
-        """The copy of a run on these ranks with SAVING."""
+        """Return the copy of a run on these ranks with SAVING."""
         ranks, strategy = spread(*saver)
         key = (ranks, strategy, *overrides)
         if key not in self.originals:
@@ -47,7 +50,7 @@ class Saved:
         return copy
 
     def in_step_2(self, cell: Cell, saver: tuple[int, str], *overrides: str) -> Path:
-        """Likewise, with half of the steps to go."""
+        """Return likewise that of a run with half of the steps to go."""
         return self(cell, saver, *overrides, "train.max_steps=2")
 
 
@@ -71,8 +74,7 @@ def test_saved_on_some_ranks_resumed_on_others(cell, saved, saver, reader):
         assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
         assert error(record.weights, reference.weights) < 1e-4  # AdamW divides by small second moments
         assert error(record.average, reference.average) < 1e-4
-    samples = {k: [i for r in records for i in r.samples[k]] for k in records[0].samples}
-    assert list(samples.values()) == [reference.samples[2], reference.samples[3]]
+    assert list(together(records).values()) == [reference.samples[2], reference.samples[3]]
 
 
 DROPOUT = ("model.dropout=0.1",)
@@ -83,25 +85,38 @@ LATE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "own"), [*((name, DROPOUT) for name in ("ddp", "fsdp", "hsdp")), ("ddp", LATE), ("fsdp", LATE)]
-)
-def test_on_as_many_ranks_it_is_bit_identical(cell, strategy, own):
-    settings, run_dir, alone = (*SAVING, *own), cell.directory(), cell.directory()
-    undisturbed = cell.run(2, f"parallel={strategy}", *settings)
-    cell.run(2, f"parallel={strategy}", *settings, "train.max_steps=2", run_dir=run_dir)
-    shutil.copytree(run_dir, alone)
-    for record, other in zip(cell.run(2, f"parallel={strategy}", *settings, run_dir=run_dir), undisturbed, strict=True):
+def assert_bit_identical(records: list[Record], undisturbed: list[Record]) -> None:
+    """Assert that ranks that were resumed in step 2 end as those that were not interrupted."""
+    for record, other in zip(records, undisturbed, strict=True):
         assert record.losses == other.losses[2:]
         assert torch.equal(record.weights, other.weights)
         assert torch.equal(record.average, other.average)
-    if own == LATE:
-        (record,) = cell.run(0, "parallel=single", *settings, run_dir=alone)
-        assert record.losses == pytest.approx(undisturbed[0].losses[2:], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_on_as_many_ranks_it_is_bit_identical(cell, strategy):
+    settings = (f"parallel={strategy}", *SAVING, *DROPOUT)
+    run_dir = cell.directory()
+    undisturbed = cell.run(2, *settings)
+    cell.run(2, *settings, "train.max_steps=2", run_dir=run_dir)
+    assert_bit_identical(cell.run(2, *settings, run_dir=run_dir), undisturbed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_plain_and_late_optimizer_state_is_resumed(cell, strategy):
+    """Bit for bit on as many ranks, and on one."""
+    settings = (*SAVING, *LATE)
+    run_dir, alone = cell.directory(), cell.directory()
+    undisturbed = cell.run(2, f"parallel={strategy}", *settings)
+    cell.run(2, f"parallel={strategy}", *settings, "train.max_steps=2", run_dir=run_dir)
+    shutil.copytree(run_dir, alone)
+    assert_bit_identical(cell.run(2, f"parallel={strategy}", *settings, run_dir=run_dir), undisturbed)
+    (record,) = cell.run(0, "parallel=single", *settings, run_dir=alone)
+    assert record.losses == pytest.approx(undisturbed[0].losses[2:], rel=TOLERANCE)
 
 
 def test_asynchronous_saves_the_same(cell):
-    # Training continues while the shards are written: the state saved is that at the time of `save`.
+    """Training continues while the shards are written: the state saved is that at the time of `save`."""
     synchronous, asynchronous = cell.directory(), cell.directory()
     chosen = ("parallel=fsdp", *SAVING, "train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
     cell.run(2, *chosen, run_dir=synchronous)
@@ -122,7 +137,7 @@ def test_saves_by_the_clock_change_no_number(cell, world, strategy, asynchronous
     chosen = (f"parallel={strategy}", *SAVING, *DROPOUT, "train.max_steps=8", "oom.grow=false")
     never = cell.run(world, *chosen, "every.save=null")
     often = (*chosen, "every.save=1 seconds", f"checkpointing.asynchronous={asynchronous}")
-    by_clock = cell.run(world, *often, function=cells.train_by_clock)
+    by_clock = cell.run(world, *often, function=variants.train_by_clock)
     for (record, saved, _), undisturbed in zip(by_clock, never, strict=True):
         assert record.losses == undisturbed.losses
         assert torch.equal(record.weights, undisturbed.weights)
@@ -133,7 +148,7 @@ def test_saves_by_the_clock_change_no_number(cell, world, strategy, asynchronous
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_agree_that_the_time_is_up(cell, strategy):
-    ended = cell.run(2, f"parallel={strategy}", *SAVING, function=cells.train_out_of_time)
+    ended = cell.run(2, f"parallel={strategy}", *SAVING, function=variants.train_out_of_time)
     assert ended == [(TO_BE_CONTINUED, 1)] * 2
 
 
@@ -169,14 +184,15 @@ def test_a_damaged_shard_is_named_and_the_one_before_used(cell, saved):
 
 def test_exported_from_shards(cell, saved, tmp_path):
     """With their average, as those of one process."""
-    found = []
+    weights = []
     for saver in ((2, "fsdp"), (1, "ddp")):
         resume = f"checkpointing.resume={saved.in_step_2(cell, saver)}"
         (file,) = runs.run(tmp_path / saver[1], "mode=export", resume)
-        found.append(load_file(file))
-    assert found[0].keys() == found[1].keys()
-    for name, tensor in found[1].items():
-        torch.testing.assert_close(found[0][name], tensor, rtol=1e-4, atol=1e-6)
+        weights.append(load_file(file))
+    of_shards, of_one_process = weights
+    assert of_shards.keys() == of_one_process.keys()
+    for name, tensor in of_one_process.items():
+        torch.testing.assert_close(of_shards[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_another_model_is_refused(cell, saved):

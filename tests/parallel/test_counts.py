@@ -4,9 +4,9 @@ import helpers
 import pytest
 import weighted
 
-from . import cells
-from .conftest import TINY, Cell
-from .test_equality import TOLERANCE, assert_same, error
+from .cell import TINY, Cell
+from .comparing import TOLERANCE, assert_same, error
+from .rank import Record
 
 pytestmark = pytest.mark.slow
 
@@ -20,11 +20,11 @@ OVERRIDES = (
 )
 
 
-def both(cell: Cell, *overrides: str, function=cells.train):
-    """The records of one process and of two ranks."""
+def both(cell: Cell, *overrides: str) -> tuple[Record, list[Record]]:
+    """Return the record of one process, and those of two ranks."""
     (alone,) = cell.reference(0, *overrides, tiny=(*TINY, *OVERRIDES))
-    ranks = ("parallel=ddp", *overrides)
-    return alone, cell.run(2, *ranks, tiny=(*TINY, *OVERRIDES), limit=LIMIT, function=function)
+    records = cell.run(2, "parallel=ddp", *overrides, tiny=(*TINY, *OVERRIDES), limit=LIMIT)
+    return alone, records
 
 
 @pytest.mark.parametrize("task", ["task", "as_numbers"])
@@ -32,9 +32,8 @@ def test_fractions(cell, task):
     alone, records = both(cell, f"task=weighted.{task}")
     assert_same(records, alone)
     for record in records:
-        assert [found["loss"] for found in record.evaluated] == pytest.approx(
-            [found["loss"] for found in alone.evaluated], rel=1e-5
-        )
+        losses = [metrics["loss"] for metrics in record.evaluated]
+        assert losses == pytest.approx([metrics["loss"] for metrics in alone.evaluated], rel=1e-5)
         assert record.evaluated == records[0].evaluated
 
 
@@ -59,8 +58,8 @@ def test_metrics_of_one_rank(cell):
     _, records = both(cell, "task=weighted.on_one_rank")
     for record in records:
         assert record.error is None
-        assert all(found.keys() == {"loss", "accuracy", "one_1", "two_1"} for found in record.evaluated)
-        assert [found["two_1"] for found in record.evaluated] == pytest.approx([2.0, 2.0])
+        assert all(metrics.keys() == {"loss", "accuracy", "one_1", "two_1"} for metrics in record.evaluated)
+        assert [metrics["two_1"] for metrics in record.evaluated] == pytest.approx([2.0, 2.0])
         assert record.evaluated == records[0].evaluated
     lines = helpers.metrics(cell.folder / f"run_{cell.number}")
     assert [line["two_1"] for line in lines] == pytest.approx([2.0] * 4)
@@ -71,5 +70,5 @@ def test_metrics_of_some_batches(cell):
     alone, records = both(cell, "task=weighted.task", "batch.eval_micro_size=8")
     for record in records:
         assert record.evaluated[0].keys() == alone.evaluated[0].keys() == {"loss", "accuracy", "third"}
-        for found, wanted in zip(record.evaluated, alone.evaluated, strict=True):
-            assert found["third"] == pytest.approx(wanted["third"], rel=1e-5)
+        for metrics, expected in zip(record.evaluated, alone.evaluated, strict=True):
+            assert metrics["third"] == pytest.approx(expected["third"], rel=1e-5)

@@ -3,10 +3,10 @@
 import pytest
 from faults import Fault
 
-from .conftest import TINY, needs_reset
-from .test_equality import assert_same, errors
+from .cell import TINY, needs_reset
+from .comparing import assert_same, errors
 
-OWN = (
+ENCODER = (
     *("model=mlp", "model._target_=own_tasks.Encoder", "~model.depth", "model.width=16", "model.dropout=0"),
     *("+model.norm=false", "data=digits", "user_packages=[own_tasks]", "every.eval=4"),
 )
@@ -15,12 +15,12 @@ SPREADS = ["ddp", pytest.param("fsdp", marks=needs_reset), pytest.param("hsdp", 
 
 
 def run(cell, world, *overrides, **options):
-    return cell.run(world, *OWN, *overrides, tiny=TINY, **options)
+    return cell.run(world, *ENCODER, *overrides, tiny=TINY, **options)
 
 
 def reference(cell, task=TASK):
-    (found,) = cell.reference(0, *OWN, task, tiny=TINY)
-    return found
+    (record,) = cell.reference(0, *ENCODER, task, tiny=TINY)
+    return record
 
 
 def assert_as_one(cell, records):

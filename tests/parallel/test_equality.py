@@ -1,56 +1,19 @@
 """One process == 2 == 4 for every strategy: losses, gradients, weights and samples of several steps.
 
-TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same sums in
-another order, in fp32. Every sequence has a different number of tokens, so each rank and micro-batch has a different
-weight.
+Every sequence has a different number of tokens, so each rank and micro-batch has a different weight.
 """
 
 import pytest
 import torch
 from faults import Fault
 
-from . import cells
-from .cells import Record
-from .conftest import RESETS, Cell
-
-TOLERANCE = 2e-5
-
-
-def error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative error in the 2-norm."""
-    return float((value - reference).norm() / reference.norm())
-
-
-def errors(record: Record, reference: Record) -> list[float]:
-    """Errors of each step's gradient, then of the final weights."""
-    pairs = [*zip(record.gradients, reference.gradients, strict=True), (record.weights, reference.weights)]
-    return [error(a, b) for a, b in pairs]
-
-
-def together(records: list[Record]) -> dict[int, list[int]]:
-    """The samples of each step over all ranks, in rank order."""
-    return {step: [i for r in records for i in r.samples[step]] for step in records[0].samples}
-
-
-def assert_same(records: list[Record], reference: Record, tolerance: float = TOLERANCE) -> None:
-    for record in records:
-        assert record.error is None
-        assert record.losses == pytest.approx(reference.losses, rel=tolerance)
-        assert max(errors(record, reference)) < tolerance
-        assert torch.equal(record.weights, records[0].weights)
-    assert together(records) == reference.samples
-
-
-def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: float = TOLERANCE) -> list[Record]:
-    """Runs the same configuration alone and on `world` ranks; both must agree. Returns the ranks' records."""
-    (reference,) = cell.reference(0, *overrides)
-    records = cell.run(world, f"parallel={spread}", *overrides)
-    assert_same(records, reference, tolerance)
-    return records
+from . import variants
+from .cell import RESETS, TINY
+from .comparing import as_one, assert_same, error, errors, together
 
 
 def nightly(*values):
-    """Marks all but one or two of several similar cases."""
+    """Mark a case: all but one or two of several similar ones."""
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
@@ -78,7 +41,7 @@ def test_as_one_process(cell, spread, world):
 def test_averaging_would_be_noticed(cell, spread):
     # Negative control: gradients averaged over ranks, as DDP and FSDP do by default.
     (reference,) = cell.reference(0)
-    for record in cell.run(2, f"parallel={spread}", function=cells.train_averaging):
+    for record in cell.run(2, f"parallel={spread}", function=variants.train_averaging):
         assert min(errors(record, reference)) > 0.01
         assert error(record.gradients[0], reference.gradients[0]) == pytest.approx(0.5, abs=1e-4)
 
@@ -95,8 +58,8 @@ MASKED = (
 @pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_a_rank_without_a_valid_token(cell, spread):
     records = as_one(cell, 4, spread, *MASKED)
-    without = [index % 3 == 0 for record in records for own in record.samples.values() for index in own]
-    assert sum(without) > 3
+    samples = [sample for samples_of_step in together(records).values() for sample in samples_of_step]
+    assert sum(sample % 3 == 0 for sample in samples) > 3
 
 
 @pytest.mark.slow
@@ -155,9 +118,9 @@ def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
     assert_same(records, reference)
     for record in records:
         assert len(record.evaluated) == 5
-        for found, wanted in zip(record.evaluated, reference.evaluated, strict=True):
-            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-            assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-9)
+        for metrics, expected in zip(record.evaluated, reference.evaluated, strict=True):
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +161,13 @@ def test_bf16(cell, spread):
 
 
 @pytest.mark.slow
-def test_batchnorm_buffers_are_the_leaders(cell):
-    # Each rank trains with its own statistics; wherever they matter, rank 0's are used.
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_batchnorm_buffers_are_the_leaders(cell, spread):
+    """Each rank trains with its own statistics; wherever they matter, rank 0's are used."""
     digits = ("model=resnet", "model.width=4", "data=digits", "every.eval=2")
-    from .conftest import TINY
-
-    for spread in ("ddp", "fsdp"):
-        records = cell.run(2, f"parallel={spread}", *digits, tiny=TINY)
-        assert records[0].evaluated == records[1].evaluated
-        assert torch.equal(records[0].weights, records[1].weights)
+    records = cell.run(2, f"parallel={spread}", *digits, tiny=TINY)
+    assert records[0].evaluated == records[1].evaluated
+    assert torch.equal(records[0].weights, records[1].weights)
 
 
 @pytest.mark.slow

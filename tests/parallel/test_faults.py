@@ -32,7 +32,7 @@ def reference(tmp_path_factory) -> Path:
 
 
 def struck(tmp_path: Path, *overrides: str, faults: Sequence[Fault], code: int = 0) -> Ended:
-    """How a run in "run" ends in which each of the faults strikes."""
+    """Run in "run" until the end; each of the faults must strike. Return how it ended."""
     ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [fault.times for fault in faults]
     assert ended.code == code, ended.text
@@ -40,7 +40,7 @@ def struck(tmp_path: Path, *overrides: str, faults: Sequence[Fault], code: int =
 
 
 def last(run_dir: Path) -> int:
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
@@ -59,8 +59,8 @@ def test_restarts_are_bounded(tmp_path):
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 0]
     assert ended.code == 1
-    told = "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure (at step 3); its log is in"
-    assert told in ended.text
+    message = "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure (at step 3); its log is in"
+    assert message in ended.text
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
 
 
@@ -70,9 +70,11 @@ def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
-    told = "an error that a restart would repeat: ValueError: out of memory, says the user (at step 4); its log is in"
-    assert ended.text.count(told) == 1
-    assert "in strike" in ended.text.partition(told)[0]  # the traceback
+    message = (
+        "an error that a restart would repeat: ValueError: out of memory, says the user (at step 4); its log is in"
+    )
+    assert ended.text.count(message) == 1
+    assert "in strike" in ended.text.partition(message)[0]  # the traceback
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert last(tmp_path / "run") == 2
     assert not list((tmp_path / "run" / "ranks").glob("*.error"))
@@ -85,29 +87,50 @@ def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, 
     assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
-def test_out_of_memory_without_votes(reference, tmp_path):
-    # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
-    ended = struck(tmp_path, *DDP, "parallel.vote_on_oom=never", faults=[Fault("backward", 3, 20, rank=1)])
-    assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
-    logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
-    assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in logs
-    schedule = result(tmp_path / "run")["micro_schedule"]
-    assert (schedule["3"], sorted(schedule["4"].values())) == (2, [2, 4])  # of the shape that failed
-    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    (incident,) = (tmp_path / "run" / "oom").glob("*.json")
-    assert json.loads(incident.read_text())["rank"] == 1
-    assert "rank_1" in incident.name
-    # What is written down replays the run, restart included.
-    assert result(tmp_path / "run")["oom_restarts"] == 1
-    assert not (tmp_path / "run" / "restart.json").exists()
-    again = launch(
-        tmp_path / "again", *DDP, f"batch.micro_schedule='{json.dumps(schedule)}'", env=environment(tmp_path)
-    )
+# A rank that runs out of memory without votes exits with a code of its own, and all workers restart.
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory) -> tuple[Path, str]:
+    """The directory of a run whose rank 1 has run out of memory in step 3, and its output."""
+    folder = tmp_path_factory.mktemp("restarted")
+    fault = Fault("backward", 3, 20, rank=1)
+    variables = {"TRAINAPP_CACHE": str(folder / "cache"), **environment(folder, fault)}
+    ended = launch(folder / "run", *DDP, "parallel.vote_on_oom=never", env=variables)
+    assert fired(folder, fault) == 1
+    assert ended.code == 0, ended.text
+    return folder / "run", ended.text
+
+
+def test_without_votes_all_restart_from_the_last_checkpoint(reference, restarted):
+    """At half the micro-batch, for the shape that failed."""
+    run_dir, output = restarted
+    assert re.search(r"exitcode *: 82", output)
+    log = (run_dir / "ranks" / "rank_1.log").read_text()
+    assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in log
+    schedule = result(run_dir)["micro_schedule"]
+    assert (schedule["3"], sorted(schedule["4"].values())) == (2, [2, 4])
+    assert result(run_dir)["oom_restarts"] == 1
+    assert not (run_dir / "restart.json").exists()
+    for line, expected in zip(metrics(run_dir), metrics(reference), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_without_votes_the_report_names_the_rank(restarted):
+    run_dir, _ = restarted
+    (report,) = (run_dir / "oom").glob("*.json")
+    assert json.loads(report.read_text())["rank"] == 1
+    assert "rank_1" in report.name
+
+
+def test_what_is_written_down_replays_a_restart(reference, restarted, tmp_path):
+    run_dir, _ = restarted
+    schedule = json.dumps(result(run_dir)["micro_schedule"])
+    again = launch(tmp_path / "again", *DDP, f"batch.micro_schedule='{schedule}'", env=environment(tmp_path))
     assert again.code == 0, again.text
     assert result(tmp_path / "again")["oom_restarts"] == 0
-    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "again", 6)) == []
-    assert differences(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
+    assert differences(checkpoint(run_dir, 6), checkpoint(tmp_path / "again", 6)) == []
+    assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) != []  # negative control
 
 
 @pytest.mark.nightly
@@ -116,8 +139,8 @@ def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_pat
     faults = [Fault("backward", 1, 20, rank=1), Fault("evaluate", 1, 20)]
     fsdp = ("parallel=fsdp", *SABOTAGED, "parallel.vote_on_oom=never", "parallel.max_restarts=0", "every.eval=1")
     struck(tmp_path, *fsdp, "every.save=6", "data.min_length=9", faults=faults)
-    found = result(tmp_path / "run")
-    assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 2, 6)
+    facts = result(tmp_path / "run")
+    assert (facts["oom_restarts"], facts["micro_size"], facts["steps"]) == (2, 2, 6)
 
 
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):

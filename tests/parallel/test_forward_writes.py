@@ -14,8 +14,8 @@ from runs import own_model
 
 from trainapp.state.snapshot import Snapshot
 
-from .cells import Record, train
-from .conftest import TINY, Cell
+from .cell import TINY, Cell
+from .rank import Record, train
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import pytest
 from faults import Fault
 
-from .conftest import GPT, TINY
+from .cell import GPT, TINY
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +24,14 @@ def test_the_same_value_on_one_two_and_three_ranks(cell, size):
     pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
     chosen = (*IMAGES, f"data.val_size={size}", *EVALUATION, F1, CORRECT)
     (alone,) = cell.run(0, *chosen, tiny=TINY, limit=180)
-    (wanted,) = alone.evaluated
-    assert wanted["mine/total"] == size
+    (expected,) = alone.evaluated
+    assert expected["mine/total"] == size
     # The first import of torchmetrics takes each process seconds, on a busy machine many.
     for record in cell.run(3, *chosen, "parallel=ddp", tiny=TINY, limit=180):
         assert record.error is None
-        (found,) = record.evaluated
-        assert (found["mine/right"], found["mine/total"]) == (wanted["mine/right"], size)
-        assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
+        (metrics,) = record.evaluated
+        assert (metrics["mine/right"], metrics["mine/total"]) == (expected["mine/right"], size)
+        assert metrics["f1"] == pytest.approx(expected["f1"], abs=1e-7)
 
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])

@@ -12,10 +12,10 @@ import torch
 from helpers import ROOT, environment, evaluations, metrics, result, scalars
 from runs import differences
 
-from .cells import train_counting_threads
-from .conftest import Cell
+from .cell import Cell
 from .launching import LAUNCHED, Launched, checkpoint, launch
 from .pool import Pool, free_port
+from .variants import train_counting_threads
 
 pytestmark = pytest.mark.slow
 
@@ -58,19 +58,25 @@ def test_memory_of_every_rank(reference):
     assert result(reference)["peak_memory_bytes"] == max(line["memory/peak_max"] for line in metrics(reference))
 
 
-def completed(folder: Path, *overrides: str, starter: Sequence[str] = ()) -> None:
-    """Runs the command without faults, started by another if one is given."""
+def complete(folder: Path, *overrides: str, starter: Sequence[str] = ()) -> None:
+    """Run the command, which must succeed.
+
+    Args:
+        folder: where it is given.
+        overrides: its arguments.
+        starter: arguments of Python that start the program, such as torchrun.
+    """
     with Launched([sys.executable, *starter, "-m", "trainapp", *overrides], folder) as launched:
         ended = launched.end()
     assert ended.code == 0, ended.text
     assert ended.orphans == []
 
 
-def torchrun() -> list[str]:
-    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+def torchrun(ranks: int = 2) -> list[str]:
+    return ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
 
 
-def same_run(run_dir: Path, reference: Path) -> None:
+def assert_same_run(run_dir: Path, reference: Path) -> None:
     assert [line["loss"] for line in metrics(run_dir)] == [line["loss"] for line in metrics(reference)]
     assert differences(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
     assert sorted(path.name for path in run_dir.iterdir()) == sorted(path.name for path in reference.iterdir())
@@ -78,25 +84,27 @@ def same_run(run_dir: Path, reference: Path) -> None:
 
 
 def test_torchrun_gives_the_same_run(reference, tmp_path):
-    completed(tmp_path, *LAUNCHED, "parallel=ddp", starter=torchrun())
+    complete(tmp_path, *LAUNCHED, "parallel=ddp", starter=torchrun())
     (run_dir,) = (tmp_path / "outputs" / "torchrun").iterdir()
-    same_run(run_dir, reference)
+    assert_same_run(run_dir, reference)
+
+
+THREADS = 3  # of gloo, per group
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(("strategy", "kept"), [("ddp", 0), ("fsdp", 2)])
-def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
-    """A thread that still has a tensor to free when the interpreter exits aborts the process.
-
-    Torch's cache of sharded operations keeps the two groups of FSDP2's mesh, which have long been idle by then.
-    """
-    threads = 3  # per group
-    fresh = Pool()  # workers of the shared pool may hold groups of earlier cells
+def test_no_thread_outlives_the_ranks(tmp_path):
+    """A thread that still has a tensor to free when the interpreter exits aborts the process."""
+    pool = Pool()  # workers of the shared one may hold groups of earlier cells
+    cell = Cell(pool, tmp_path)
     try:
-        found = Cell(fresh, tmp_path).run(2, f"parallel={strategy}", function=train_counting_threads)
+        after_ddp = cell.run(2, "parallel=ddp", function=train_counting_threads)
+        after_fsdp = cell.run(2, "parallel=fsdp", function=train_counting_threads)
     finally:
-        fresh.close()
-    assert max(found) <= kept * threads
+        pool.close()
+    assert after_ddp == [0, 0]
+    # Torch's cache of sharded operations keeps the two groups of FSDP2's mesh, which have long been idle by then.
+    assert max(after_fsdp) <= 2 * THREADS
 
 
 def test_a_multirun_inside_torchrun_is_refused(tmp_path):
@@ -108,18 +116,13 @@ def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "single"])
-def test_torchrun_with_one_rank_says_what_to_do(tmp_path, strategy):
-    """Not silently a single device; and no advice that is refused in turn."""
-    overrides = [own for own in LAUNCHED if not own.startswith("parallel.")]
-    words = [*torchrun(), "-m", "trainapp", *overrides, f"parallel={strategy}"]
-    words[words.index("--nproc-per-node") + 1] = "1"
-    with Launched([sys.executable, *words], tmp_path) as launched:
+def test_fsdp_inside_torchrun_with_one_rank_is_refused(tmp_path):
+    """Not silently a single device. Of parallel=single: tests/launch/test_environment.py."""
+    overrides = [override for override in LAUNCHED if not override.startswith("parallel.")]
+    starter = [sys.executable, *torchrun(ranks=1)]
+    with Launched([*starter, "-m", "trainapp", *overrides, "parallel=fsdp"], tmp_path) as launched:
         ended = launched.end()
-    message = {
-        "fsdp": "parallel=fsdp with WORLD_SIZE=1, as the launcher has set it: ",
-        "single": "parallel=single: torchrun started this process as its only rank; start it without torchrun",
-    }[strategy]
+    message = "parallel=fsdp with WORLD_SIZE=1, as the launcher has set it: "
     assert ended.code != 0
     assert ended.text.count(f"trainapp: {message}") == 1, ended.text
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -135,22 +138,23 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     with started[0], started[1]:
         ended = [launched.end() for launched in started]
     assert [e.code for e in ended] == [0, 0], ended[0].text + ended[1].text
-    same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
+    assert_same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
 
 
 @pytest.mark.parametrize("tasks", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
     submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
-    completed(tmp_path, "-m", *LAUNCHED, "parallel=ddp", *submitit)
-    same_run(tmp_path / "sweep" / "0", reference)
+    complete(tmp_path, "-m", *LAUNCHED, "parallel=ddp", *submitit)
+    assert_same_run(tmp_path / "sweep" / "0", reference)
 
 
 def test_multirun_returns_the_objectives(tmp_path, reference):
     overrides = ["parallel=ddp", "train.seed=0,1", "every.eval=6", "hydra.sweep.dir=sweep", "train.max_steps=6"]
-    completed(tmp_path, "-m", *LAUNCHED, *overrides)
-    found = [result(tmp_path / "sweep" / str(job))["objective"] for job in (0, 1)]
-    assert found[0] == result(reference)["objective"] != found[1]
+    complete(tmp_path, "-m", *LAUNCHED, *overrides)
+    objectives = [result(tmp_path / "sweep" / str(job))["objective"] for job in (0, 1)]
+    assert objectives[0] == result(reference)["objective"]
+    assert objectives[1] != objectives[0]
 
 
 def test_devices_auto_needs_gpus(tmp_path):
@@ -163,10 +167,8 @@ def test_devices_auto_needs_gpus(tmp_path):
 
 def test_single_inside_torchrun_is_refused(tmp_path):
     names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainapp", "parallel=single", "data=digits", "model=mlp"], cwd=tmp_path, env=environment(names),  # noqa: E501
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "trainapp", "parallel=single", "data=digits", "model=mlp"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(names), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "choose parallel=ddp or parallel=fsdp" in done.stderr
 
@@ -200,6 +202,6 @@ def test_two_hosts(tmp_path):
 
 @needs("slurmctld", "slurmd", "srun", "munged")
 def test_one_slurm(tmp_path):
-    told = script("one_slurm", tmp_path)
-    assert "stopped, requeued, resumed from" in told
-    assert "two jobs of two tasks succeeded" in told
+    output = script("one_slurm", tmp_path)
+    assert "stopped, requeued, resumed from" in output
+    assert "two jobs of two tasks succeeded" in output

@@ -6,7 +6,7 @@ import pytest
 import runs
 
 from trainapp.config import compose
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -36,13 +36,16 @@ FOUR = [
 
 
 def some(cases, *numbers):
-    """These ones; nightly, all."""
-    return [case if n in numbers else pytest.param(case, marks=pytest.mark.nightly) for n, case in enumerate(cases)]
+    """Mark all but the cases with these numbers: nightly, all of them run."""
+    marked = []
+    for number, case in enumerate(cases):
+        marked.append(case if number in numbers else pytest.param(case, marks=pytest.mark.nightly))
+    return marked
 
 
 def measure(rank, config):
-    """Peaks of each of three steps. On a worker of the pool."""
-    with elastic.process_group(config) as ranks:
+    """Return the peak of each of three steps, on a worker of the pool."""
+    with worker.process_group(config) as ranks:
         run = runner.prepare(config, StopRequest(), ranks)
         steps = []
         for _ in range(3):
@@ -56,18 +59,22 @@ def measure(rank, config):
 
 
 def least(measured, again):
-    """Of each rank, the smaller of both peaks in each step."""
-    return [[min(both) for both in zip(*of_rank, strict=True)] for of_rank in zip(measured, again, strict=True)]
+    """Return, for each rank, the smaller of both peaks in each step."""
+    least_by_rank = []
+    for peaks, other_peaks in zip(measured, again, strict=True):
+        least_by_rank.append([min(pair) for pair in zip(peaks, other_peaks, strict=True)])
+    return least_by_rank
 
 
 def compare(pool, folder, world, overrides):
-    """The plan, and each rank's peaks by step, as measured: equal on rank 0, which has the most.
+    """Assert that the plan is what rank 0 measures, which has the most. Return both, the latter by rank and step.
 
     gloo's threads may free a message a moment late, so that the next allocation meets it: half of FSDP's steps, and
     rarely one of DDP's, measure a little more than they need, never less. Repeated runs keep the least of each step.
     """
     config = compose.from_command_line([*OVER, *overrides, f"plan.world={world}"], str(folder))
-    facts, measured = planner.plan(config)[0], None
+    facts, *_ = planner.plan(config)
+    measured = None
     for _ in range(REPEATS):
         again = pool.run(world, measure, dataclasses.replace(config, run_dir=str(folder)))
         assert max(again[0]) >= facts["peak_bytes"]

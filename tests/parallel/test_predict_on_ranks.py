@@ -12,12 +12,12 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.inference.predict import Predictor
-from trainapp.launch import elastic
+from trainapp.launch import worker
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 
-from .cells import _leave_group
-from .conftest import Cell
+from .cell import Cell
+from .rank import leave_group
 
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]", "mode=predict")
 
@@ -30,12 +30,16 @@ def trained(tmp_path_factory):
 
 
 def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, errors: Any = ()) -> list[int]:
-    """Predicts. Returns the samples of each batch on this rank. errors: by rank, raised at its third batch or later."""
-    rows, seen = Predictor.rows, []
+    """Predict. Return the number of samples in each batch on this rank.
+
+    The arguments are those of `rank.train`, and `errors`: by rank, raised at its third batch or later.
+    """
+    rows = Predictor.rows
+    sizes: list[int] = []
 
     def noting(self: Predictor, model: Any, micro: Any) -> Any:
-        seen.append(micro.samples)
-        if errors and errors[rank] is not None and len(seen) == 3 + rank:
+        sizes.append(micro.samples)
+        if errors and errors[rank] is not None and len(sizes) == 3 + rank:
             raise errors[rank]
         return rows(self, model, micro)
 
@@ -44,26 +48,30 @@ def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, e
         if single:
             runner.run(config, SingleRank())
         else:
-            with elastic.process_group(config) as ranks:
+            with worker.process_group(config) as ranks:
                 runner.run(config, ranks)
     except UserError:
-        _leave_group()
+        leave_group()
     finally:
         Predictor.rows = rows
-    return seen
+    return sizes
 
 
 class Predicting:
     """One cell, one checkpoint, one file by name."""
 
     def __init__(self, cell: Cell, trained: Path, tmp_path: Path):
-        self.cell, self.trained, self.folder = cell, trained, tmp_path
+        self.cell = cell
+        self.trained = trained
+        self.folder = tmp_path
 
     def run(self, world: int, name: str, *overrides: str, errors: Any = ()) -> list[list[int]]:
-        spread = ("parallel=ddp",) if world else ()
-        own = (f"checkpointing.resume={self.trained}", f"predict.output={self.folder / name}", "predict.batch_size=32")
+        settings = [f"checkpointing.resume={self.trained}", f"predict.output={self.folder / name}"]
+        settings.append("predict.batch_size=32")
+        if world:
+            settings.append("parallel=ddp")
         function = functools.partial(predict, errors=errors)
-        return self.cell.run(world, *own, *spread, *overrides, tiny=QUIET, function=function)
+        return self.cell.run(world, *settings, *overrides, tiny=QUIET, function=function)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
@@ -74,10 +82,11 @@ def predicting(cell, trained, tmp_path):
     return Predicting(cell, trained, tmp_path)
 
 
-def require_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [line["index"] for line in found] == list(range(len(wanted)))
-    assert [line["prediction"] for line in found] == [line["prediction"] for line in wanted]
-    assert [line["probability"] for line in found] == pytest.approx([line["probability"] for line in wanted], rel=1e-4)
+def assert_same_lines(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [line["index"] for line in lines] == list(range(len(expected)))
+    assert [line["prediction"] for line in lines] == [line["prediction"] for line in expected]
+    probabilities = [line["probability"] for line in lines]
+    assert probabilities == pytest.approx([line["probability"] for line in expected], rel=1e-4)
 
 
 STREAM = ("user_packages=[own_streams]", "data._target_=own_streams.Plain", "+data.val_samples=41", "~data.augment")
@@ -88,10 +97,11 @@ STREAM = ("user_packages=[own_streams]", "data._target_=own_streams.Plain", "+da
 def test_the_file_of_one_process(predicting, overrides, samples, world):
     """Of a stream, too, of which every rank takes each second or third sample."""
     predicting.run(0, "one", *overrides)
-    seen = predicting.run(world, "several", *overrides)
-    assert len(predicting.lines("one")) == sum(map(sum, seen)) == samples
-    assert all(abs(sum(own) - samples / world) < 1 for own in seen)
-    require_same(predicting.lines("several"), predicting.lines("one"))
+    sizes_by_rank = predicting.run(world, "several", *overrides)
+    samples_by_rank = [sum(sizes) for sizes in sizes_by_rank]
+    assert len(predicting.lines("one")) == sum(samples_by_rank) == samples
+    assert all(abs(number - samples / world) < 1 for number in samples_by_rank)
+    assert_same_lines(predicting.lines("several"), predicting.lines("one"))
     assert not list(predicting.folder.glob("several.*"))
 
 
@@ -102,7 +112,7 @@ def test_a_rank_without_memory_halves_its_own_batches(predicting):
     assert first == [32] * 5 + [20]
     assert second[:4] == [32] * 4
     assert max(second[4:]) == 16
-    require_same(predicting.lines("two"), predicting.lines("one"))
+    assert_same_lines(predicting.lines("two"), predicting.lines("one"))
 
 
 @pytest.mark.slow
@@ -111,6 +121,6 @@ def test_the_same_command_continues(predicting):
     predicting.run(0, "one")
     predicting.run(2, "two", errors=(UserError("injected"),) * 2)
     assert not (predicting.folder / "two").exists()
-    seen = predicting.run(2, "two", "predict.batch_size=30")
-    assert [sum(own) for own in seen] == [180 - 64, 180 - 96]
-    require_same(predicting.lines("two"), predicting.lines("one"))
+    sizes_by_rank = predicting.run(2, "two", "predict.batch_size=30")
+    assert [sum(sizes) for sizes in sizes_by_rank] == [180 - 64, 180 - 96]
+    assert_same_lines(predicting.lines("two"), predicting.lines("one"))

@@ -12,8 +12,8 @@ from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.torch_private import is_shard, local
 
-from .cells import train_after_warming_up
-from .conftest import GPT, TINY
+from .cell import GPT, TINY
+from .variants import train_after_warming_up
 
 
 def test_many_ranks_inherit_no_identity():
@@ -22,7 +22,8 @@ def test_many_ranks_inherit_no_identity():
 
 
 def test_a_signal_during_the_step_is_seen_at_its_end():
-    ranks, signal = SingleRank(), []
+    ranks = SingleRank()
+    signal = []
     ranks.start_flag_exchange(lambda: Flags(stop_signal=len(signal)))
     signal.append(2)
     assert ranks.finish_flag_exchange() == Flags(stop_signal=1, still_saving=False, size_may_change=False)
@@ -31,14 +32,14 @@ def test_a_signal_during_the_step_is_seen_at_its_end():
 def test_the_local_part_of_a_parameter_is_itself():
     """A view for the backward, which torch makes by default, costs time wherever shards are counted."""
     with simulated(0, 2, torch.device("cpu")):
-        own = torch.ones(2)
-        shard = nn.Parameter(DTensor.from_local(own, init_device_mesh("cpu", (2,)), [Shard(0)]))
+        plain = torch.ones(2)
+        shard = nn.Parameter(DTensor.from_local(plain, init_device_mesh("cpu", (2,)), [Shard(0)]))
         assert is_shard(shard)
         assert shard.to_local().grad_fn is not None
         assert local(shard) is local(shard)
         assert local(shard).grad_fn is None
-        assert local(shard).data_ptr() == own.data_ptr()
-        assert local(own) is own
+        assert local(shard).data_ptr() == plain.data_ptr()
+        assert local(plain) is plain
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 from faults import Fault
 from helpers import run_cli
 
-from .conftest import TINY, Cell
-from .test_equality import errors
+from .cell import TINY, Cell
+from .comparing import errors
 
 STREAM = (*TINY, "model=mlp", "model.width=16", "user_packages=[own_streams]", "~data.augment", "data.num_workers=0")
 LIMIT = 30.0  # seconds; a rank that waits for a message that never comes is seen after a third of them

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from . import cells
-from .conftest import SPREADS, TINY
-from .test_equality import assert_same, error
+from . import variants
+from .cell import SPREADS, TINY
+from .comparing import assert_same, error
 
 pytestmark = pytest.mark.slow
 
-OWN = (
+NET = (
     "model=mlp",
     "model._target_=own_tasks.Net",
     "~model.depth",
@@ -20,12 +20,12 @@ OWN = (
 
 
 def alone(cell, task):
-    (reference,) = cell.reference(0, *OWN, f"task=own_tasks.{task}", tiny=TINY)
+    (reference,) = cell.reference(0, *NET, f"task=own_tasks.{task}", tiny=TINY)
     return reference
 
 
 def run(cell, world, task, *overrides, **options):
-    return cell.run(world, *OWN, f"task=own_tasks.{task}", *overrides, tiny=TINY, **options)
+    return cell.run(world, *NET, f"task=own_tasks.{task}", *overrides, tiny=TINY, **options)
 
 
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
@@ -39,7 +39,7 @@ def test_methods_and_parameters_of_the_model(cell, spread, task):
 
 def test_a_task_outside_of_the_wrapper_fails_it(cell):
     reference = alone(cell, "reads_attributes")
-    (record, _) = run(cell, 2, "reads_attributes", "parallel=ddp", function=cells.train_outside_of_the_wrapper)
+    (record, _) = run(cell, 2, "reads_attributes", "parallel=ddp", function=variants.train_outside_of_the_wrapper)
     assert error(record.gradients[0], reference.gradients[0]) > 1e-3
 
 
@@ -68,7 +68,7 @@ def test_models(cell, spread, model):
     if (spread, model) == ("fsdp", "Sparse"):
         pytest.skip("it has no blocks")
     chosen = (f"model._target_=own_tasks.{model}", "~model.width", "~model.dropout", "task=classification")
-    records = cell.run(2, *OWN[:3], *OWN[4:], *chosen, f"parallel={spread}", tiny=TINY)
+    records = cell.run(2, *NET[:3], *NET[4:], *chosen, f"parallel={spread}", tiny=TINY)
     assert all(record.error is None and len(record.losses) == 4 for record in records)
     assert records[0].weights.equal(records[1].weights)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from trainapp.errors import UserError
 from trainapp.techniques import catalogue
 
-from . import cells
-from .conftest import GPT, SPREADS, TINY, Cell
-from .test_equality import TOLERANCE, as_one, assert_same, errors
+from . import variants
+from .cell import GPT, SPREADS, TINY, Cell
+from .comparing import TOLERANCE, as_one, assert_same, errors
 
 TECHNIQUES = {
     "chunks": ("memory.loss_chunk=5",),
@@ -140,7 +140,7 @@ def test_muon_of_a_matrix_with_fewer_rows_than_ranks(cell: Cell, world, rows):
         assert record.error is None
         assert record.losses == pytest.approx(reference.losses, rel=1e-4)
         assert errors(record, reference)[-1] < 2e-3
-    for record in cell.run(world, "parallel=fsdp", *muon, function=cells.train_with_torchs_muon):  # negative control
+    for record in cell.run(world, "parallel=fsdp", *muon, function=variants.train_with_torchs_muon):  # negative control
         assert "in-place operations that require placement changes" in record.error
 
 

@@ -3,21 +3,21 @@
 import pytest
 from faults import Fault
 
-from .conftest import TINY, needs_reset
-from .test_equality import assert_same, error
+from .cell import TINY, needs_reset
+from .comparing import assert_same, error
 
 UPDATES = (
     "updates=[{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.1}}, "
     "{name: generator, task: zoo.gans.generate, parameters: [generator], optimizer: {lr: 0.2}}]"
 )
-OWN = (
+GAN = (
     *("user_packages=[zoo]", "model._target_=zoo.gans.SteadyGAN", "data._target_=zoo.data.Vectors"),
     *("task=zoo.gans.distance", UPDATES),
 )
 
 
 def run(cell, world, *overrides, **options):
-    return cell.run(world, *OWN, *overrides, tiny=TINY, **options)
+    return cell.run(world, *GAN, *overrides, tiny=TINY, **options)
 
 
 @pytest.mark.slow

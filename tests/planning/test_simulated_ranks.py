@@ -37,6 +37,15 @@ def test_a_number_of_ranks_that_nothing_says():
         planned_world_size(configure("parallel=ddp"))
 
 
+def test_ranks_on_the_cpu_are_not_one_per_gpu(monkeypatch):
+    """A run with these settings is refused for the same reason."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert planned_world_size(configure("parallel=ddp", "train.device=auto")) == 4
+    with pytest.raises(UserError, match=r"set plan\.world=N"):
+        planned_world_size(configure("parallel=ddp", "train.device=cpu"))
+
+
 def test_replicas_must_divide_the_ranks():
     with pytest.raises(UserError, match=r"parallel\.fsdp\.replicas=2: must divide the number of ranks, 3"):
         planner.plan(configure("parallel=hsdp", "plan.world=3"))

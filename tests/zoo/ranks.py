@@ -8,7 +8,7 @@ from faults import Fault
 from harness import state_of
 
 from trainapp.config.schema import Config
-from trainapp.launch import elastic
+from trainapp.launch import worker
 
 from .catalogue import ALL
 from .harness import Training
@@ -24,7 +24,7 @@ class OneRank(NamedTuple):
 
 def train(rank: int, config: Config, name: str, faults: Sequence[Fault], folder: str) -> OneRank:
     """The cell `name` on the ranks of the pool, with these faults."""
-    with elastic.process_group(config) as ranks:
+    with worker.process_group(config) as ranks:
         training = Training(ALL[name], config, *faults, ranks=ranks, folder=Path(folder))
     if training.error is not None:
         raise training.error

@@ -37,16 +37,19 @@ replaced_options.install()
 
 
 class RefuseSecondRun(Callback):
-    """Takes the lock before Hydra opens the log. Hydra swallows exceptions raised in callbacks, hence `Reported`."""
+    """A callback of Hydra that takes the lock before Hydra opens the log.
+
+    Hydra swallows exceptions raised in callbacks, hence `Reported`.
+    """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra. In a sweep each job takes its own lock."""
+        """Take the lock. Called by Hydra; in a sweep each job takes its own."""
         environment.use_time_of_sweep()
-        name = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
-        if name is None:  # reported later, with other mistakes
+        run_dir = OmegaConf.select(config, "hydra.run.dir", throw_on_resolution_failure=False)
+        if run_dir is None:  # reported later, with other mistakes
             return
         try:
-            _claim(Path(str(name)))
+            _claim(Path(str(run_dir)))
         except UserError as error:
             raise Reported(error) from None
 
@@ -63,8 +66,10 @@ def locked(run_dir: str) -> Iterator[None]:
 
 def _claim(run_dir: Path) -> None:
     """Take the lock, on rank 0 only."""
-    if environment.is_rank_zero():
-        directory.acquire(run_dir, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
+    if not environment.is_rank_zero():
+        return
+    patience = _RESTART_PATIENCE if directory.has_restarted() else 0.0
+    directory.acquire(run_dir, patience)
 
 
 def describe(composed: DictConfig, config: Config, overrides: list[str], flags: list[str]) -> None:
@@ -75,37 +80,48 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
     """
     if not config.activity.writes_settings or not environment.is_rank_zero():
         return
-    if not environment.is_one_of_many_ranks():  # those ask rank 0, in `elastic.run_worker`
+    if not environment.is_one_of_many_ranks():  # those ask rank 0, in `worker.run_worker`
         directory.require_same_experiment(config)
     folder = Path(config.run_dir) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, folder / "config.yaml")
-    of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
-    given = [command_line.as_entered(text) for text in overrides if text not in of_sweep]
-    OmegaConf.save(given, folder / "overrides.yaml")
+
+    overrides_of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
+    overrides_of_user = [command_line.as_entered(text) for text in overrides if text not in overrides_of_sweep]
+    OmegaConf.save(overrides_of_user, folder / "overrides.yaml")
     if config.activity.trains:
-        command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}
+        command: dict[str, Any] = {"arguments": [*flags, *overrides_of_user], "cwd": os.getcwd()}
+        command.update(_origin())
         Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
 
-def _environment() -> dict[str, str]:
-    """Where and with what a process of a run was started, for its page."""
-    versions = {"trainapp": trainapp.__version__, "python": platform.python_version(), "torch": version("torch")}
-    return {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "host": platform.node(), **versions}
+def _origin() -> dict[str, str]:
+    """Return when, where and with what a process of a run was started, for its page."""
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "host": platform.node(),
+        "trainapp": trainapp.__version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
     """Do what `mode` says: in this process (parallel=single), in workers that it starts, or as one rank if torchrun,
-    srun or submitit started several processes. Returns the objective, if the mode has one.
+    srun or submitit started several processes. Return the objective, if the mode has one.
 
-    is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
-    ended the run.
+    Raises UserError for mistakes and SystemExit when a signal ended the run.
+
+    Args:
+        config: the configuration.
+        is_sweep: whether other jobs may follow in this process.
     """
     if config.mode == "plan":
         from trainapp.planning import printed
 
         with StopRequest():
             return printed.print_plan(config)
+
     if config.activity.is_one_process:
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":
@@ -114,6 +130,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
+
     if config.mode == "lr_find":
         from trainapp.run import lr_find
 
@@ -131,7 +148,8 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     from trainapp.launch import elastic
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker that torchrun restarts keeps the time of the first
-        config = dataclasses.replace(config, started=psutil.Process(os.getppid()).create_time())
+        torchrun = psutil.Process(os.getppid())
+        config = dataclasses.replace(config, started=torchrun.create_time())
     return elastic.run(config).objective
 
 
@@ -139,10 +157,13 @@ def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
     """Set variables that malloc, torch and cuBLAS read once per process, unless the user has. Call before torch is
     imported.
 
-    deterministic: whether a run in this process may have `train.deterministic=true`.
+    Args:
+        expandable_segments: the setting `memory.expandable_segments`.
+        deterministic: whether a run in this process may have `train.deterministic=true`.
     """
     host.prepare_allocator()
-    if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+    is_set_by_user = any(name in os.environ for name in ALLOCATOR_SETTINGS)
+    if expandable_segments and not is_set_by_user:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -29,39 +29,53 @@ class Exchange:
     has_reduced: bool = False  # since the buckets were last rebuilt
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """The sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""
+        """Return the sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""
         self.has_reduced = True
-        if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
-            unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            unchanged.set_result(bucket.buffer())
-            return unchanged
         buffer = bucket.buffer()
+        is_aborted = self.due and self.ranks.votes_enabled and self.ranks.vote(False)
+        if not self.due or is_aborted:
+            unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            unchanged.set_result(buffer)
+            return unchanged
 
-        def summed(done: Any) -> torch.Tensor:
-            done.value()  # raises the exchange's error, if it had one
+        def take_sum(work: Any) -> torch.Tensor:
+            work.value()  # raises the exchange's error, if it had one
             return buffer
 
-        return dist.all_reduce(buffer, async_op=True).get_future().then(summed)
+        return dist.all_reduce(buffer, async_op=True).get_future().then(take_sum)
 
 
 class Buckets(DispatchMode):
-    """While active, records the tensors that DDP allocates: its buckets belong to C++, which does not expose them."""
+    """The tensors that DDP allocates while this mode is active.
+
+    These are its buckets, which belong to C++; it does not expose them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: dict[int, TensorWeakRef] = {}
+        self._by_storage: dict[int, TensorWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self._noted.setdefault(storage_id(result.untyped_storage()), TensorWeakRef(result))
+            key = storage_id(result.untyped_storage())
+            self._by_storage.setdefault(key, TensorWeakRef(result))
         return result
 
     def existing(self) -> Iterator[torch.Tensor]:
-        """The buckets that still exist. One at a time: the caller must not keep them alive."""
-        self._noted = {key: ref for key, ref in self._noted.items() if ref() is not None}
-        for ref in self._noted.values():
-            yield ref()
+        """Yield the buckets that still exist. One at a time: the caller must not keep them alive."""
+        self._by_storage = {key: reference for key, reference in self._by_storage.items() if reference() is not None}
+        for reference in self._by_storage.values():
+            yield reference()
+
+
+@dataclass
+class Wrapper:
+    """The model as DDP trains one update of it."""
+
+    module: nn.parallel.DistributedDataParallel
+    buckets: Buckets
+    exchange: Exchange
 
 
 class DDP(Strategy):
@@ -70,38 +84,45 @@ class DDP(Strategy):
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
     then gradients are dropped and the model is rewrapped on every rank.
 
-    updates: the parameters of each update, if a step has several. DDP waits for the gradients of all parameters that
-    required them when it wrapped the model, so each update has its own wrapper and buckets.
-    """
+    DDP waits for the gradients of all parameters that required them when it wrapped the model, so each update has its
+    own wrapper and buckets.
 
-    forward: nn.parallel.DistributedDataParallel  # of the current update, as are `_buckets` and `_exchange`
-    _buckets: Buckets
+    Args:
+        model: built and initialised.
+        ranks: those that train it.
+        settings: `parallel.ddp`.
+        updates: the parameters of each update, if a step has several.
+    """
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()):
         super().__init__(model, ranks)
-        self.settings, self._updates, self.groups = settings, updates, (dist.group.WORLD,)
-        self._task_module = TaskModule(model)
+        self.settings = settings
+        self.groups = (dist.group.WORLD,)
+        self._parameters_by_update = updates
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._task_module = TaskModule(model)
         ranks.broadcast([*model.parameters(), *model.buffers()])
-        self._of_update: dict[int, tuple[nn.parallel.DistributedDataParallel, Buckets, Exchange]] = {}
-        for number in reversed(range(len(updates) or 1)):
-            self._update, self._exchange = number, Exchange(ranks)
-            self._wrap()
+
+        self._update = 0  # the current one
+        self._wrappers: dict[int, Wrapper] = {}  # by update
+        for update in range(len(updates) or 1):
+            self._wrappers[update] = self._wrap(update)
+
+    @property
+    def _wrapper(self) -> Wrapper:
+        """The wrapper of the current update."""
+        return self._wrappers[self._update]
 
     def select_update(self, update: int) -> None:
         self._update = update
-        self.forward, self._buckets, self._exchange = self._of_update[update]
 
-    def _wrap(self) -> None:
+    def _wrap(self, update: int) -> Wrapper:
+        """Wrap the model for one update, in new buckets."""
         device = self.ranks.device
-        self._buckets, self._exchange.has_reduced = Buckets(), False
-        own = (
-            requires_grad_only(self._updates[self._update], self._trained)
-            if self._updates
-            else contextlib.nullcontext()
-        )
-        with own, self._buckets:
-            self.forward = nn.parallel.DistributedDataParallel(
+        buckets = Buckets()
+        exchange = Exchange(self.ranks)
+        with self._only_parameters_of(update), buckets:
+            module = nn.parallel.DistributedDataParallel(
                 self._task_module,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 bucket_cap_mb=self.settings.bucket_mb,
@@ -111,10 +132,16 @@ class DDP(Strategy):
                 init_sync=False,
             )
         # The strategy does it when it matters; DDP would in every forward. (torch 2.13 has renamed the parameter.)
-        self.forward.broadcast_buffers = False
-        self.forward.register_comm_hook(self._exchange, Exchange.reduce)
-        self.forward.register_forward_pre_hook(lambda *_: self._before_forward())
-        self._of_update[self._update] = self.forward, self._buckets, self._exchange
+        module.broadcast_buffers = False
+        module.register_comm_hook(exchange, Exchange.reduce)
+        module.register_forward_pre_hook(lambda *_: self._before_forward())
+        return Wrapper(module, buckets, exchange)
+
+    def _only_parameters_of(self, update: int) -> contextlib.AbstractContextManager[None]:
+        """Let DDP wait for the gradients of this update's parameters only."""
+        if not self._parameters_by_update:
+            return contextlib.nullcontext()
+        return requires_grad_only(self._parameters_by_update[update], self._trained)
 
     def _before_forward(self) -> None:
         """Rebuild DDP's buckets, as its forward does after the first backward. A collective: vote before it.
@@ -122,32 +149,37 @@ class DDP(Strategy):
         Done here rather than by DDP, so that the new buckets are recorded. Does nothing in later steps.
         """
         self.ranks.check_peers()
-        if self._exchange.has_reduced and torch.is_grad_enabled():
-            self._exchange.has_reduced = False
-            with self.ranks.exchange_in_library(), self._buckets:
-                rebuild_buckets(self.forward)
+        wrapper = self._wrapper
+        if wrapper.exchange.has_reduced and torch.is_grad_enabled():
+            wrapper.exchange.has_reduced = False
+            with self.ranks.exchange_in_library(), wrapper.buckets:
+                rebuild_buckets(wrapper.module)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        return compute_within(self.forward, task, batch)
+        return compute_within(self._wrapper.module, task, batch)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self._exchange.due = last
+        wrapper = self._wrapper
+        wrapper.exchange.due = last
         # A static graph needs DDP's bookkeeping in every backward: only the hook skips the exchange then.
-        with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
+        if last or self.settings.static_graph:
             yield
+        else:
+            with wrapper.module.no_sync():
+                yield
 
     def abort_step(self) -> None:
-        """Rewraps the model: about 3 ms for a toy model, once per failure."""
+        """Rewrap the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
         # The new wrapper's buckets are as large as the gradients: first free the old ones and the failed step's
         # reference cycles. Costs about 0.03 s.
-        del self.forward, self._of_update[self._update]
+        del self._wrappers[self._update]
         gc.collect()
-        self._wrap()
+        self._wrappers[self._update] = self._wrap(self._update)
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """The buckets of all updates. After a backward the gradients are views of them."""
-        for _, buckets, _ in self._of_update.values():
-            yield from buckets.existing()
+        """Yield the buckets of all updates. After a backward the gradients are views of them."""
+        for wrapper in self._wrappers.values():
+            yield from wrapper.buckets.existing()

@@ -21,7 +21,8 @@ from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
-STOP, ASK_EVERY = "stop", 0.2  # the store's key of a signal; seconds
+STOP_KEY = "stop"  # of the store: the number of a signal
+STORE_INTERVAL = 0.2  # seconds between two looks at the store
 OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out and could not be recovered in place
 
 
@@ -42,15 +43,14 @@ class Ranks:
     """The ranks of a run, from the view of one. "Collective" means: call on every rank, in the same order.
 
     In this base class every collective returns its input.
-
-    votes_enabled: whether ranks vote before each collective. saving_group: the process group for checkpoints.
     """
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     device = torch.device("cpu")
     votes = 0  # number of votes so far
-    votes_enabled = False
-    saving_group: dist.ProcessGroup | None = None
+    votes_enabled = False  # whether ranks vote before each collective
+    saving_group: dist.ProcessGroup | None = None  # for checkpoints
     _read_flags: Callable[[], Flags]
 
     @property
@@ -59,7 +59,11 @@ class Ranks:
         return self.rank == 0
 
     def enable_votes(self, unvalidated: bool) -> None:
-        """Decide whether to vote from now on. unvalidated: whether a size in use is unvalidated; equal on all ranks."""
+        """Decide whether to vote from now on.
+
+        Args:
+            unvalidated: whether a size in use is unvalidated; equal on all ranks.
+        """
 
     def disable_votes(self) -> None:
         """Disable votes for this run, overriding `parallel.vote_on_oom`: the strategy cannot recover in place."""
@@ -71,57 +75,72 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective: calls `check_peers`, and disables dispatch modes inside, so that live tensors do not
-        include gloo's buffers.
+        """Call `check_peers`, then disable dispatch modes inside the block, which is for a collective: live tensors do
+        not include gloo's buffers.
         """
         self.check_peers()
         with outside_dispatch_modes():
             yield
 
     def meshes(self, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """A mesh across replicas, and one across this rank's replica. Collective, and never preceded by a vote."""
-        shape = replicas, self.world_size // replicas
-        with outside_dispatch_modes():  # it reads rank ids, which fake tensors do not have
+        """Return a mesh across replicas, and one across this rank's replica. Collective, and never preceded by a vote.
+
+        Args:
+            replicas: the number of copies of the model.
+        """
+        shape = (replicas, self.world_size // replicas)
+        with outside_dispatch_modes():  # the mesh reads rank ids, which fake tensors do not have
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
             return mesh["replicate"], mesh["shard"]
 
     def vote(self, failed: bool) -> bool:
-        """Whether any rank voted that it ran out of memory. Collective."""
+        """Return whether any rank voted that it ran out of memory. Collective.
+
+        Args:
+            failed: this rank's vote.
+        """
         return failed
 
     def reset_votes(self) -> None:
-        """Call after all ranks have left an aborted step, before the next vote."""
+        """Allow votes again. Call after all ranks have left an aborted step, before the next vote."""
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
-        """The sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
+        """Return the sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
         return value
 
     def all_reduce_max(self, *values: int) -> list[int]:
-        """The maximum of each over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
+        """Return the maximum of each over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
         return list(values)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, a small Python object, ordered by rank. Collective, and never preceded by a vote."""
+        """Return every rank's `value`, a small Python object, by rank. Collective, and never preceded by a vote."""
         return [value]
 
-    def announced(self, own: int) -> int:
-        """`own`, the number of this rank's signal, or 0; then that of another rank that has announced one. Not
-        collective and only a hint, which spares the others the rest of their work: `agree` decides.
-        """
-        return own
+    def announced(self, signal_here: int) -> int:
+        """Return the number of this rank's signal, or else that of a signal which another rank has announced, or 0.
 
-    def agree(self, heard: Callable[[], int]) -> int:
-        """The maximum over ranks of `heard()`, called on arrival. Collective, and never preceded by a vote. A signal to
-        a rank that waits here is announced to those at work.
+        Not collective and only a hint, which spares the others the rest of their work: `agree` decides.
+
+        Args:
+            signal_here: the number of this rank's signal, which is announced to the others; 0 without one.
         """
-        return heard()
+        return signal_here
+
+    def agree(self, read_signal: Callable[[], int]) -> int:
+        """Return the maximum over ranks of `read_signal()`, as each of them arrives. Collective, and never preceded by
+        a vote.
+
+        Args:
+            read_signal: also called while this rank waits, to announce a signal to the ranks that are still at work.
+        """
+        return read_signal()
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         """Start to exchange the flags that `read()` returns, in the background of a step. Collective."""
         self._read_flags = read
 
     def finish_flag_exchange(self) -> Flags:
-        """The maximum of each flag over ranks. Waits for the slowest rank.
+        """Return the maximum of each flag over ranks. Waits for the slowest rank.
 
         A single process reads the flags only now, so that a signal during the step is seen at its end.
         """
@@ -134,7 +153,7 @@ class Ranks:
         """Give every rank the values of rank 0, in place. Collective, and never preceded by a vote."""
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps a library's collective that needs real values; overridden when tracing."""
+        """Return a context for a library's collective that needs real values; overridden when tracing."""
         return contextlib.nullcontext()
 
 
@@ -145,61 +164,84 @@ class SingleRank(Ranks):
 class DistributedRanks(Ranks):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
-    timeout: seconds after which an unresponsive peer is an error. vote_on_oom: when ranks vote, "unvalidated", "always"
-    or "never"; see `enable_votes`.
+    Args:
+        device: of this rank.
+        timeout: seconds after which an unresponsive peer is an error.
+        vote_on_oom: when ranks vote, "unvalidated", "always" or "never"; see `enable_votes`.
     """
 
     def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unvalidated"):
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.device = device
+
+        # Votes
         self._vote_on_oom = vote_on_oom
-        self._aborted = False
+        self._aborted = False  # whether a vote has aborted the current step
         self.enable_votes(True)
+
+        # Each kind of exchange has a group of its own: they overlap, and each group must see its calls in one order.
         limit = datetime.timedelta(seconds=timeout)
-        groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(4)]
-        self._vote_group, self._side_group, self.saving_group, self._flag_group = groups
-        # The group's own keys of the store, from torch 2.13 on; before, ranks hear of each other's signals in `agree`.
+        self._vote_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit)
+        self._side_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit)
+        self.saving_group = dist.new_group(backend="gloo", timeout=limit)
+        self._flag_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit)
+
+        # Signals. The group's own keys of the store, from torch 2.13 on; before, ranks hear of each other's signals in
+        # `agree`.
         self._store = getattr(self._side_group, "get_group_store", lambda: None)()
-        self._announced, self._asked = 0, 0.0
+        self._announced_signal = 0
+        self._store_read_at = 0.0  # by `time.monotonic()`
+
+        # The exchange of flags that a step has started
         self._flag_work: dist.Work | None = None
         self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
 
     def release_groups(self) -> None:
         """Drop the process groups, after the last collective."""
         self.cancel_flag_exchange()
-        self._vote_group = self._side_group = self.saving_group = self._flag_group = None
+        self._vote_group = None
+        self._side_group = None
+        self.saving_group = None
+        self._flag_group = None
 
     def enable_votes(self, unvalidated: bool) -> None:
-        self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unvalidated" and unvalidated)
+        if self._vote_on_oom == "unvalidated":
+            self.votes_enabled = unvalidated
+        else:
+            self.votes_enabled = self._vote_on_oom == "always"
 
     def disable_votes(self) -> None:
-        self._vote_on_oom, self.votes_enabled = "never", False
+        self._vote_on_oom = "never"
+        self.votes_enabled = False
 
     def check_peers(self) -> None:
-        """Votes that this rank is healthy. Raises PeerOutOfMemory if another one is not."""
+        """Vote that this rank is healthy. Raises PeerOutOfMemory if another one is not."""
         if self.votes_enabled and self.vote(False):
             raise PeerOutOfMemory("another rank ran out of memory")
 
     def vote(self, failed: bool) -> bool:
-        """One integer over gloo: 0.3 to 0.7 ms on two busy cores.
+        """Exchange one integer over gloo: 0.3 to 0.7 ms on two busy cores.
 
         An aborted step has no further votes: a rank that runs out of memory, or reaches another collective, on its way
         out of the step would wait for votes that no other rank casts.
         """
-        if not self._aborted:
-            self._aborted = bool(_maximum([int(failed)], self._vote_group)[0])
-            self.votes += 1
+        if self._aborted:
+            return True
+        [failures] = _maximum([int(failed)], self._vote_group)
+        self._aborted = failures > 0
+        self.votes += 1
         return self._aborted
 
     def reset_votes(self) -> None:
         self._aborted = False
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
-        """Uses the gradients' group, so the value may be on the device."""
+        """Use the gradients' group, so the value may be on the device."""
         with self.collective():
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
+            total = value.clone()
+            dist.all_reduce(total)
+        return total
 
     def all_reduce_max(self, *values: int) -> list[int]:
         self.check_peers()
@@ -211,30 +253,40 @@ class DistributedRanks(Ranks):
             dist.all_gather_object(by_rank, value, group=self._side_group)
         return by_rank
 
-    def announced(self, own: int) -> int:
-        """Asks the store, which takes 30 microseconds on one machine, at most every 0.2 seconds."""
-        if self._store is not None and not self._announced and (own or time.monotonic() - self._asked > ASK_EVERY):
-            self._asked = time.monotonic()
+    def announced(self, signal_here: int) -> int:
+        """Ask the store, which takes 30 microseconds on one machine, at most every 0.2 seconds."""
+        now = time.monotonic()
+        is_due = signal_here != 0 or now - self._store_read_at > STORE_INTERVAL
+        if self._store is not None and not self._announced_signal and is_due:
+            self._store_read_at = now
             with contextlib.suppress(RuntimeError):  # the store's host may have left
-                if own:
-                    self._store.set(STOP, str(own))
-                elif self._store.check([STOP]):
-                    own = int(self._store.get(STOP))
-                self._announced = own
-        return own or self._announced
+                self._announced_signal = self._exchange_signal(signal_here)
+        return signal_here or self._announced_signal
 
-    def agree(self, heard: Callable[[], int]) -> int:
+    def _exchange_signal(self, signal_here: int) -> int:
+        """Announce this rank's signal if it has one. Return it, or else the announced one, or 0."""
+        assert self._store is not None, "no store to announce a signal in"
+        if signal_here:
+            self._store.set(STOP_KEY, str(signal_here))
+            return signal_here
+        if self._store.check([STOP_KEY]):
+            return int(self._store.get(STOP_KEY))
+        return 0
+
+    def agree(self, read_signal: Callable[[], int]) -> int:
         with outside_dispatch_modes():
-            number = torch.tensor(heard())
+            number = torch.tensor(read_signal())
             work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._side_group, async_op=True)
-            while not work.is_completed():  # by itself after an error, too; Python calls signal handlers only here
-                heard()
+            # Not `work.wait()` at once: Python calls signal handlers only between its own instructions. After an error
+            # the work is completed, too.
+            while not work.is_completed():
+                read_signal()
                 time.sleep(0.002)
             work.wait()
             return int(number)
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        """Asynchronous, on its own group: the step hides its latency."""
+        """Start it on a group of its own: the step hides its latency."""
         self.cancel_flag_exchange()
         with outside_dispatch_modes():
             self._flags = torch.tensor(read(), dtype=torch.int64)
@@ -243,11 +295,11 @@ class DistributedRanks(Ranks):
     def finish_flag_exchange(self) -> Flags:
         self.cancel_flag_exchange()
         with outside_dispatch_modes():
-            stop_signal, *others = self._flags.tolist()
-        return Flags(stop_signal, *map(bool, others))
+            stop_signal, still_saving, size_may_change, save_is_due = self._flags.tolist()
+        return Flags(stop_signal, bool(still_saving), bool(size_may_change), bool(save_is_due))
 
     def cancel_flag_exchange(self) -> None:
-        """Waits for the exchange: every rank has started it with the step, so it ends by itself."""
+        """Wait for the exchange: every rank has started it with the step, so it ends by itself."""
         if self._flag_work is not None:
             self._flag_work.wait()
             self._flag_work = None
@@ -259,52 +311,72 @@ class DistributedRanks(Ranks):
 
 
 def _maximum(values: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """Return the maximum of each value over the ranks of the group."""
     with outside_dispatch_modes():
-        numbers = torch.tensor(values)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        return numbers.tolist()
+        maxima = torch.tensor(values)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        return maxima.tolist()
 
 
 def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """The result of `ask`, which only rank 0 calls. Collective.
+    """Return the result of `ask`, which only rank 0 calls. Collective.
 
     Its UserError is raised on all ranks, so none waits for another.
     """
-    answer, problem = None, None
+    answer: T | None = None
+    mistake: UserError | None = None
     if ranks.is_rank_zero:
         try:
             answer = ask()
         except UserError as error:
-            problem = error
-    answer, problem = ranks.all_gather_object((answer, problem))[0]
-    if problem is not None:
-        raise problem
+            mistake = error
+    answer, mistake = ranks.all_gather_object((answer, mistake))[0]
+    if mistake is not None:
+        raise mistake
     return cast(T, answer)
 
 
+# gloo cannot sum booleans, nor every half precision: both are exact in a wider type.
+_SUMMED_AS = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
 def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> tuple[list[Tensor], int, int]:
-    """Tensors of shape [n, ...], where n may differ between ranks, as [sum of n, ...] in the order of the ranks; this
-    rank's rows are [start, end). Collective; no gradients.
+    """Gather the rows of each tensor on all ranks. Collective; no gradients.
 
     Each is summed with zeros for the other ranks' rows: exact, and all_reduce is the only collective that every backend
     and tracing support. Raises UserError if shapes or dtypes differ between ranks; PeerOutOfMemory as `check_peers`
-    does. setting: names the tensors in messages.
+    does.
+
+    Args:
+        ranks: this rank among the others.
+        tensors: of shape [n, ...], all with the same n, which may differ between ranks.
+        setting: names the tensors in messages.
+
+    Returns:
+        The tensors as [sum of n, ...] in the order of the ranks, and the start and the end of this rank's rows.
     """
-    own = len(tensors[0])
+    row_count = len(tensors[0])
     if ranks.world_size == 1:
-        return tensors, 0, own
+        return tensors, 0, row_count
+
+    # Agree on the shapes
     ranks.check_peers()
-    by_rank = ranks.all_gather_object((own, [(tuple(t.shape[1:]), str(t.dtype)) for t in tensors]))
-    if any(forms != by_rank[0][1] for _, forms in by_rank):
-        raise UserError(f"{setting}: the embeddings of different ranks have different shapes; make them equal")
-    start = sum(rows for rows, _ in by_rank[: ranks.rank])
-    total = sum(rows for rows, _ in by_rank)
+    row_forms = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]
+    by_rank = ranks.all_gather_object((row_count, row_forms))
+    for _, forms_of_rank in by_rank:
+        if forms_of_rank != by_rank[0][1]:
+            raise UserError(f"{setting}: the embeddings of different ranks have different shapes; make them equal")
+
+    # This rank's rows follow those of the ranks before it
+    row_counts = [count for count, _ in by_rank]
+    total = sum(row_counts)
+    start = sum(row_counts[: ranks.rank])
+    end = start + row_count
+
     gathered = []
     for tensor in tensors:
-        # gloo cannot sum booleans, nor every half precision: both are exact in a wider type.
-        widened = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
-        wide = widened.get(tensor.dtype, tensor.dtype)
-        whole = torch.zeros((total, *tensor.shape[1:]), dtype=wide, device=tensor.device)
-        whole[start : start + own] = tensor
-        gathered.append(ranks.all_reduce_sum(whole).to(tensor.dtype))
-    return gathered, start, start + own
+        dtype = _SUMMED_AS.get(tensor.dtype, tensor.dtype)
+        rows = torch.zeros((total, *tensor.shape[1:]), dtype=dtype, device=tensor.device)
+        rows[start:end] = tensor
+        gathered.append(ranks.all_reduce_sum(rows).to(tensor.dtype))
+    return gathered, start, end

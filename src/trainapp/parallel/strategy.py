@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import is_shard
 
-WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
+WARM_UP_BYTES = (64, 32 * 2**20)  # of a whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
 
 
@@ -27,25 +27,30 @@ class Strategy:
     groups: Sequence[dist.ProcessGroup | None] = ()  # those in use
 
     def __init__(self, model: nn.Module, ranks: Ranks):
-        self.model, self.ranks = model, ranks
+        self.model = model
+        self.ranks = ranks
 
     def select_update(self, update: int) -> None:
         """Select an update, if a step has several: only its parameters get gradients from now on."""
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """The task's result for a training batch, ready for backward."""
+        """Return the task's result for a training batch, ready for backward."""
         return task(self.model, batch)
 
     def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """The task's result for an evaluation batch."""
-        return self.compute(task, batch) if self.forward_is_collective else task(self.model, batch)
+        """Return the task's result for an evaluation batch."""
+        if self.forward_is_collective:
+            return self.compute(task, batch)
+        return task(self.model, batch)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Use around the forward and backward of a micro-batch. Gradients are exchanged in the last one."""
+        """Return a context for the forward and backward of a micro-batch. Gradients are exchanged in the last one."""
         return contextlib.nullcontext()
 
     def finish_accumulation(self) -> None:
-        """Call after the last micro-batch. Raises PeerOutOfMemory if another rank aborted the step."""
+        """Finish the exchange of gradients, after the last micro-batch. Raises PeerOutOfMemory if another rank aborted
+        the step.
+        """
         self.ranks.check_peers()
 
     def abort_step(self) -> None:
@@ -64,21 +69,20 @@ class Strategy:
         allocator's cache.
         """
         device = self.ranks.device
-        for group in {group.group_name: group for group in self.groups if group is not None}.values():
+        for group in self._distinct_groups():
             for size in WARM_UP_BYTES:
-                part = torch.zeros(max(1, size // 4 // group.size()), device=device)
-                whole = torch.zeros(len(part) * group.size(), device=device)
-                dist.all_gather_into_tensor(whole, part, group=group)
-                dist.reduce_scatter_tensor(part, whole, group=group)
-                dist.broadcast(whole, group_src=0, group=group)
-                dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
-                dist.all_reduce(whole, group=group)
+                _use_collectives(group, size, device)
             dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # an error shows here rather than in the first step
 
+    def _distinct_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups in use, each once: that of the shards may be the default group."""
+        by_name = {group.group_name: group for group in self.groups if group is not None}
+        return list(by_name.values())
+
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
+        """Yield the tensors for exchanging gradients that persist between steps, in addition to those of `model`."""
         return iter(())
 
     def broadcast_buffers(self, except_for: Collection[str] = ()) -> None:
@@ -91,15 +95,31 @@ class Strategy:
         self.ranks.broadcast(buffer for name, buffer in self.model.named_buffers() if name not in except_for)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, from the norm of this rank's gradients or shards. Collective."""
+        """Return the norm of all gradients, from the norm of this rank's gradients or shards. Collective."""
         return norm
 
-    def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
-        """Spread an fp16 overflow on one rank to all ranks, in the loss scaler's flags, in place. Collective."""
+    def all_reduce_found_inf(self, flags: list[torch.Tensor]) -> None:
+        """Spread an fp16 overflow on one rank to all ranks, in place. Collective.
+
+        Args:
+            flags: the loss scaler's; positive after an overflow.
+        """
 
 
 class SingleDevice(Strategy):
     """One process, which has the whole model and exchanges nothing."""
+
+
+def _use_collectives(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+    """Use each collective of a run once, in buffers of `size` bytes."""
+    ranks = group.size()
+    shard = torch.zeros(max(1, size // 4 // ranks), device=device)  # of fp32
+    whole = torch.zeros(len(shard) * ranks, device=device)
+    dist.all_gather_into_tensor(whole, shard, group=group)
+    dist.reduce_scatter_tensor(shard, whole, group=group)
+    dist.broadcast(whole, group_src=0, group=group)
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(whole, group=group)
 
 
 class TaskModule(nn.Module):
@@ -118,36 +138,38 @@ class TaskModule(nn.Module):
 
 
 def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...]:
-    """The task's result, computed in the forward of `wrapper`, a TaskModule or a module around one.
+    """Return the task's result, computed in the forward of `wrapper`, a TaskModule or a module around one.
 
     The wrapper sees neither the batch, which it might cast or copy, nor any result except the loss, the only one
     through which gradients flow.
     """
-    others: list[Any] = []
+    count_and_metrics: list[Any] = []
 
-    def call(model: nn.Module) -> torch.Tensor:
-        loss, *rest = task(model, batch)
-        others.extend(rest)
+    def compute_loss(model: nn.Module) -> torch.Tensor:
+        loss, *more = task(model, batch)
+        count_and_metrics.extend(more)
         return loss
 
-    return (wrapper(call), *others)
+    loss = wrapper(compute_loss)
+    return (loss, *count_and_metrics)
 
 
 @torch.no_grad()
 def copy_into(target: Any, source: torch.Tensor) -> None:
     """Copy a whole tensor into one that may be a shard. No communication: every rank has the whole source."""
-    if is_shard(target):
-        from torch.distributed.tensor import distribute_tensor
-
-        part = distribute_tensor(source.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
-    else:
+    if not is_shard(target):
         target.copy_(source)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = source.to(target.device)
+    shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(shard.to_local())
 
 
 @contextlib.contextmanager
 def requires_grad_only(chosen: Iterable[Tensor], among: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, only the `chosen` of the parameters `among` require gradients; after it, all do.
+    """Let only the `chosen` of the parameters `among` require gradients inside the block; after it, all do.
 
     The others get no gradients, which saves their memory and their part of the backward.
     """

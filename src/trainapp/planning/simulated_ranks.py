@@ -11,6 +11,7 @@ from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.world_size import rank_count
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
@@ -29,7 +30,7 @@ def planned_world_size(config: Config) -> int:
         return 1
     setting = f"plan.world={world_size}"
     if world_size is None:
-        world_size = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
+        world_size = rank_count(config)
         setting = f"parallel.devices={parallel.devices}"
     if not world_size:
         raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
