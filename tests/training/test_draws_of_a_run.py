@@ -188,11 +188,15 @@ def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):
     assert not runs.run(tmp_path, *settings).depends_on_micro_batch
 
 
+CARRIES = ("task=writing_models.Carries", "objective=min loss", "train.check_loss=false")
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
         (runs.own_model("writing_models.Teacher"), "model.teacher.bias, model.teacher.weight, once"),
-        (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, once"),
+        (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, model.means, once"),
+        ((*runs.own_model("writing_models.Carrying"), *CARRIES), "model.states, task.history, task.states, once"),
         (runs.own_model("writing_models.SpectralNorm"), "model.linear.parametrizations.weight.0._u,"),
     ],
 )

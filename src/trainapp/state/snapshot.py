@@ -3,7 +3,7 @@
 | what | how it is restored |
 |---|---|
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
-| another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has changed |
+| another buffer (a rotary table, a mask), a tensor in an attribute or its tuple | copied when its version has changed |
 | a parameter | copied in every `take` once a forward is known to have written it |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
@@ -34,8 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
 from trainapp.state.checksum import checksum
-from trainapp.state.stateful import Owner, Stateful, can_be_restored, memory_of
+from trainapp.state.stateful import DEPTH, MOST_ITEMS, Owner, Stateful, can_be_restored, memory_of
 from trainapp.state.structure import REGISTRIES, Structure, find_shards
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
@@ -76,6 +77,8 @@ class State:
     constants: dict[int, _Constant]  # by id
     arrays: list[tuple[np.ndarray, np.ndarray]]  # an array and its copy
     checksums: dict[str, Tensor]  # of the structure's watched tensors; empty after the first steps
+    # Of tuples, lists and similar values, for each of `references.attributes`; empty after the first steps.
+    fingerprints: list[dict[str, Any]]
 
     def copies_by_id(self) -> dict[int, Tensor]:
         """Return the copy of each tensor."""
@@ -149,14 +152,8 @@ class Snapshot:
         for name, owner in stateful.owners.items():
             if not owner.is_restored_elsewhere and owner.kind != "callbacks":
                 owners[name] = owner
-        modules: dict[str, nn.Module] = {}
-        objects = {}
-        for name, root in stateful.roots.items():
-            if name == "model":
-                modules[name] = root
-            elif name.endswith("task") and hasattr(root, "__dict__") and not isinstance(root, nn.Module):
-                objects[name] = root
-        return cls(modules | stateful.modules, owners, objects, verified)
+        models = {name: root for name, root in stateful.roots.items() if name == "model"}
+        return cls(models | stateful.modules, owners, stateful.plain_tasks(), verified)
 
     @property
     def _taken(self) -> State:
@@ -185,8 +182,8 @@ class Snapshot:
             for value in attributes.values():
                 if type(value) is np.ndarray:
                     arrays.append((value, value.copy()))
-                elif type(value) is Tensor and _is_kept(value):
-                    constants.append(memory_of(value))
+                elif type(value) is Tensor or isinstance(value, tuple):
+                    constants.extend(memory_of(tensor) for tensor in _kept_tensors(value))
         self._state = State(
             structure=structure,
             references=references,
@@ -196,6 +193,7 @@ class Snapshot:
             constants=self._copy_constants(constants),
             arrays=arrays,
             checksums=self._checksums() if self._steps_to_verify else {},
+            fingerprints=_fingerprints(structure) if self._steps_to_verify else [],
         )
 
     @staticmethod
@@ -331,8 +329,13 @@ class Snapshot:
         before = state.references
         now = self._references(state.structure)
         holder_names = [*state.structure.holder_names, ""]  # names of owners are whole
-        values_before = [*before.contents, *before.attributes, before.owner_states]
-        values_now = [*now.contents, *now.attributes, now.owner_states]
+        attributes_before = before.attributes
+        attributes_now = now.attributes
+        if state.fingerprints:  # a list may be the same, with other contents
+            attributes_before = _updated(attributes_before, state.fingerprints)
+            attributes_now = _updated(attributes_now, _fingerprints(state.structure))
+        values_before = [*before.contents, *attributes_before, before.owner_states]
+        values_now = [*now.contents, *attributes_now, now.owner_states]
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
                 for name in _changed_names(old, new, copies):
@@ -512,8 +515,15 @@ def _refill(values: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _with_stand_ins(values: dict[str, Any], stand_ins: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the values, with a stand-in for each that has one."""
-    return {name: stand_ins.get(id(value), value) for name, value in values.items()}
+    """Return the values, with a stand-in for each that has one, in tuples too."""
+    return {name: _stand_in(value, stand_ins) for name, value in values.items()}
+
+
+def _stand_in(value: Any, stand_ins: Mapping[int, Any]) -> Any:
+    if not isinstance(value, tuple) or not any(id(tensor) in stand_ins for tensor in _kept_tensors(value)):
+        return stand_ins.get(id(value), value)
+    items = [_stand_in(item, stand_ins) for item in value]
+    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any]) -> list[str]:
@@ -522,7 +532,7 @@ def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[
     for name in before | now:
         old = before.get(name)
         new = now.get(name)
-        is_result = getattr(new, "grad_fn", None) is not None
+        is_result = new is RESULT or getattr(new, "grad_fn", None) is not None
         if not is_result and not _is_equal(copies.get(id(old), old), new):
             names.append(name)
     return names
@@ -544,12 +554,48 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values, tensors and arrays among an object's attributes; an embedding loss may keep others."""
-    plain = {}
-    for name, value in attributes.items():
-        if isinstance(value, _PLAIN) or (_is_kept(value) and not value.requires_grad):
-            plain[name] = value
-    return plain
+    """Return the plain values, tensors and arrays among an object's attributes, and containers of them; an embedding
+    loss may keep others.
+    """
+    return {name: value for name, value in attributes.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return _is_kept(value) and not value.requires_grad
+    if not isinstance(value, CONTAINERS) or depth >= DEPTH or len(value) > MOST_ITEMS:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return all(_is_plain(item, depth + 1) for item in items)
+
+
+def _kept_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the value if it is a tensor to restore, or those in a tuple. What lists and dicts hold is the user's."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _kept_tensors(item)
+    elif _is_kept(value):
+        yield value
+
+
+def _fingerprints(structure: Structure) -> list[dict[str, Any]]:
+    """Return fingerprints of the containers in the attributes of modules, then of objects."""
+    tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
+    registered = storages_of(tensors)
+    fingerprints = []
+    for attributes in (*structure.attributes, *structure.objects):
+        containers = {}
+        for name, value in attributes.items():
+            if name not in MODULE_ATTRIBUTES and isinstance(value, CONTAINERS):
+                containers[name] = fingerprint(value, registered)
+        fingerprints.append(containers)
+    return fingerprints
+
+
+def _updated(values: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**attributes, **other} for attributes, other in zip(values, others, strict=True)]
 
 
 def _is_kept(value: Any) -> bool:
