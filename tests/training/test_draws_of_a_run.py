@@ -250,6 +250,13 @@ def test_a_buffer_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch
     assert f"the forward writes {hidden}model.state.largest, once per micro-batch (4)" in text
 
 
+def test_a_tuple_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing_models.Carrying, "per_sample_buffers", ["states"], raising=False)
+    own = (*runs.own_model("writing_models.Carrying"), "data=digits", "user_packages=[writing_models]")
+    settings = (*runs.STEPS_ONLY, *own, "train.check_loss=false", BY_SAMPLE, "batch.micro_size=7")
+    assert not runs.run(tmp_path, *settings).depends_on_micro_batch
+
+
 def test_shared_draws_are_named_once(tmp_path, caplog):
     assert max(differences(tmp_path, *of("Shared"), BY_SAMPLE)[:2]) < 1e-5
     with caplog.at_level("INFO"):
