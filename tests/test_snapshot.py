@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -67,6 +68,7 @@ def test_changes_are_named_by_their_values():
     """Not what is written or replaced by equal values."""
     model, task, data = Counting(), CountingLoss(), [random.Random(1)]
     model.device, model.equal, model.shape = torch.device("cpu"), torch.ones(2), [1.0, (2, "a")]
+    model.again = [model.linear.bias, (model.linear.weight.data, model.table)]
     snapshot = Snapshot.of(Stateful(model=model, task=task, data=data))
     snapshot.take()
     model.table.fill_(1)
@@ -74,13 +76,14 @@ def test_changes_are_named_by_their_values():
     model.device, model.equal, model.shape = torch.device("cpu"), torch.ones(2), [1.0, (2, "a")]
     data[0].random()
     model.result = model.linear(torch.ones(4, 2))
+    model.results = task.results = [{"logits": (model.result, 1)}, model.result.detach()]
     assert not snapshot.changed()
     task()
     model.eval()  # the forward turns it back: BatchNorm counts
     model(torch.ones(4, 2))
     model.linear.bias.data.add_(1)
     counted = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
-    own = ("lazy", "late", "extra", "steps", "running", "cache", "extra_state", "generator", "linear.bias")
+    own = ("queue", "lazy", "late", "extra", "steps", "running", "cache", "extra_state", "generator", "linear.bias")
     tasks = {f"task.{name}" for name in ("calls", "mean", "by_half")}
     assert set(snapshot.changed()) == counted | {f"model.{name}" for name in own} | tasks
 
@@ -238,6 +241,11 @@ def test_copies_whose_allocation_was_interrupted_are_allocated_again(monkeypatch
     assert int(model.num_batches_tracked) == 0
 
 
+class State(NamedTuple):
+    hidden: torch.Tensor
+    steps: list
+
+
 class CountingLoss:
     """A loss with state in plain attributes, as of a warm-up."""
 
@@ -263,6 +271,56 @@ def test_plain_attributes_of_a_task_are_restored():
     assert (task.calls, task.mean.tolist(), task.by_half.tolist()) == (1, [1, 1], [0, 1])
     assert task.mean is alias
     assert not hasattr(task, "new")
+
+
+def test_the_contents_of_containers_are_compared():
+    """Of a list that stays the same, too, and of tensors in it."""
+    model, task = nn.Identity(), CountingLoss()
+    model.__class__ = type("Own", (nn.Identity,), {"__module__": "own"})
+    model.states, model.rows, model.table = [torch.zeros(2)], {"a": [torch.zeros(2)]}, [0.0] * 5000
+    task.states, task.names = (torch.zeros(2),), {"a", "b"}
+    snapshot = Snapshot.of(Stateful(model=model, task=task))
+    snapshot.take()
+    model.states[0] = torch.zeros(2)
+    task.states, task.names = (torch.zeros(2),), {"b", "a"}
+    assert not snapshot.changed()
+    model.rows["a"][0].data.add_(1)
+    model.table[-1] = 1.0
+    task.states[0].add_(1)
+    assert snapshot.changed() == ["model.rows", "model.table", "task.states"]
+
+
+def test_tensors_in_tuples_are_restored():
+    """Those in lists are the user's."""
+    model, task = Counting(), CountingLoss()
+    tensors = torch.zeros(2), torch.zeros(2)
+    model.states = task.states = (tensors[0], (1, tensors[1]))
+    task.history = history = [1.0, torch.zeros(2)]
+    snapshot = Snapshot.of(Stateful(model=model, task=task), verified=0)
+    for _ in range(2):
+        snapshot.take()
+        for tensor in tensors:
+            tensor.add_(1)
+        task.states, model.states, task.history = (), None, [*history, 2.0]
+        snapshot.restore()
+        assert model.states[1][1] is task.states[1][1] is tensors[1]
+        assert [tensor.tolist() for tensor in tensors] == [[0, 0], [0, 0]]
+        assert task.history is history
+
+
+def test_a_recomputation_sees_the_tensors_of_tuples_as_they_were():
+    model = Counting()
+    model.states = deque([1]), State(torch.zeros(2), [2])
+    snapshot = Snapshot.of(Stateful(model=model), verified=0)
+    snapshot.take()
+    state = snapshot.released()
+    now = model.states
+    now[1].hidden.add_(1)
+    with snapshot.replayed(state):
+        assert model.states[1].hidden.tolist() == [0, 0]
+        assert model.states[1].steps is now[1].steps
+    assert model.states is now
+    assert now[1].hidden.tolist() == [1, 1]
 
 
 def test_a_record_that_was_set_aside_outlives_other_takes():

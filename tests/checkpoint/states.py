@@ -12,7 +12,6 @@ import torch
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import read_manifest, write_manifest
-from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -26,7 +25,11 @@ class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
     def __init__(self, value: float, floats: int = 1000):
-        self.value, self.model_state = torch.full((floats,), float(value)), ModelState(torch.nn.Identity())
+        self.value = torch.full((floats,), float(value))
+
+    def not_saved(self) -> list[str]:
+        """Nothing."""
+        return []
 
     def values(self, ranks: Ranks) -> dict[str, Any]:
         """None."""

@@ -9,7 +9,7 @@ from trainapp.checkpoint import optimizer_state, state_dicts
 from trainapp.errors import UserError
 from trainapp.training import loop
 
-DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign]")
+DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign,writing_models]")
 DIGITS = (*DIGITS, "train.check_loss=false")  # a running mean that is also updated in evaluation is refused
 NOT_SAVED = "a checkpoint does not hold what training changes in "
 
@@ -71,12 +71,27 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [("RegisteredByTheFirstForward", "inner.seen"), ("Counting", "calls"), ("Expanded", "scale")]
+    ("model", "name"),
+    [
+        ("RegisteredByTheFirstForward", "inner.seen"),
+        ("Counting", "calls"),
+        ("Carrying", "states"),
+        ("Expanded", "scale"),
+    ],
 )
 def test_what_is_left_out_is_named_once_and_the_run_resumes(tmp_path, caplog, model, name):
     runs.run_until(tmp_path, 4, *overrides(model), "every.save=1")
     assert caplog.text.count(f"{NOT_SAVED}{name}: plain attributes") == 1
     assert runs.run(tmp_path, *overrides(model)).steps == 6
+
+
+def test_attributes_of_a_task_are_named_unless_it_has_a_state_dict(tmp_path, caplog):
+    task = ("task=writing_models.Carries", "objective=min loss")
+    runs.run(tmp_path / "a", *overrides("Linear"), *task, "every.save=2")
+    assert caplog.text.count(f"{NOT_SAVED}task.history, task.states: plain attributes") == 1
+    caplog.clear()
+    runs.run(tmp_path / "b", *overrides("Linear"), "task=writing_models.QueueTask", "objective=min loss")
+    assert NOT_SAVED not in caplog.text
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path):

@@ -39,6 +39,17 @@ class Counting(Linear):
         return 1e-3 * self.calls
 
 
+class Carrying(Linear):
+    """A recurrent state, in a tuple."""
+
+    states: tuple[Tensor, ...] = ()
+
+    def change(self, inputs: Tensor) -> Tensor | float:
+        before = self.states
+        self.states = (self.linear(inputs).detach().mean(0), inputs.mean())
+        return 0.1 * before[0] * before[1] if before else 0.0
+
+
 class Expanded(Linear):
     """A buffer whose elements share memory."""
 
@@ -113,6 +124,7 @@ class Unused(Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.left = super().forward(inputs)
+        self.parts = [{"logits": self.left}, (self.left.detach(), 1)]
         return self.left
 
 

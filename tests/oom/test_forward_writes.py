@@ -23,6 +23,7 @@ def model(name: str) -> tuple[str, ...]:
 
 
 CASES = {name: model(name) for name in ("Teacher", "TeacherSilent", "ExtraState")}  # other models, losses, data: zoo
+CASES["Carrying"] = (*model("Carrying"), "task=writing_models.Carries", "objective=min loss")
 STEPS = (1, 5)  # the first, and one after `oom.clean_steps`
 
 

@@ -188,11 +188,15 @@ def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):
     assert not runs.run(tmp_path, *settings).depends_on_micro_batch
 
 
+CARRIES = ("task=writing_models.Carries", "objective=min loss", "train.check_loss=false")
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
         (runs.own_model("writing_models.Teacher"), "model.teacher.bias, model.teacher.weight, once"),
-        (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, once"),
+        (runs.own_model("writing_models.ExtraState"), "model.calls, model.extra_state, model.means, once"),
+        ((*runs.own_model("writing_models.Carrying"), *CARRIES), "model.states, task.history, task.states, once"),
         (runs.own_model("writing_models.SpectralNorm"), "model.linear.parametrizations.weight.0._u,"),
     ],
 )
@@ -244,6 +248,13 @@ def test_a_buffer_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch
     (text,) = found.depends_on_micro_batch
     hidden = "" if is_declared else "model.state.hidden, "
     assert f"the forward writes {hidden}model.state.largest, once per micro-batch (4)" in text
+
+
+def test_a_tuple_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing_models.Carrying, "per_sample_buffers", ["states"], raising=False)
+    own = (*runs.own_model("writing_models.Carrying"), "data=digits", "user_packages=[writing_models]")
+    settings = (*runs.STEPS_ONLY, *own, "train.check_loss=false", BY_SAMPLE, "batch.micro_size=7")
+    assert not runs.run(tmp_path, *settings).depends_on_micro_batch
 
 
 def test_shared_draws_are_named_once(tmp_path, caplog):

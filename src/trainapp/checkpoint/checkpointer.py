@@ -110,13 +110,17 @@ class Checkpointer:
 
     def _warn_of_not_saved(self) -> None:
         """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
-        names = self.state.model_state.not_saved()
-        if names and not self._has_warned_of_not_saved:
+        if self._has_warned_of_not_saved:
+            return
+        names = self.state.not_saved()
+        if names:
             self._has_warned_of_not_saved = True
             log.warning(
-                "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a "
-                "forward registers or reshapes; a resumed run starts from their initial values. Register them as "
-                "buffers in __init__, or return them from get_extra_state",
+                "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a forward "
+                "registers or reshapes; a resumed run starts from their initial values. What every forward computes "
+                "anew needs nothing. Anything else: make it a buffer, registered in __init__, or return it from "
+                "get_extra_state (a task that is no module: state_dict), and restore it in set_extra_state "
+                "(load_state_dict)",
                 listed(names, most=4),
             )
 

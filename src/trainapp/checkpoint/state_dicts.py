@@ -16,8 +16,8 @@ from trainapp.checkpoint.shards import Sizes
 from trainapp.errors import add_note
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
-from trainapp.state.stateful import Stateful, has_extra_state, is_expanded
-from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, version_of
+from trainapp.state.stateful import Stateful, is_expanded
+from trainapp.torch_private import EXTRA_STATE, version_of
 
 
 class _BuiltTensor(NamedTuple):
@@ -38,7 +38,6 @@ class ModelState:
         self._built: dict[str, _BuiltTensor] = {}
         for name, tensor in self._named_tensors():
             self._built[name] = _BuiltTensor(tensor.shape, weakref.ref(tensor), version_of(tensor))
-        self._built_attributes = dict(_attributes(model))
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
@@ -133,34 +132,6 @@ class ModelState:
         names = shapes.keys() | built_shapes.keys()
         reshaped = {name for name in names if shapes.get(name) != built_shapes.get(name)}
         return sorted(reshaped | expanded)
-
-    def not_saved(self) -> list[str]:
-        """Return the names of changes by training that a checkpoint does not hold: `left_out`, and plain values and
-        tensors in attributes of modules that are neither in the state dict nor in their extra state.
-        """
-        saved = {name for name, _ in self._entries()}
-        changed = set()
-        for name, value in _attributes(self.model):
-            if name not in saved and value != self._built_attributes.get(name):
-                changed.add(name)
-        return self.left_out() + sorted(changed)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values and tensors in attributes of modules; of a tensor, its id and version. Excludes those of
-    Transformers' own modules, and results that a forward leaves for the loss.
-    """
-    for path, module in model.named_modules():
-        if has_extra_state(module) or type(module).__module__.startswith("transformers."):
-            continue
-        for attribute, value in vars(module).items():
-            if attribute in MODULE_ATTRIBUTES:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            if isinstance(value, (bool, int, float, str)):
-                yield name, value
-            elif isinstance(value, Tensor) and value.grad_fn is None:
-                yield name, (id(value), version_of(value))
 
 
 def _is_dense(value: Any) -> bool:

@@ -20,6 +20,7 @@ from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.state.attributes import Attributes
 from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
@@ -67,9 +68,11 @@ class TrainState:
     filled: Mapping[str, Any] = field(default_factory=dict)
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     model_state: ModelState = field(init=False)
+    attributes: Attributes = field(init=False)
 
     def __post_init__(self) -> None:
         self.model_state = ModelState(self.model)
+        self.attributes = Attributes(self.stateful)
         self.cadences = tuple(update.cadence for update in self.updates)
 
     @property
@@ -177,6 +180,12 @@ class TrainState:
 
     def _optimizer_values(self, update: Update) -> dict[str, Any]:
         return optimizer_state.optimizer_values(self.model, update.optimizer, update.built_options)
+
+    def not_saved(self) -> list[str]:
+        """Return the names of changes by training that a checkpoint does not hold: tensors that are left out of the
+        model's state, and attributes of the model and of tasks.
+        """
+        return self.model_state.left_out() + self.attributes.changed()
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
         """Allocate memory for the saved tensors, before they are read into `tensors`.

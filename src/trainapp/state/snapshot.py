@@ -3,7 +3,7 @@
 | what | how it is restored |
 |---|---|
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
-| another buffer (a rotary table, a mask), or a tensor in an attribute | copied when its version has changed |
+| another buffer (a rotary table, a mask), a tensor in an attribute or its tuple | copied when its version has changed |
 | a parameter | copied in every `take` once a forward is known to have written it |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
@@ -25,7 +25,7 @@ then on the parameter is copied. A first write cannot be undone: `restore` names
 import contextlib
 import dataclasses
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -34,8 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
 from trainapp.state.checksum import checksum
-from trainapp.state.stateful import Owner, Stateful, can_be_restored, memory_of
+from trainapp.state.stateful import DEPTH, MOST_ITEMS, Owner, Stateful, can_be_restored, memory_of
 from trainapp.state.structure import REGISTRIES, Structure, find_shards
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
@@ -43,6 +44,8 @@ _PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes, set),
     *(np.ndarray, np.generic, torch.device),
 )
+# Classes that `take` passes over without asking further: among 300 attributes of 13 modules, this saves 60 us.
+_WITHOUT_TENSORS = frozenset({type(None), bool, int, float, str, list, dict, OrderedDict, set})
 Parameters = Literal["written", "trained", "all"]
 MOVED_ON = ("data", "generator")  # kinds of owners that are not rewound when a step is skipped
 
@@ -76,6 +79,8 @@ class State:
     constants: dict[int, _Constant]  # by id
     arrays: list[tuple[np.ndarray, np.ndarray]]  # an array and its copy
     checksums: dict[str, Tensor]  # of the structure's watched tensors; empty after the first steps
+    # Of tuples, lists and similar values, for each of `references.attributes`; empty after the first steps.
+    fingerprints: list[dict[str, Any]]
 
     def copies_by_id(self) -> dict[int, Tensor]:
         """Return the copy of each tensor."""
@@ -149,14 +154,8 @@ class Snapshot:
         for name, owner in stateful.owners.items():
             if not owner.is_restored_elsewhere and owner.kind != "callbacks":
                 owners[name] = owner
-        modules: dict[str, nn.Module] = {}
-        objects = {}
-        for name, root in stateful.roots.items():
-            if name == "model":
-                modules[name] = root
-            elif name.endswith("task") and hasattr(root, "__dict__") and not isinstance(root, nn.Module):
-                objects[name] = root
-        return cls(modules | stateful.modules, owners, objects, verified)
+        models = {name: root for name, root in stateful.roots.items() if name == "model"}
+        return cls(models | stateful.modules, owners, stateful.plain_tasks(), verified)
 
     @property
     def _taken(self) -> State:
@@ -183,10 +182,14 @@ class Snapshot:
         arrays = []
         for attributes in references.attributes:
             for value in attributes.values():
+                if type(value) in _WITHOUT_TENSORS:  # nearly all of them
+                    continue
                 if type(value) is np.ndarray:
                     arrays.append((value, value.copy()))
                 elif type(value) is Tensor and _is_kept(value):
                     constants.append(memory_of(value))
+                elif isinstance(value, tuple):
+                    constants.extend(map(memory_of, _kept_tensors(value)))
         self._state = State(
             structure=structure,
             references=references,
@@ -196,6 +199,7 @@ class Snapshot:
             constants=self._copy_constants(constants),
             arrays=arrays,
             checksums=self._checksums() if self._steps_to_verify else {},
+            fingerprints=_fingerprints(structure) if self._steps_to_verify else [],
         )
 
     @staticmethod
@@ -331,8 +335,13 @@ class Snapshot:
         before = state.references
         now = self._references(state.structure)
         holder_names = [*state.structure.holder_names, ""]  # names of owners are whole
-        values_before = [*before.contents, *before.attributes, before.owner_states]
-        values_now = [*now.contents, *now.attributes, now.owner_states]
+        attributes_before = before.attributes
+        attributes_now = now.attributes
+        if state.fingerprints:  # a list may be the same, with other contents
+            attributes_before = _updated(attributes_before, state.fingerprints)
+            attributes_now = _updated(attributes_now, _fingerprints(state.structure))
+        values_before = [*before.contents, *attributes_before, before.owner_states]
+        values_now = [*now.contents, *attributes_now, now.owner_states]
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
                 for name in _changed_names(old, new, copies):
@@ -512,8 +521,15 @@ def _refill(values: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _with_stand_ins(values: dict[str, Any], stand_ins: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the values, with a stand-in for each that has one."""
-    return {name: stand_ins.get(id(value), value) for name, value in values.items()}
+    """Return the values, with a stand-in for each that has one, in tuples too."""
+    return {name: _stand_in(value, stand_ins) for name, value in values.items()}
+
+
+def _stand_in(value: Any, stand_ins: Mapping[int, Any]) -> Any:
+    if not isinstance(value, tuple) or not any(id(tensor) in stand_ins for tensor in _kept_tensors(value)):
+        return stand_ins.get(id(value), value)
+    items = [_stand_in(item, stand_ins) for item in value]
+    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any]) -> list[str]:
@@ -522,7 +538,7 @@ def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[
     for name in before | now:
         old = before.get(name)
         new = now.get(name)
-        is_result = getattr(new, "grad_fn", None) is not None
+        is_result = new is RESULT or getattr(new, "grad_fn", None) is not None
         if not is_result and not _is_equal(copies.get(id(old), old), new):
             names.append(name)
     return names
@@ -544,12 +560,52 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values, tensors and arrays among an object's attributes; an embedding loss may keep others."""
-    plain = {}
-    for name, value in attributes.items():
-        if isinstance(value, _PLAIN) or (_is_kept(value) and not value.requires_grad):
-            plain[name] = value
-    return plain
+    """Return the plain values, tensors and arrays among an object's attributes, and containers of them; an embedding
+    loss may keep others.
+    """
+    return {name: value for name, value in attributes.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return _is_kept(value) and not value.requires_grad
+    if not isinstance(value, CONTAINERS) or depth >= DEPTH or len(value) > MOST_ITEMS:
+        return False
+    for item in value.values() if isinstance(value, dict) else value:
+        if not isinstance(item, _PLAIN) and not _is_plain(item, depth + 1):
+            return False
+    return True
+
+
+def _kept_tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors to restore in a tuple, also in tuples in it. What lists and dicts hold is the user's."""
+    tensors = []
+    for value in values:
+        if type(value) is Tensor and _is_kept(value):
+            tensors.append(value)
+        elif isinstance(value, tuple):
+            tensors.extend(_kept_tensors(value))
+    return tensors
+
+
+def _fingerprints(structure: Structure) -> list[dict[str, Any]]:
+    """Return fingerprints of the containers in the attributes of modules, then of objects."""
+    tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
+    registered = storages_of(tensors)
+    fingerprints = []
+    for attributes in (*structure.attributes, *structure.objects):
+        containers = {}
+        for name, value in attributes.items():
+            if name not in MODULE_ATTRIBUTES and isinstance(value, CONTAINERS):
+                containers[name] = fingerprint(value, registered)
+        fingerprints.append(containers)
+    return fingerprints
+
+
+def _updated(values: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**attributes, **other} for attributes, other in zip(values, others, strict=True)]
 
 
 def _is_kept(value: Any) -> bool:

@@ -85,6 +85,14 @@ class Stateful:
             for member in walk(root, root_name, visited):
                 self._add(member, kind)
 
+    def plain_tasks(self) -> dict[str, Any]:
+        """Return the tasks with attributes that are no modules, by name."""
+        tasks = {}
+        for name, root in self.roots.items():
+            if name.endswith("task") and hasattr(root, "__dict__") and not isinstance(root, nn.Module):
+                tasks[name] = root
+        return tasks
+
     def _add(self, member: "Member", kind: str) -> None:
         value = member.value
         if isinstance(value, nn.Module):

@@ -50,8 +50,8 @@ def _note_writes(session: Session, size: int) -> None:
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
     if other_state:
         depends["writes"] = (
-            f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what is "
-            "computed from them depends on the micro-batch"
+            f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
+            "forward reads of them before writing them anew depends on the micro-batch"
         )
 
 

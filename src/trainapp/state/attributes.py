@@ -1,0 +1,149 @@
+"""What modules and tasks hold in plain attributes, and which of it training has changed.
+
+Values are compared by fingerprints, which hold no tensor: a checkpoint is saved long after the model was built.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainapp.state.checksum import checksum
+from trainapp.state.stateful import DEPTH, MOST_ITEMS, Stateful, has_extra_state, has_state_dict, memory_of
+from trainapp.torch_private import MODULE_ATTRIBUTES, outside_dispatch_modes, storage_id, strided_parts
+
+CONTAINERS = (tuple, list, dict, set, frozenset, deque)
+RESULT = "result of a forward"  # the fingerprint of what holds a tensor whose graph still exists
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+# Whose modules keep their state in buffers, or whose attributes are caches.
+_LIBRARIES = ("torch.", "trainapp.", "transformers.")
+
+
+class Attributes:
+    """The attributes of a model, of tasks, and of modules elsewhere in them. Create it once these are built: later
+    differences are training's changes.
+    """
+
+    def __init__(self, stateful: Stateful):
+        self._stateful = stateful
+        self._built = self._fingerprints()
+
+    def changed(self) -> list[str]:
+        """Return the names of attributes that differ and that no state dict or extra state has; of results that a
+        forward leaves for the loss, none.
+        """
+        absent = fingerprint(None)
+        saved = self._saved_names()
+        names = []
+        for name, value in self._fingerprints().items():
+            if name not in saved and value != RESULT and value != self._built.get(name, absent):
+                names.append(name)
+        return sorted(names)
+
+    def _saved_names(self) -> set[str]:
+        """Return the names in state dicts, among them what modules add to theirs."""
+        names: set[str] = set()
+        for root_name, root in self._roots().items():
+            names.update(_joined(root_name, name) for name in root.state_dict(keep_vars=True))
+        return names
+
+    def _fingerprints(self) -> dict[str, Any]:
+        """Return the fingerprint of each attribute by its name. An object that only holds others has none."""
+        storages = self._storages_of_modules()
+        fingerprints = {}
+        for name, attributes in self._holders():
+            for attribute, value in attributes.items():
+                if isinstance(value, (Tensor, np.ndarray, *CONTAINERS, *_PLAIN)):
+                    fingerprints[_joined(name, attribute)] = fingerprint(value, storages)
+        return fingerprints
+
+    def _roots(self) -> dict[str, nn.Module]:
+        """Return the outermost modules, by the first part of their attributes' names. Callbacks are not trained."""
+        roots = {"": self._stateful.roots["model"]} if "model" in self._stateful.roots else {}
+        for name, module in self._stateful.modules.items():
+            if not name.startswith("callbacks."):
+                roots[name] = module
+        return roots
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the attributes of modules and tasks without a state of their own, by the holder's name."""
+        for root_name, root in self._roots().items():
+            for path, module in root.named_modules():
+                if not has_extra_state(module) and not type(module).__module__.startswith(_LIBRARIES):
+                    attributes = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+                    yield _joined(root_name, path), attributes
+        for name, task in self._stateful.plain_tasks().items():
+            if not has_state_dict(task):
+                yield name, vars(task)
+
+    def _storages_of_modules(self) -> set[int]:
+        tensors: list[Tensor] = []
+        for root in self._roots().values():
+            tensors.extend(root.parameters())
+            tensors.extend(root.buffers())
+        return storages_of(tensors)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) -> Any:
+    """Return what stands for a value: equal for equal plain values, arrays and tensors, also in containers; other
+    objects are distinguished by their class only. `RESULT` if any tensor in it has a graph.
+
+    Args:
+        value: the value of an attribute.
+        registered: the `storages_of` parameters and buffers: a second reference to one is no other state.
+        depth: its level in containers.
+    """
+    kind = type(value).__qualname__
+    if isinstance(value, Tensor):
+        return RESULT if value.grad_fn is not None else (kind, *_values_of(value, registered))
+    if isinstance(value, np.ndarray):
+        return kind, value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()
+    if isinstance(value, _PLAIN):
+        return kind, repr(value)  # NaN equals NaN
+    if isinstance(value, (set, frozenset)):
+        return kind, len(value), {item for item in value if isinstance(item, _PLAIN)}
+    if not isinstance(value, CONTAINERS) or has_state_dict(value):
+        return kind
+
+    items = list(value.items()) if isinstance(value, dict) else list(value)
+    if depth >= DEPTH:
+        return kind, len(items)
+    if len(items) > MOST_ITEMS:  # rows of data; those at the ends of a queue change
+        items = [len(items), items[0], items[-1]]
+    parts = [fingerprint(item, registered, depth + 1) for item in items]
+    return RESULT if RESULT in parts else (kind, parts)
+
+
+@torch.no_grad()
+def _values_of(tensor: Tensor, registered: Collection[int]) -> list[Any]:
+    """Return shapes and checksums of a tensor's memory, without what is registered."""
+    values = []
+    with outside_dispatch_modes():
+        for part in _parts(tensor):
+            if storage_id(part.untyped_storage()) not in registered:
+                values.append((str(part.dtype), tuple(part.shape), checksum(part).tolist()))
+    return values
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the ids of the tensors' memory."""
+    storages: set[int] = set()
+    for tensor in tensors:
+        storages.update(storage_id(part.untyped_storage()) for part in _parts(tensor))
+    return storages
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that hold a tensor's values; none of fake, lazy, meta or sharded ones."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return []
+    with torch.no_grad():
+        return [part for part in strided_parts(memory_of(tensor)) if not part.is_meta]
