@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.assembly.probe import lacks_gradients, recorded_gradients
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.losses.losses import classification, next_token, unchecked
+from trainapp.losses.losses import CheckedTask, classification, next_token, unchecked
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import is_of_transformers, lazy_modules, without_cache
 from trainapp.optim import emulated_kernels
@@ -113,9 +114,8 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
     """
     if not is_meta and lazy_modules(model):
         model.eval()
-        with torch.no_grad(), resources.numerics.autocast:
-            for task in resources.targets.training_tasks:
-                task(model, map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2)))
+        for task in resources.targets.training_tasks:
+            _call_with_two_samples(task, model, resources, device)
         model.train()
     still_lazy = lazy_modules(model)
     if still_lazy:
@@ -123,6 +123,25 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
         raise UserError(
             f"model: the shapes of {', '.join(still_lazy)} are lazy and {reason} does not give them; set them"
         )
+
+
+def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resources, device: torch.device) -> None:
+    """Call a task without a graph, and with one if it needs gradients."""
+
+    def call() -> None:
+        batch = map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2))
+        with resources.numerics.autocast:
+            task(model, batch)
+
+    try:
+        with torch.no_grad():
+            call()
+        return
+    except RuntimeError as error:
+        if not lacks_gradients(error):
+            raise
+    with recorded_gradients([model, task.unchecked]):
+        call()
 
 
 # --- sizes that the user has set, beside those of the data
