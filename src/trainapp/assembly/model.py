@@ -11,13 +11,13 @@ from torch import nn
 from trainapp.assembly.probe import lacks_gradients, recorded_gradients
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Model
 from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, classification, next_token, unchecked
 from trainapp.models.huggingface import require_documents_apart
-from trainapp.models.inspect import is_of_transformers, lazy_modules, without_cache
+from trainapp.models.inspect import is_of_transformers, lazy_modules, untrained_modules, without_cache
 from trainapp.optim import emulated_kernels
 from trainapp.optim.groups import match_names
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def build_model(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
     """Return the model in training mode on its device: constructed, its lazy modules given their shapes, its parameters
-    frozen and cast as the configuration says.
+    frozen and cast as the configuration says. Nothing calls `train()` later.
 
     Args:
         config: the run's.
@@ -46,8 +46,7 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
-    for name in match_names(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
-        model.get_parameter(name).requires_grad_(False)
+    _freeze(model, config.model)
     resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself
         emulated_kernels.install_for(device, dtype)
@@ -142,6 +141,24 @@ def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resou
             raise
     with recorded_gradients([model, task.unchecked]):
         call()
+
+
+def _freeze(model: nn.Module, settings: Model) -> None:
+    """Freeze the parameters that `model.freeze` names, and put modules into evaluation mode if `model.freeze_mode` says
+    so. Raises UserError if there are none.
+    """
+    for name in match_names(model, settings.freeze, "model.freeze"):  # any name of a tied weight freezes it
+        model.get_parameter(name).requires_grad_(False)
+    if settings.freeze_mode is None:
+        return
+    modules = untrained_modules(model)
+    if not modules:
+        raise UserError(
+            "model.freeze_mode=eval: no module has only frozen parameters, so none would be in evaluation mode; name "
+            "whole modules in model.freeze, such as [body]"
+        )
+    for module in modules:
+        module.eval()
 
 
 # --- sizes that the user has set, beside those of the data
