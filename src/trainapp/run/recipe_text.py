@@ -23,19 +23,21 @@ from trainapp.units import listed, plural
 
 MOST_FILLED = 6  # settings named on the line
 MOST_FRESH = 4  # tensors named on the line
-WIDTH = 120  # of a printed line
+WIDTH = 120  # of a wrapped line
+_CHECKS = "checks: "
 
 
 def printed_lines(recipe: Recipe) -> list[str]:
-    """Return the recipe as lines of at most `WIDTH` characters, the first one apart: it is recognised as a whole."""
-    first, *lines = lines_of(recipe)
-    printed = [first]
-    for line in lines:
-        subject = line.partition(" ")[0]
-        indent = " " * (len(subject) + 1)
-        printed.extend(
-            textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
+    """Return the recipe as lines to print: that of the checks, which may be long sentences, is wrapped."""
+    printed = []
+    for line in lines_of(recipe):
+        if line.startswith(_CHECKS):
+            indent = " " * len(_CHECKS)
+            printed += textwrap.wrap(
+                line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        else:
+            printed.append(line)
     return printed
 
 
@@ -53,7 +55,7 @@ def lines_of(recipe: Recipe) -> list[str]:
         f"optimizer: {_optimizers_text(training)}",
         f"schedule: {_schedule_text(training)}",
         f"precision: {_precision_text(recipe.precision)}",
-        f"checks: {_checks_text(training)}",
+        f"{_CHECKS}{_checks_text(training)}",
     ]
 
 
